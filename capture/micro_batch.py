@@ -1,0 +1,150 @@
+"""What one micro-batch is: the tensors that went into a model's forward, and where they came from.
+
+Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+
+
+class CaptureError(ValueError):
+    """A capture that cannot be read or does not describe a micro-batch. The message names the file where one is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a micro-batch was seen. What a capture does not say is None."""
+
+    source: str  # file name within its folder
+    rank: int | None = None
+    world_size: int | None = None
+    step: int | None = None  # counts the forwards that this rank's recorder saw
+    time: str | None = None  # ISO 8601, UTC for format 1, as written for older dumps
+    model_name: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One forward's inputs. Construction checks shapes, dtypes and mask values.
+
+    sequences_BS      token ids, int64
+    attention_mask_BS True where a token is real
+    action_mask_BA    True where one of a row's last A tokens was generated; A < S. None if the model was not given one
+    labels_BS         int64 target ids, -100 where none; not shifted. None if the model was not given any
+    extra_tensors     every other tensor argument by name, as it came
+    call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
+    trains            was autograd on?
+
+    Raises CaptureError where these do not fit together.
+    """
+
+    sequences_BS: Tensor
+    attention_mask_BS: Tensor
+    action_mask_BA: Tensor | None = None
+    labels_BS: Tensor | None = None
+    extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    call_facts: Mapping[str, Any] = field(default_factory=dict)
+    trains: bool
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.sequences_BS.shape)
+        if self.sequences_BS.dtype != torch.int64 or len(shape) != 2 or 0 in shape:
+            raise CaptureError(
+                f"{self.origin.source}: token ids must be int64 of shape [rows, tokens], "
+                f"not {self.sequences_BS.dtype} of shape {list(shape)}"
+            )
+        if int(self.sequences_BS.min()) < 0:
+            raise CaptureError(f"{self.origin.source}: token id {int(self.sequences_BS.min())} is negative")
+        self._check_mask("attention_mask", self.attention_mask_BS, shape)
+        if self.action_mask_BA is not None:
+            num_actions = self.action_mask_BA.shape[-1] if self.action_mask_BA.ndim == 2 else 0
+            if not 0 < num_actions < shape[1]:
+                raise CaptureError(
+                    f"{self.origin.source}: action_mask has shape {list(self.action_mask_BA.shape)}; "
+                    f"allowed is [{shape[0]}, 1 to {shape[1] - 1}] for token ids of shape {list(shape)}"
+                )
+            self._check_mask("action_mask", self.action_mask_BA, (shape[0], num_actions))
+        if self.labels_BS is not None and (
+            tuple(self.labels_BS.shape) != shape or self.labels_BS.dtype != torch.int64
+        ):
+            raise CaptureError(
+                f"{self.origin.source}: labels must be int64 of shape {list(shape)}, "
+                f"not {self.labels_BS.dtype} of shape {list(self.labels_BS.shape)}"
+            )
+
+    def _check_mask(self, name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(mask.shape) != shape or mask.dtype != torch.bool:
+            raise CaptureError(
+                f"{self.origin.source}: {name} must be a mask of shape {list(shape)}, "
+                f"not {mask.dtype} of shape {list(mask.shape)}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return self.sequences_BS.shape[0]
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Real and padding tokens together: rows x the longest row."""
+        return self.sequences_BS.numel()
+
+    @property
+    def num_real_tokens(self) -> int:
+        return int(self.attention_mask_BS.sum())
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same micro-batch with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        extra = {name: tensor.to(device) for name, tensor in self.extra_tensors.items()}
+        return replace(self, extra_tensors=extra, **moved)
+
+
+def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
+    """Bool, int or float 0/1 values as a bool mask. Raises CaptureError on any other value."""
+    if tensor.dtype == torch.bool:
+        return tensor
+    mask = tensor != 0
+    if tensor.ndim != 2 or not torch.equal(tensor, mask.to(tensor.dtype)):
+        raise CaptureError(f"{source}: {name} must hold only 0 and 1 in shape [rows, tokens], got {tensor.dtype} {list(tensor.shape)}")
+    return mask
+
+
+def micro_batch_from_call(
+    tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin
+) -> MicroBatch:
+    """Name the arguments of a forward: `sequences` or `input_ids`, `attention_mask`, `action_mask`, `labels`; the rest is kept as it came.
+
+    Without an attention mask every token is real. Raises CaptureError if there are no token ids.
+    """
+    rest = dict(tensors)
+    names = [name for name in ("sequences", "input_ids") if name in rest]
+    if not names:
+        raise CaptureError(
+            f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, got {sorted(rest) or 'no tensors'}"
+        )
+    sequences_BS = rest.pop(names[0]).long()
+    attention_mask = rest.pop("attention_mask", None)
+    action_mask = rest.pop("action_mask", None)
+    labels = rest.pop("labels", None)
+    return MicroBatch(
+        sequences_BS=sequences_BS,
+        attention_mask_BS=torch.ones_like(sequences_BS, dtype=torch.bool)
+        if attention_mask is None
+        else as_mask("attention_mask", attention_mask, origin.source),
+        action_mask_BA=None if action_mask is None else as_mask("action_mask", action_mask, origin.source),
+        labels_BS=None if labels is None else labels.long(),
+        extra_tensors=rest,
+        call_facts=dict(call_facts),
+        trains=trains,
+        origin=origin,
+    )
