@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MAX_TOKENS = 2**24  # of one micro-batch, padding included: a bound for readers, far above what a device holds
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
@@ -40,6 +41,7 @@ class MicroBatch:
     labels_BS         int64 target ids, -100 where none; not shifted. None if the model was not given any
     extra_tensors     every other tensor argument by name, as it came
     call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
+    left_out          arguments that could not be kept: name to type, as `past_key_values: transformers.cache_utils.DynamicCache`
     trains            was autograd on?
 
     Raises CaptureError where these do not fit together.
@@ -51,6 +53,7 @@ class MicroBatch:
     labels_BS: Tensor | None = None
     extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     call_facts: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     trains: bool
     origin: Origin
 
@@ -109,33 +112,47 @@ class MicroBatch:
         return replace(self, extra_tensors=extra, **moved)
 
 
+_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MASK_DTYPES = (torch.bool, *_ID_DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
     """Bool, int or float 0/1 values as a bool mask. Raises CaptureError on any other value."""
-    if tensor.dtype == torch.bool:
-        return tensor
+    _check_kind(name, tensor, _MASK_DTYPES, source)
     mask = tensor != 0
-    if tensor.ndim != 2 or not torch.equal(tensor, mask.to(tensor.dtype)):
-        raise CaptureError(f"{source}: {name} must hold only 0 and 1 in shape [rows, tokens], got {tensor.dtype} {list(tensor.shape)}")
+    if not torch.equal(tensor, mask.to(tensor.dtype)):
+        raise CaptureError(f"{source}: {name} must hold only 0 and 1, but holds other values ({tensor.dtype})")
     return mask
 
 
 def micro_batch_from_call(
-    tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin
+    tensors: Mapping[str, Tensor],
+    call_facts: Mapping[str, Any],
+    *,
+    trains: bool,
+    origin: Origin,
+    left_out: Mapping[str, str] | None = None,
 ) -> MicroBatch:
-    """Name the arguments of a forward: `sequences` or `input_ids`, `attention_mask`, `action_mask`, `labels`; the rest is kept as it came.
+    """Name a forward's arguments: `sequences` or `input_ids`, `attention_mask`, `action_mask`, `labels`.
 
-    Without an attention mask every token is real. Raises CaptureError if there are no token ids.
+    The rest is kept as it came. Without an attention mask every token is real. Raises CaptureError if there are no
+    token ids.
     """
     rest = dict(tensors)
     names = [name for name in ("sequences", "input_ids") if name in rest]
     if not names:
         raise CaptureError(
-            f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, got {sorted(rest) or 'no tensors'}"
+            f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
+            f"got {sorted(rest)[:20] or 'no tensors'}"
         )
-    sequences_BS = rest.pop(names[0]).long()
+    sequences = rest.pop(names[0])
+    _check_kind(names[0], sequences, _ID_DTYPES, origin.source)
+    sequences_BS = sequences.long()
     attention_mask = rest.pop("attention_mask", None)
     action_mask = rest.pop("action_mask", None)
     labels = rest.pop("labels", None)
+    if labels is not None:
+        _check_kind("labels", labels, _ID_DTYPES, origin.source)
     return MicroBatch(
         sequences_BS=sequences_BS,
         attention_mask_BS=torch.ones_like(sequences_BS, dtype=torch.bool)
@@ -145,6 +162,16 @@ def micro_batch_from_call(
         labels_BS=None if labels is None else labels.long(),
         extra_tensors=rest,
         call_facts=dict(call_facts),
+        left_out=dict(left_out or {}),
         trains=trains,
         origin=origin,
     )
+
+
+def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:
+    if tensor.ndim != 2 or tensor.dtype not in dtypes or tensor.numel() > MAX_TOKENS:
+        raise CaptureError(
+            f"{source}: {name} must be of shape [rows, tokens] with at most {MAX_TOKENS} elements and one of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, "
+            f"not {tensor.dtype} of shape {list(tensor.shape)}"
+        )

@@ -1,0 +1,36 @@
+"""The one forward: from prepared inputs to the action tokens' log-probs, the same under every backend."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from actor_init.packing import ActorInputs
+
+
+def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
+    """fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
+
+    Logits are computed for every token, as trainers do, so that time and memory are theirs; only those that predict
+    an action token are brought to fp32.
+    """
+    packed: dict[str, Any] = {}
+    if inputs.cu_seq_lens is not None:
+        packed = {
+            "cu_seq_lens_q": inputs.cu_seq_lens,
+            "cu_seq_lens_k": inputs.cu_seq_lens,
+            "max_length_q": inputs.max_length,
+            "max_length_k": inputs.max_length,
+        }
+    logits = model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        attention_mask=inputs.attention_mask_BS,
+        use_cache=False,
+        **packed,
+    ).logits
+    logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
+    log_probs_N = -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
+    flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
+    return flat.view(inputs.action_mask_BA.shape)

@@ -1,0 +1,56 @@
+"""What a backend is, and the choice between the two."""
+
+from collections.abc import Mapping
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from actor_init.model import ModelSource
+from actor_init.packing import ActorInputs
+from actor_init.spec import ActorSpec, BackendName
+from actor_init.world import World
+
+
+class Backend(Protocol):
+    """An actor, sharded and ready to take passes."""
+
+    @classmethod
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+        """Build, shard, load and return the actor, ready. Raises UsageError if `spec` cannot be had here."""
+        ...
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        """Action log-probs [B, A], fp32, a plain tensor. `trains` is the model's train or eval mode, not autograd's."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add `loss`'s gradient, averaged over the data ranks and the accumulation window."""
+        ...
+
+    def end_window(self, *, step: bool) -> float:
+        """After the last backward of an accumulation window: step if asked, leave no gradient behind.
+
+        Returns the global gradient norm before clipping; inf where fp16 overflowed.
+        """
+        ...
+
+    def facts(self) -> Mapping[str, str | int]:
+        """What was resolved, for run.json."""
+        ...
+
+    def close(self) -> None:
+        """Free the actor's memory."""
+        ...
+
+
+def open_backend(spec: ActorSpec, source: ModelSource, world: World) -> Backend:
+    """The actor that `spec` describes. Raises UsageError if it cannot be had here."""
+    match spec.backend:
+        case BackendName.DEEPSPEED:
+            from actor_init.backends.deepspeed_zero import DeepSpeedBackend
+
+            return DeepSpeedBackend.open(spec, source, world)
+        case BackendName.FSDP2:
+            from actor_init.backends.fsdp2 import FSDP2Backend
+
+            return FSDP2Backend.open(spec, source, world)

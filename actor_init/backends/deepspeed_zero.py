@@ -1,0 +1,162 @@
+"""The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from actor_init.actor import action_log_probs
+from actor_init.attention import kernel_name
+from actor_init.compiling import compile_blocks
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.optimizer import TORCH_DTYPES, make_optimizer
+from actor_init.packing import ActorInputs
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.world import World
+
+
+@dataclass(slots=True)
+class Gate:
+    """Lets the optimizer's step through, or holds it."""
+
+    is_open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedBackend:
+    """`engine.step` is called at the end of every window: it yields the norm and clears every gradient buffer.
+
+    Without --step the optimizer inside it is held, so that weights and moments stay as they are.
+    """
+
+    spec: ActorSpec
+    engine: Any  # deepspeed.DeepSpeedEngine
+    gate: Gate
+    attention: str
+
+    @classmethod
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+        """Raises UsageError for what DeepSpeed cannot do: fp16 on a CPU, ZeRO 1-3 without an optimizer, DeepCompile off CUDA."""
+        _refuse(spec, world)
+        os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+        attention = kernel_name(spec, world.device)
+        config = _config(spec)
+        model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        blocks = blocks_of(model)
+        if spec.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.compile is Compile.BLOCKS:
+            compile_blocks(block for _, block in blocks)
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+        if spec.resolved_zero_stage == 3:
+            for name, block in blocks:
+                materialise(model, source.weights, world.device, prefix=name)
+                deepspeed.zero.Init(module=block, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
+        materialise(model, source.weights, world.device)
+        if spec.resolved_zero_stage == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
+        gate = Gate()
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            optimizer=_gated(spec, gate),
+            config=config,
+            dist_init_required=False,
+        )
+        if spec.compile is Compile.DEEPCOMPILE:
+            engine.compile()
+            if not engine.is_deepcompile_active():
+                raise UsageError(
+                    f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
+                    "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
+                )
+        return cls(spec=spec, engine=engine, gate=gate, attention=attention)
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        self.engine.train(trains)
+        return action_log_probs(self.engine, inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()  # counts the micro-batch
+
+    def end_window(self, *, step: bool) -> float:
+        norm = self._norm_of_plain_gradients()
+        self.gate.is_open = step
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _norm_of_plain_gradients(self) -> Tensor | None:
+        """The norm where the engine computes none: stage 0 in fp32, or without an optimizer."""
+        if self.engine.zero_optimization_stage() or self.engine.bfloat16_enabled() or self.engine.fp16_enabled():
+            return None
+        model: PreTrainedModel = self.engine.module
+        return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    def facts(self) -> Mapping[str, str | int]:
+        return {
+            "backend": self.spec.backend.value,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "attention_kernel": self.attention,
+            "optimizer": self.spec.optimizer.value,
+            "engine_optimizer": type(self.engine.optimizer).__name__,
+        }
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def _refuse(spec: ActorSpec, world: World) -> None:
+    on_cpu = world.device.type == "cpu"
+    if on_cpu and spec.dtype is Dtype.FP16:
+        raise UsageError("DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2")
+    if on_cpu and spec.compile is Compile.DEEPCOMPILE:
+        raise UsageError("--deepcompile needs CUDA, and this machine has none. Try: --compile")
+    if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
+        raise UsageError(
+            f"--optimizer none leaves ZeRO stage {spec.resolved_zero_stage} nothing to shard: DeepSpeed's stages 1 to 3 "
+            "keep fp32 master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
+        )
+
+
+def _config(spec: ActorSpec) -> dict[str, Any]:
+    has_masters = spec.optimizer is not OptimizerName.NONE
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": spec.grad_accumulation,
+        "gradient_clipping": spec.max_norm or 0.0,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": spec.resolved_zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": has_masters and spec.dtype is Dtype.BF16},
+        "fp16": {"enabled": has_masters and spec.dtype is Dtype.FP16},
+        "compile": {"deepcompile": spec.compile is Compile.DEEPCOMPILE},
+    }
+
+
+def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """An optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
+
+    def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = make_optimizer(spec, parameters) or torch.optim.SGD(parameters, lr=0.0)
+        step = optimizer.step
+
+        def gated_step(closure: Any = None) -> Any:
+            return step(closure) if gate.is_open else None
+
+        optimizer.step = gated_step  # type: ignore[method-assign]
+        return optimizer
+
+    return build

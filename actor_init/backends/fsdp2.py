@@ -1,0 +1,103 @@
+"""The actor under FSDP2: `fully_shard` on every block and on the root."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from actor_init.actor import action_log_probs
+from actor_init.attention import kernel_name
+from actor_init.compiling import compile_blocks
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.optimizer import TORCH_DTYPES, make_optimizer
+from actor_init.packing import ActorInputs
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDP2Backend:
+    spec: ActorSpec
+    model: PreTrainedModel
+    optimizer: Optimizer | None
+    scaler: torch.amp.GradScaler  # type: ignore[name-defined]
+    attention: str
+
+    @classmethod
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+        """Blocks are brought to the device and sharded one after the other: never a second full copy of the model."""
+        attention = kernel_name(spec, world.device)
+        compute_dtype = TORCH_DTYPES[spec.dtype]
+        has_masters = spec.optimizer is not OptimizerName.NONE
+        model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
+        )
+        blocks = blocks_of(model)
+        if spec.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.compile is Compile.BLOCKS:
+            compile_blocks(block for _, block in blocks)
+        for name, block in blocks:
+            materialise(model, source.weights, world.device, prefix=name)
+            fully_shard(
+                block,
+                mesh=world.mesh["data"],
+                mp_policy=policy,
+                reshard_after_forward=spec.resolved_zero_stage == 3,
+            )
+        materialise(model, source.weights, world.device)
+        # None is torch's own rule: the root, which backward needs first, stays gathered
+        root_rule = None if spec.resolved_zero_stage == 3 else False
+        fully_shard(model, mesh=world.mesh["data"], mp_policy=policy, reshard_after_forward=root_rule)
+        return cls(
+            spec=spec,
+            model=model,
+            optimizer=make_optimizer(spec, model.parameters()),
+            scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),  # type: ignore[attr-defined]
+            attention=attention,
+        )
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        self.model.train(trains)
+        return action_log_probs(self.model, inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss / self.spec.grad_accumulation).backward()
+
+    def end_window(self, *, step: bool) -> float:
+        if self.scaler.is_enabled():
+            assert self.optimizer is not None
+            self.scaler.unscale_(self.optimizer)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if step:
+            assert self.optimizer is not None
+            if self.spec.max_norm:
+                clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
+            self.scaler.step(self.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        self.model.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def facts(self) -> Mapping[str, str | int]:
+        return {
+            "backend": self.spec.backend.value,
+            "zero_stage": self.spec.resolved_zero_stage,
+            "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),
+            "attention_kernel": self.attention,
+            "optimizer": type(self.optimizer).__name__ if self.optimizer else "none",
+            "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
+        }
+
+    def close(self) -> None:
+        self.model.zero_grad(set_to_none=True)

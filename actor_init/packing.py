@@ -1,0 +1,100 @@
+"""From a micro-batch to what the model is fed: its padded rows, or the real tokens of all rows in one packed row.
+
+Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, T real tokens of all rows,
+N action tokens that have a log-prob.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture.micro_batch import CaptureError, MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorInputs:
+    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], positions restart in every row.
+
+    An action token's log-prob comes from the logits at the real token before it. One without such a token (the first
+    real token of its row) and one that the attention mask calls padding have none: they are 0 in the result and
+    False in `action_mask_BA`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask_BS: Tensor | None  # None when packed
+    cu_seq_lens: Tensor | None  # int32 [rows + 1], where packed rows begin and end; None when padded
+    max_length: int  # of a packed row, rounded up so that few distinct values occur
+    predictor_N: Tensor  # index into the flattened ids: whose logits predict
+    target_ids_N: Tensor
+    slot_N: Tensor  # index into the flattened [B, A]
+    action_mask_BA: Tensor
+
+    def to(self, device: torch.device) -> "ActorInputs":
+        moved: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
+    """Prepare `batch` (on the host) for one forward.
+
+    A capture without an action mask counts every token after a row's first as an action token.
+    Raises CaptureError if no token is real.
+    """
+    real_BS = batch.attention_mask_BS
+    num_rows, num_tokens = real_BS.shape
+    lengths_B = real_BS.sum(dim=1)
+    if not int(lengths_B.sum()):
+        raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
+    action_mask_BA = batch.action_mask_BA
+    if action_mask_BA is None:
+        action_mask_BA = torch.ones(num_rows, num_tokens - 1, dtype=torch.bool)
+    num_actions = action_mask_BA.shape[1]
+    is_action_BS = F.pad(action_mask_BA, (num_tokens - num_actions, 0))
+
+    position_BS = real_BS.long().cumsum(dim=1) - 1  # of the token among its row's real ones
+    has_log_prob_BS = is_action_BS & real_BS & (position_BS > 0)
+    row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
+
+    flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
+    flat_T = flat_BS[real_BS]  # where each packed token came from
+    packed_of_flat = torch.full((real_BS.numel(),), -1)
+    packed_of_flat[flat_T] = torch.arange(flat_T.numel())
+    predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the real token before, as a packed index
+
+    effective_BA = has_log_prob_BS[:, num_tokens - num_actions :]
+    shared: dict[str, Any] = {
+        "target_ids_N": batch.sequences_BS[row_N, token_N],
+        "slot_N": row_N * num_actions + token_N - (num_tokens - num_actions),
+        "action_mask_BA": effective_BA,
+    }
+    if not packing:
+        return ActorInputs(
+            input_ids=batch.sequences_BS,
+            position_ids=position_BS.masked_fill(~real_BS, 1),
+            attention_mask_BS=real_BS,
+            cu_seq_lens=None,
+            max_length=num_tokens,
+            predictor_N=flat_T[predictor_N],
+            **shared,
+        )
+    lengths = lengths_B[lengths_B > 0]
+    return ActorInputs(
+        input_ids=batch.sequences_BS.flatten()[flat_T].unsqueeze(0),
+        position_ids=position_BS.flatten()[flat_T].unsqueeze(0),
+        attention_mask_BS=None,
+        cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
+        max_length=_bucket(int(lengths.max())),
+        predictor_N=predictor_N,
+        **shared,
+    )
+
+
+def _bucket(length: int) -> int:
+    """The next power of two, at least 256: kernels take it as a Python int, and each new value recompiles a graph."""
+    return max(256, 1 << (length - 1).bit_length())

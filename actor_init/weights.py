@@ -1,0 +1,112 @@
+"""Where a parameter's values come from: a safetensors folder, or its own name."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from actor_init.spec import UsageError
+
+_CHUNK = 1 << 24  # elements whose int64 intermediates are alive at once
+_MASK_32 = 0xFFFFFFFF
+
+
+class Weights(Protocol):
+    def describe(self) -> str:
+        """One line for the header: which weights these are."""
+        ...
+
+    def fill(self, name: str, parameter: Tensor) -> bool:
+        """Write the values of `name` into a whole, unsharded `parameter`; False leaves them to the model's own init."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomWeights:
+    """Uniform values that depend on `seed`, the qualified name and the element's index alone.
+
+    So every backend, device, world size, sharding and layer count gives the same model. Values are representable in
+    bf16, so that fp32 master weights and bf16 weights agree. The standard deviation is the config's
+    `initializer_range`; vectors (norms, biases) keep the model's own constant init.
+    """
+
+    seed: int
+    std: float
+
+    def describe(self) -> str:
+        return f"random, seed {self.seed}"
+
+    def fill(self, name: str, parameter: Tensor) -> bool:
+        if parameter.ndim < 2:
+            return False
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+        flat = parameter.detach().view(-1)
+        for start in range(0, flat.numel(), _CHUNK):
+            stop = min(start + _CHUNK, flat.numel())
+            index = torch.arange(start, stop, device=flat.device)
+            flat[start:stop] = _uniform(index, keys, self.std).to(torch.bfloat16)
+        return True
+
+
+def _uniform(index: Tensor, keys: tuple[int, int], std: float) -> Tensor:
+    """fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
+    bits = _mix(_mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
+    bound = std * math.sqrt(3)
+    return bits.to(torch.float32) * (2 * bound / 2**32) - bound
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """A 32-bit integer hash held in int64. The multiplier is below 2**31, so nothing overflows on any device.
+
+    Thomas Mueller's, from https://stackoverflow.com/a/12996028.
+    """
+    for _ in range(2):
+        bits = ((bits >> 16) ^ bits) * 0x45D9F3B & _MASK_32
+    return (bits >> 16) ^ bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderWeights:
+    """A model folder's safetensors files. One parameter is read at a time."""
+
+    folder: Path
+    file_of_name: Mapping[str, Path]
+
+    @classmethod
+    def open(cls, folder: Path) -> "FolderWeights":
+        """Raises UsageError if a file is damaged."""
+        file_of_name: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    file_of_name.update(dict.fromkeys(file.keys(), path))
+            except Exception as error:  # safetensors raises its own type, and OSError
+                raise UsageError(f"{path} cannot be read: {error}. Copy it again, or give --random-weights") from error
+        return cls(folder=folder, file_of_name=file_of_name)
+
+    def describe(self) -> str:
+        return f"from {self.folder}"
+
+    def fill(self, name: str, parameter: Tensor) -> bool:
+        """Raises UsageError if the folder has no `name`, or one of another shape."""
+        if name not in self.file_of_name:
+            raise UsageError(
+                f"{self.folder} has no weights named {name} (it has {len(self.file_of_name)} tensors, such as "
+                f"{next(iter(self.file_of_name), 'none')}). Is it the model of this config? Or give --random-weights"
+            )
+        with safe_open(self.file_of_name[name], framework="pt") as file:
+            values = file.get_tensor(name)
+        if values.shape != parameter.shape:
+            raise UsageError(
+                f"{self.folder}: {name} has shape {list(values.shape)}, but the config makes it "
+                f"{list(parameter.shape)}. Give the config of these weights, or --random-weights"
+            )
+        parameter.detach().copy_(values)
+        return True

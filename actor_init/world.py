@@ -1,0 +1,98 @@
+"""Where this process stands: rank, device and mesh, from the launcher's environment."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from actor_init.spec import ParallelSpec, UsageError
+
+MESH_AXES = ("data", "ring", "tp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """One process among `world_size`, and its place on the mesh ("data", "ring", "tp").
+
+    Ranks that differ only along "ring" and "tp" work on the same micro-batch: what they share is `data_rank`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @classmethod
+    @contextmanager
+    def from_env(cls, parallel: ParallelSpec) -> Iterator["World"]:
+        """Open the process group that the launcher asks for, or one of a single process; close it at the end.
+
+        CUDA with NCCL where a GPU is to be had, else a CPU with gloo. Raises UsageError if the launcher started more
+        processes on this machine than it has GPUs, or a number that tp x ring does not divide.
+        """
+        rank = int(os.environ.get("RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        num_model_ranks = parallel.tp * parallel.ring
+        if world_size % num_model_ranks:
+            raise UsageError(
+                f"{world_size} processes were started, but tp {parallel.tp} x ring {parallel.ring} needs a multiple "
+                f"of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} replay ..."
+            )
+        device = _device(local_rank)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, rank=rank, world_size=world_size)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+            yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh)
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.get_local_rank("data")
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.mesh["data"].size()
+
+    def meet(self) -> None:
+        """Wait, on the device's own queue, until every rank has come here."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank. Pickles: for small plain data outside the clock."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        raise UsageError(
+            f"{local_world_size} processes were started on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}. "
+            f"Try: deepspeed --num_gpus={num_gpus} replay ..., or torchrun --nproc-per-node {num_gpus} replay ..."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,229 @@
+"""Capture file format 1: the only code that knows the bytes.
+
+A file is two pickles, one after the other, that name no class (protocol 5):
+
+    {"format": 1, "num_bytes": ..., "crc32": ...}    of the second pickle
+    {"tensors": {name: {dtype, shape, encoding, data, crc32}}, "call_facts": {name: value},
+     "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
+
+Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
+Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
+"""
+
+import json
+import os
+import pickle
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from capture.legacy import read_legacy
+from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
+from capture.plain_pickle import NamesAClassError, load_plain, plain_copy
+from capture.tensor_codec import MAX_TENSOR_BYTES, check_total, decode_tensors, encode_tensor, size_in_bytes
+
+FORMAT = 1
+ACTOR_CONFIG_NAME = "actor.json"
+MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
+MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
+
+_ORIGIN_KINDS: dict[str, Any] = {
+    "rank": int | None,
+    "world_size": int | None,
+    "step": int | None,
+    "time": str | None,
+    "model_name": str | None,
+    "versions": dict,
+}
+_BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
+
+
+def write_call(
+    folder: str | Path,
+    tensors: Mapping[str, Tensor],
+    call_facts: Mapping[str, Any],
+    *,
+    trains: bool,
+    origin: Origin,
+    left_out: Mapping[str, str] | None = None,
+) -> Path:
+    """One forward's arguments as a new file `actor_inputs_rank<rank>_<time>_<step>.pkl`. Returns its path.
+
+    tensors and call_facts by the names of the forward's arguments, tensors on the CPU. `origin.source` is not written:
+    it is the file's name. What `origin` does not say, time apart, is written as None.
+
+    Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data, and
+    OSError; then there is no file.
+    """
+    time = origin.time or utc_time()
+    name = _new_name(Path(folder), origin.rank or 0, time, origin.step or 0)
+    origin = replace(origin, source=name, time=time)
+    check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
+    micro_batch_from_call(tensors, call_facts, trains=trains, origin=origin)
+    written_origin = asdict(origin)
+    del written_origin["source"]
+    body = {
+        "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
+        "call_facts": plain_copy(dict(call_facts)),
+        "left_out": plain_copy(dict(left_out or {})),
+        "trains": trains,
+        "origin": plain_copy(written_origin),
+    }
+    payload = pickle.dumps(body, protocol=5)
+    load_plain(payload, source=name)
+    head = pickle.dumps({"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}, protocol=5)
+    path = Path(folder) / name
+    _write_atomically(path, head, payload)
+    return path
+
+
+def read_micro_batch(path: str | Path) -> MicroBatch:
+    """A file of format 1 or a dump of OpenRLHF's actor; CPU tensors, dtypes as captured.
+
+    Nothing in the file can run code. Raises CaptureError, and nothing else, for a file that is missing, truncated,
+    damaged, hostile, foreign or of a later format.
+    """
+    source = Path(path).name
+    data = _read_bytes(Path(path), MAX_FILE_BYTES)
+    try:
+        head, end = load_plain(data, source=source)
+    except NamesAClassError:
+        return read_legacy(data, source)
+    body = _checked_body(head, data, end, source)
+    del data
+    tensors = decode_tensors(body["tensors"], source)
+    origin = Origin(source=source, **body["origin"])
+    return micro_batch_from_call(
+        tensors, body["call_facts"], trains=body["trains"], origin=origin, left_out=body["left_out"]
+    )
+
+
+def capture_files(folder: str | Path) -> list[Path]:
+    """The folder's captured files by rank, and in recorded order within a rank. Raises CaptureError without a folder."""
+    if not Path(folder).is_dir():
+        raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
+
+    def by_rank(path: Path) -> tuple[int, str]:
+        rank = re.search(r"rank(\d{1,9})", path.name)
+        return int(rank[1]) if rank else -1, path.name
+
+    return sorted((path for path in Path(folder).glob("*.pkl") if not path.name.startswith(".")), key=by_rank)
+
+
+def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name: str | None) -> Path:
+    """`actor.json`, replaced whole: ranks that write it at the same time leave one of theirs. Raises OSError.
+
+    What JSON does not know, such as a dtype, is written as text.
+    """
+    content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
+    path = Path(folder) / ACTOR_CONFIG_NAME
+    _write_atomically(path, json.dumps(content, indent=1, default=str).encode())
+    return path
+
+
+def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
+    """The config in the folder's `actor.json`, as the model's `config.to_dict()` gave it; None if there is no such file.
+
+    Raises CaptureError if the file is no such config.
+    """
+    path = Path(folder) / ACTOR_CONFIG_NAME
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(_read_bytes(path, MAX_ACTOR_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CaptureError):
+            raise
+        raise CaptureError(f"{path}: not JSON ({error}). Name the model instead, with --model") from None
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        raise CaptureError(f"{path}: no object with a `config`. Name the model instead, with --model")
+    if content.get("format") != FORMAT:
+        raise CaptureError(_other_format(str(path), content.get("format")))
+    config: dict[str, Any] = content["config"]
+    return config
+
+
+def utc_time() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
+    if not isinstance(head, dict) or "format" not in head:
+        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
+    if head["format"] != FORMAT:
+        raise CaptureError(_other_format(source, head["format"]))
+    if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
+        raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
+    payload = memoryview(data)[start:]
+    if len(payload) != head["num_bytes"]:
+        raise CaptureError(
+            f"{source}: {'truncated' if len(payload) < head['num_bytes'] else 'damaged'}: {head['num_bytes']} bytes "
+            f"were written after the head, {len(payload)} are here. Delete the file or copy it again"
+        )
+    if zlib.crc32(payload) != head["crc32"]:
+        raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
+    body, end = load_plain(payload, source=source)
+    if end != len(payload) or not _is_of_kinds(body, _BODY_KINDS) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
+        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+    for named in (body["left_out"], body["origin"]["versions"]):
+        if not all(isinstance(value, str) for value in named.values()):
+            raise CaptureError(f"{source}: left_out and versions must be texts, not {_shown(named)}")
+    return body
+
+
+def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
+    return isinstance(value, dict) and value.keys() == kinds.keys() and all(
+        isinstance(value[key], kind) for key, kind in kinds.items()
+    )
+
+
+def _other_format(source: str, written: object) -> str:
+    return f"{source}: format {str(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
+
+
+def _shown(value: Any) -> str:
+    return f"a dict of {sorted(value)[:20]}" if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+def _new_name(folder: Path, rank: int, time: str, step: int) -> str:
+    """Names of a rank sort by time, then step; a name that is taken gets the next free step."""
+    compact = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y%m%d_%H%M%S_%f")
+    while True:
+        name = f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
+        if not (folder / name).exists():
+            return name
+        step += 1
+
+
+def _write_atomically(path: Path, *parts: bytes) -> None:
+    """Readers see the whole file or none, whatever dies when; mkstemp gives mode 0600."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _read_bytes(path: Path, max_bytes: int) -> bytes:
+    try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise CaptureError(f"{path}: no such file")
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise CaptureError(f"{path.name}: larger than {max_bytes} bytes, which no capture is")
+    return data

@@ -1,0 +1,167 @@
+"""Reads the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without version or checksum.
+
+Their tensors name three functions. One of them, `torch.storage._load_from_bytes`, unpickles again whatever it is given,
+so none of the three is ever called: each has a stand-in here that reads what a saved tensor needs and refuses the rest.
+The inner bytes are what `torch.save(storage, _use_new_zipfile_serialization=False)` writes: four pickles (magic number,
+protocol, system, storage), a fifth with the storage's key, then the number of elements and the elements themselves.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
+from capture.plain_pickle import load_plain, plain_copy
+from capture.tensor_codec import check_total, from_bytes, size_in_bytes
+
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_PROTOCOL = 1001
+_STORAGE_DTYPES = {
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+}
+_HEADER = b"\x80\x02\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little") + b".\x80\x02M" + struct.pack("<H", _PROTOCOL) + b"."
+
+
+def read_legacy(data: bytes, source: str) -> MicroBatch:
+    """`data` is the whole file. Raises CaptureError for everything that is not such a dump."""
+    stand_ins = _StandIns(source)
+    names = {
+        ("torch._utils", "_rebuild_tensor_v2"): stand_ins.rebuild_tensor,
+        ("torch.storage", "_load_from_bytes"): stand_ins.load_storage,
+        ("collections", "OrderedDict"): stand_ins.no_hooks,
+    }
+    dump, end = load_plain(data, source=source, names=names)
+    if end != len(data):
+        raise CaptureError(f"{source}: {len(data) - end} bytes after the end of the dump: the file is damaged")
+    if not isinstance(dump, dict):
+        raise CaptureError(f"{source}: a pickled {type(dump).__name__} is no micro-batch; a dump is a dict")
+    tensors = {name: value for name, value in dump.items() if isinstance(value, Tensor)}
+    try:
+        facts = {name: plain_copy(value) for name, value in dump.items() if name not in tensors}
+    except TypeError as error:
+        raise CaptureError(f"{source}: holds a {error}; a dump holds tensors and plain data") from None
+    return _micro_batch(tensors, facts, source)
+
+
+def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, Any], source: str) -> MicroBatch:
+    trains = facts.get("return_output")
+    rank, time = facts.pop("rank", None), facts.pop("timestamp", None)
+    if type(trains) is not bool or "sequences" not in tensors:
+        raise CaptureError(
+            f"{source}: a pickle without `format`, and not a dump of OpenRLHF's actor either: such a dump has a tensor "
+            f"`sequences` and `return_output` True or False; this has {sorted((*tensors, *facts))[:20]}"
+        )
+    if not isinstance(rank, int | None) or not isinstance(time, str | None):
+        raise CaptureError(f"{source}: rank must be an integer and timestamp a text, not {rank!r} and {time!r}")
+    written_shape = [facts.pop(name, None) for name in ("batch_size", "seq_len")]
+    for size, written in zip(tensors["sequences"].shape, written_shape, strict=False):
+        if written not in (None, size):
+            raise CaptureError(
+                f"{source}: batch_size, seq_len say {written_shape}, "
+                f"the token ids have shape {list(tensors['sequences'].shape)}: the file is damaged"
+            )
+    origin = Origin(source=source, rank=rank, time=time)
+    return micro_batch_from_call(tensors, facts, trains=trains, origin=origin)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    elements: Tensor  # flat
+
+
+@dataclass(frozen=True)
+class _NoHooks:
+    """Stands for the empty OrderedDict of backward hooks."""
+
+
+class _StandIns:
+    """What the three names of a dump stand for, and how many bytes of tensors they have made so far."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.num_tensor_bytes = 0
+
+    def no_hooks(self, *items: Any) -> _NoHooks:
+        if items:
+            raise CaptureError(f"{self.source}: an OrderedDict with items; a dump holds only empty ones")
+        return _NoHooks()
+
+    def load_storage(self, *arguments: Any) -> _Storage:
+        match arguments:
+            case (bytes(data),) if data.startswith(_HEADER):
+                return self._storage(memoryview(data))
+        raise CaptureError(f"{self.source}: refused: bytes that are no storage saved by torch in its legacy form")
+
+    def _storage(self, data: memoryview) -> _Storage:
+        names = {("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()}
+        system, end = load_plain(data, source=self.source, start=len(_HEADER))
+        described, end = load_plain(data, source=self.source, start=end, names=names, persistent_load=_PersistentId)
+        keys, end = load_plain(data, source=self.source, start=end)
+        if not isinstance(system, dict) or system.get("little_endian") is not True:
+            raise CaptureError(f"{self.source}: a storage that was not written by a little-endian machine")
+        match described:
+            case _PersistentId(("storage", torch.dtype() as dtype, str(key), str(), int(num_elements), None)):
+                pass
+            case _:
+                raise CaptureError(f"{self.source}: refused: saved bytes that describe no storage")
+        if keys != [key] or len(data) - end < 8:
+            raise CaptureError(f"{self.source}: a storage without its elements: the file is damaged")
+        (num_written,) = struct.unpack_from("<q", data, end)
+        elements = data[end + 8 :]
+        if num_written != num_elements or len(elements) != num_elements * dtype.itemsize:
+            raise CaptureError(
+                f"{self.source}: a storage of {num_elements} elements of {dtype} comes with {len(elements)} bytes"
+            )
+        self._charge(len(elements))
+        if dtype == torch.bool and bytes(elements).strip(b"\0\1"):
+            raise CaptureError(f"{self.source}: a bool storage with bytes other than 0 and 1: the file is damaged")
+        return _Storage(from_bytes(elements, dtype))
+
+    def rebuild_tensor(self, *arguments: Any) -> Tensor:
+        match arguments:
+            case (_Storage(elements), int(offset), tuple(size), tuple(stride), bool(), _NoHooks()) if _are_sizes(
+                offset, *size, *stride
+            ) and len(size) == len(stride) <= 16:
+                pass
+            case _:
+                raise CaptureError(f"{self.source}: refused: a tensor that was not saved as torch saves tensors")
+        num_bytes = size_in_bytes(size, elements.dtype)
+        check_total(num_bytes, self.source)
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if 0 not in size and last >= len(elements):
+            raise CaptureError(
+                f"{self.source}: a tensor of shape {list(size)}, strides {list(stride)} and offset {offset} "
+                f"reaches beyond its storage of {len(elements)} elements"
+            )
+        if 0 in size:
+            return torch.empty(size, dtype=elements.dtype)
+        view = elements.as_strided(size, stride, offset)
+        if not view.is_contiguous():
+            self._charge(num_bytes)
+        return view.contiguous()
+
+    def _charge(self, num_bytes: int) -> None:
+        """The same saved bytes may be named many times: what is counted is what was made of them."""
+        self.num_tensor_bytes += num_bytes
+        check_total(self.num_tensor_bytes, self.source)
+
+
+@dataclass(frozen=True)
+class _PersistentId:
+    value: Any
+
+
+def _are_sizes(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

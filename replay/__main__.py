@@ -1,0 +1,12 @@
+"""`python replay`, `python -m replay`, `deepspeed replay`, `torchrun replay` and the -m form of each."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a folder: sys.path[0] is replay/ itself and would hide this package
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from replay.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

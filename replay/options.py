@@ -1,0 +1,230 @@
+"""Dataclass fields to command line options, and what was typed back into a RunSpec.
+
+Every option is None here unless it was given: defaults, help and ranges live in the dataclasses alone. typer hands over text
+and switches; turning text into values happens here, so that every refusal says what came and what is allowed.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from actor_init.spec import ActorSpec, UsageError
+from replay.spec import InputsSpec, MeasureSpec, RunSpec
+
+PARTS: dict[str, type] = {"actor": ActorSpec, "inputs": InputsSpec, "measure": MeasureSpec}  # of RunSpec
+PANELS = {"actor": "Actor", "inputs": "Inputs", "measure": "Measuring"}
+METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toggle:
+    """One option of the command line: a field's own option, or a switch that sets the field to a fixed value."""
+
+    part: str
+    field: str
+    flag: str  # as typed
+    base: Any  # the type of its value: bool, int, float, str, Path or an enum
+    help: str
+    default: Any
+    min: float | None = None
+    max: float | None = None
+    is_switch: bool = False
+    sets: Any = None  # what a switch sets
+
+    @property
+    def parameter(self) -> str:
+        """The name of the command function's parameter."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def negation(self) -> str:
+        return f"--no-{self.flag.removeprefix('--')}"
+
+    def as_typed(self, value: Any) -> list[str]:
+        """The arguments that set the field to `value`."""
+        if self.is_switch or self.base is bool:
+            return [self.flag if self.is_switch or value else self.negation]
+        return [self.flag, str(value)]
+
+
+@cache
+def toggles() -> tuple[Toggle, ...]:
+    """Every option, in the order of the fields that declare them."""
+    found: list[Toggle] = []
+    for part, spec_class in PARTS.items():
+        hints = get_type_hints(spec_class)
+        for spec_field in fields(spec_class):
+            if spec_field.metadata:
+                found.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
+    assert len({t.parameter for t in found}) == len(found), "two options have one name"
+    return tuple(found)
+
+
+def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle]:
+    meta = spec_field.metadata
+    shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
+    own_flag = f"--{spec_field.name.replace('_', '-')}"
+    text = meta["help"]
+    if meta["named"]:
+        yield Toggle(flag=own_flag, base=base, help=text, min=meta["min"], max=meta["max"], **shared)
+    for flag, value in meta["flags"].items():
+        if meta["named"]:
+            text = f"The same as {own_flag} {value}."
+        yield Toggle(flag=flag, base=bool, help=text, is_switch=True, sets=value, **shared)
+        text = f"See {flag}."
+
+
+def bare_type(annotation: Any) -> Any:
+    """`int | None` as int; any other annotation as it is."""
+    if get_origin(annotation) in (Union, UnionType):
+        [annotation] = [a for a in get_args(annotation) if a is not type(None)]
+    return annotation
+
+
+def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command(..., **given)` one parameter per option in place of its `**given`."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + [_parameter(t) for t in toggles()]
+    command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in every}
+    return command
+
+
+def _parameter(toggle: Toggle) -> inspect.Parameter:
+    has_negation = toggle.base is bool and not toggle.is_switch
+    default = "on" if toggle.default is True else toggle.default
+    says_default = not toggle.is_switch and default is not None and default is not False
+    help = f"{toggle.help} (default: {default})" if says_default else toggle.help
+    return inspect.Parameter(
+        toggle.parameter,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=(bool if toggle.base is bool else str) | None,
+        default=typer.Option(
+            None,
+            f"{toggle.flag}/{toggle.negation}" if has_negation else toggle.flag,
+            help=help,
+            metavar="|".join(toggle.base) if issubclass(toggle.base, StrEnum) else METAVARS[toggle.base],
+            show_default=False,
+            rich_help_panel=PANELS[toggle.part],
+        ),
+    )
+
+
+def run_spec(given: Mapping[str, Any]) -> RunSpec:
+    """What was typed, by parameter name, as a RunSpec. Raises UsageError on a bad value or on two that contradict."""
+    typed: dict[tuple[str, str], tuple[str, Any]] = {}  # (part, field): (as typed, value)
+    for toggle in toggles():
+        if given.get(toggle.parameter) is None:
+            continue
+        value = toggle.sets if toggle.is_switch else _parsed(toggle, given[toggle.parameter])
+        text = " ".join(toggle.as_typed(value))
+        earlier, other = typed.setdefault((toggle.part, toggle.field), (text, value))
+        if other != value:
+            raise UsageError(f"{earlier} and {text} exclude each other. Give one of the two")
+    return RunSpec(
+        **{
+            part: spec_class(**{name: value for (of, name), (_, value) in typed.items() if of == part})
+            for part, spec_class in PARTS.items()
+        }
+    )
+
+
+def _parsed(toggle: Toggle, given: str | bool) -> Any:
+    """The typed text as a value of the field's type."""
+    try:
+        value = toggle.base(given)
+    except ValueError:
+        value = None
+    if given == "" or value is None:
+        raise UsageError(f"{toggle.flag} {given!r} is not allowed. Give {_allowed(toggle)}")
+    _check_range(toggle, value)
+    return value
+
+
+def _check_range(toggle: Toggle, value: Any) -> None:
+    if isinstance(value, (int, float)) and not (
+        math.isfinite(value)
+        and (toggle.min is None or value >= toggle.min)
+        and (toggle.max is None or value <= toggle.max)
+    ):
+        raise UsageError(f"{toggle.flag} {value} is not allowed. Give {_allowed(toggle)}")
+
+
+def _allowed(toggle: Toggle) -> str:
+    if issubclass(toggle.base, StrEnum):
+        return f"one of {', '.join(toggle.base)}"
+    kind = {int: "a whole number", float: "a finite number", Path: "a path", str: "a name"}[toggle.base]
+    if toggle.max is not None:
+        return f"{kind} from {toggle.min} to {toggle.max}"
+    return kind if toggle.min is None else f"{kind} of at least {toggle.min}"
+
+
+def command_line(spec: RunSpec) -> list[str]:
+    """The shortest arguments that give this spec again, as ["--max-inputs", "5", "--compile"]."""
+    arguments: list[str] = []
+    done: set[tuple[str, str]] = set()
+    for toggle in toggles():
+        value = getattr(getattr(spec, toggle.part), toggle.field)
+        if (
+            (toggle.part, toggle.field) in done
+            or value == toggle.default
+            or (toggle.is_switch and toggle.sets != value)
+        ):
+            continue
+        arguments += toggle.as_typed(value)
+        done.add((toggle.part, toggle.field))
+    return arguments
+
+
+def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
+    """JSON-ready: nested by part, enums as their values, paths as text."""
+    plain: dict[str, Any] = _plain(asdict(spec))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, (StrEnum, Path)) else value
+
+
+def spec_from_dict(values: Mapping[str, Any]) -> RunSpec:
+    """The spec that `spec_to_dict` gave. What is missing has its default; raises UsageError on what a spec cannot hold."""
+    spec: RunSpec = _from_dict(RunSpec, values, "")
+    for toggle in toggles():
+        _check_range(toggle, getattr(getattr(spec, toggle.part), toggle.field))
+    return spec
+
+
+def _from_dict(spec_class: type, values: Mapping[str, Any], where: str) -> Any:
+    hints = get_type_hints(spec_class)
+    if unknown := sorted(set(values) - set(hints)):
+        raise UsageError(f"{where}{unknown[0]} is not part of a run's spec; allowed are {', '.join(hints)}")
+    return spec_class(**{name: _field_value(hints[name], value, f"{where}{name}") for name, value in values.items()})
+
+
+def _field_value(annotation: Any, value: Any, where: str) -> Any:
+    base = bare_type(annotation)
+    if value is None and base is not annotation:
+        return None
+    if is_dataclass(base) and isinstance(value, Mapping):
+        return _from_dict(base, value, f"{where}.")
+    if issubclass(base, StrEnum) and value in list(base):
+        return base(value)
+    if base is Path and isinstance(value, str):
+        return Path(value)
+    if base is float and type(value) is int:
+        return float(value)
+    if type(value) is not base:
+        allowed = ", ".join(base) if issubclass(base, StrEnum) else base.__name__
+        raise UsageError(f"{where} is {value!r} in a run's spec; allowed is {allowed}")
+    return value

@@ -1,0 +1,40 @@
+"""What was measured, in base units, without tensors: the lines of rank<k>.jsonl and the statistics over them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseCost:
+    """One phase of one pass on one rank: seconds of device time on CUDA, of wall time on a CPU.
+
+    Bytes are the CUDA allocator's, or on a CPU the process's resident set: see `memory_kind` in run.json.
+    """
+
+    seconds: float
+    allocated_bytes: int | None  # when the phase ended; None where the system tells peaks only
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None  # None on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One micro-batch through the model on one rank; a line of rank<k>.jsonl."""
+
+    index: int
+    source: str
+    rank: int
+    rows: int
+    padded_tokens: int
+    real_tokens: int
+    row_tokens: list[int]  # real tokens of each row
+    trains: bool
+    phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step
+    seconds: float | None = None  # host wall time of the whole pass, copies to the device left out
+    wait_seconds: float | None = None  # after forward, for the slowest rank's forward; None with one rank
+    loss: float | None = None
+    grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
+    new_graphs: int = 0
+    warmup: bool = False
+    error: str | None = None
+    error_type: str | None = None

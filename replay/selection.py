@@ -1,0 +1,172 @@
+"""Which captures a data rank replays, in which order. Every rank computes the same rounds and takes its own column."""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from capture.capture_file import capture_files, read_micro_batch
+from capture.micro_batch import CaptureError
+from replay.spec import InputsSpec, Passes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What one data rank replays, and what it does not.
+
+    Files are read only as far as needed: with --max-inputs, what comes after the last chosen file is not looked at.
+    """
+
+    inputs: list[Path]
+    num_left_out_passes: int  # of the kind that --passes does not ask for
+    num_left_over: int  # inputs that stay because the data ranks hold unequal numbers
+    damaged: list[tuple[Path, str]]
+    dealing: str  # one sentence: how the inputs came to the data ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """What dealing needs to know about one readable capture."""
+
+    path: Path
+    trains: bool
+    rank: int | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Reader:
+    """Reads captures one by one and keeps count of those that are not wanted or cannot be read."""
+
+    passes: Passes
+    num_left_out: int = 0
+    damaged: list[tuple[Path, str]] = field(default_factory=list)
+
+    def read(self, paths: Iterable[Path]) -> Iterator[Captured]:
+        for path in paths:
+            try:
+                batch = read_micro_batch(path)
+            except CaptureError as error:
+                self.damaged.append((path, str(error)))
+                continue
+            if self.passes is Passes.ALL or batch.trains == (self.passes is Passes.TRAIN):
+                yield Captured(path=path, trains=batch.trains, rank=batch.origin.rank)
+            else:
+                self.num_left_out += 1
+
+
+def default_folder() -> Path:
+    """The sample inputs that ship with the project."""
+    folder = Path(__file__).resolve().parent.parent / "inputs" / "sample"
+    if not folder.is_dir():
+        raise UsageError(f"the project's sample inputs are not at {folder}. Try: replay --inputs FOLDER")
+    return folder
+
+
+def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
+    """The inputs of `data_rank` out of `num_data_ranks`. Raises UsageError where there is nothing to replay.
+
+    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave out the
+    same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay; otherwise, and
+    shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank.
+    """
+    reader = Reader(passes=spec.passes)
+    if spec.input_file is not None:
+        found = list(reader.read([_existing_file(spec.input_file)]))
+        rounds, rest = [tuple(found * num_data_ranks)] * len(found), 0
+        dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
+    else:
+        paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
+        rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks)
+    if not rounds and not reader.damaged:
+        raise UsageError(_nothing_to_replay(spec, reader.num_left_out, rest, num_data_ranks))
+    return Selection(
+        inputs=[members[data_rank].path for members in rounds],
+        num_left_out_passes=reader.num_left_out,
+        num_left_over=rest,
+        damaged=reader.damaged,
+        dealing=dealing,
+    )
+
+
+def _existing_file(path: Path) -> Path:
+    if path.is_dir():
+        raise UsageError(f"--input-file {path} is a folder. Try: replay --inputs {path}")
+    if not path.is_file():
+        raise UsageError(f"--input-file {path} does not exist. Try: replay inspect {path.parent}")
+    return path
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if folder.is_file():
+        raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
+    if not folder.is_dir():
+        raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
+    paths = capture_files(folder)
+    if not paths:
+        raise UsageError(
+            f"--inputs {folder} holds no captures (*.pkl). Capture some with `capture.recording`, or try: replay"
+        )
+    return paths
+
+
+def _dealt(
+    spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int
+) -> tuple[list[tuple[Captured, ...]], int, str]:
+    """The rounds, how many inputs stay over, and a sentence about it."""
+    paths = list(paths)
+    if spec.shuffle_inputs:
+        random.Random(spec.random_seed).shuffle(paths)
+        order = f"shuffled with seed {spec.random_seed}"
+    else:
+        order = "in recorded order"
+    captures: Iterable[Captured] = reader.read(paths)
+    dealing = f"{order}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else order
+    columns: list[int] | None = None
+    if num_data_ranks > 1 and not spec.shuffle_inputs:
+        captures = list(captures)
+        ranks = {c.rank for c in captures}
+        if len(ranks) == num_data_ranks and None not in ranks:
+            column_of = {rank: column for column, rank in enumerate(sorted(r for r in ranks if r is not None))}
+            columns = [column_of[c.rank] for c in captures if c.rank is not None]
+            dealing = f"{order}, each data rank what one rank captured"
+    table = _Rounds(captures, columns, num_data_ranks)
+    rounds = list(islice(table, spec.max_inputs))
+    return rounds, table.num_waiting() if table.exhausted else 0, dealing
+
+
+class _Rounds:
+    """Rounds of one input a data rank, all of one kind; what finds no partners stays waiting."""
+
+    def __init__(self, captures: Iterable[Captured], columns: list[int] | None, num_data_ranks: int) -> None:
+        self.captures = captures
+        self.columns = columns  # the data rank of each capture; None: in turn
+        self.waiting: dict[bool, list[deque[Captured]]] = {
+            trains: [deque() for _ in range(num_data_ranks)] for trains in (True, False)
+        }
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[tuple[Captured, ...]]:
+        for i, captured in enumerate(self.captures):
+            queues = self.waiting[captured.trains]
+            shortest = min(range(len(queues)), key=lambda column: len(queues[column]))
+            queues[shortest if self.columns is None else self.columns[i]].append(captured)
+            if all(queues):
+                yield tuple(queue.popleft() for queue in queues)
+        self.exhausted = True
+
+    def num_waiting(self) -> int:
+        return sum(len(queue) for queues in self.waiting.values() for queue in queues)
+
+
+def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:
+    if num_left_over:
+        return (
+            f"{num_left_over} {spec.passes} inputs do not suffice for one on each of {num_data_ranks} data ranks. "
+            f"Start fewer processes, or give a folder with more inputs"
+        )
+    other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
+    where = spec.input_file or spec.inputs or "the sample"
+    return f"{where} holds no {spec.passes} pass, but {num_left_out} of kind {other}. Try: --passes {other}"

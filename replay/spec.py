@@ -1,0 +1,63 @@
+"""What one run does: an actor, its inputs, and what is measured. Written whole into run.json."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from actor_init.spec import ActorSpec, UsageError, option
+
+
+class Passes(StrEnum):
+    TRAIN = "train"
+    ROLLOUT = "rollout"
+    ALL = "all"
+
+
+class LossName(StrEnum):
+    STAND_IN = "stand-in"
+    SFT = "sft"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputsSpec:
+    """Which micro-batches, in which order."""
+
+    inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
+    input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
+    max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
+    shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
+    random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+
+    def __post_init__(self) -> None:
+        if self.inputs is not None and self.input_file is not None:
+            raise UsageError("--inputs and --input-file exclude each other. Give one of the two")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureSpec:
+    """What each pass does and where it is written down."""
+
+    loss: LossName = option(
+        LossName.STAND_IN,
+        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens.",
+    )
+    backward: bool = option(True, "Run backward after a training pass's forward.")
+    step: bool = option(False, "Step the optimizer after backward.")
+    warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
+    quiet: bool = option(False, "Print the summary alone.")
+    logs: Path = option(Path("logs"), "Where the folder of this run is made.")
+    name: str = option("replay", "Last part of that folder's name.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    actor: ActorSpec = field(default_factory=ActorSpec)
+    inputs: InputsSpec = field(default_factory=InputsSpec)
+    measure: MeasureSpec = field(default_factory=MeasureSpec)
+
+    def __post_init__(self) -> None:
+        if self.measure.step and not self.measure.backward:
+            raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
+        if self.measure.step and self.actor.optimizer == "none":
+            raise UsageError("--step needs an optimizer, but --optimizer none was given. Try: --optimizer adamw")
