@@ -28,7 +28,9 @@ def kernel_name(spec: ActorSpec, device: torch.device) -> str:
         case Attention.FLASH:
             if not has_flash:
                 missing = "is not installed" if on_cuda else "has no CPU kernel"
-                raise UsageError(f"flash-attn {missing}. Try: --attention sdpa, or: pip install '.[cuda]' on a CUDA machine")
+                raise UsageError(
+                    f"flash-attn {missing}. Try: --attention sdpa, or: pip install '.[cuda]' on a CUDA machine"
+                )
             return "flash_attention_2"
         case Attention.VARLEN:
             if not on_cuda:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.micro_batch import CaptureError, MicroBatch
+from capture.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class ActorInputs:
 def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     """Prepare `batch` (on the host) for one forward.
 
-    A capture without an action mask counts every token after a row's first as an action token.
-    Raises CaptureError if no token is real.
+    Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
+    first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real.
     """
     real_BS = batch.attention_mask_BS
     num_rows, num_tokens = real_BS.shape
@@ -53,7 +53,8 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
-        action_mask_BA = torch.ones(num_rows, num_tokens - 1, dtype=torch.bool)
+        labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
+        action_mask_BA = labelled_BS[:, 1:]
     num_actions = action_mask_BA.shape[1]
     is_action_BS = F.pad(action_mask_BA, (num_tokens - num_actions, 0))
 
@@ -67,9 +68,12 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     packed_of_flat[flat_T] = torch.arange(flat_T.numel())
     predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the real token before, as a packed index
 
+    targets_BS = batch.sequences_BS
+    if batch.labels_BS is not None:
+        targets_BS = torch.where(batch.labels_BS == IGNORED_LABEL, targets_BS, batch.labels_BS)
     effective_BA = has_log_prob_BS[:, num_tokens - num_actions :]
     shared: dict[str, Any] = {
-        "target_ids_N": batch.sequences_BS[row_N, token_N],
+        "target_ids_N": targets_BS[row_N, token_N],
         "slot_N": row_N * num_actions + token_N - (num_tokens - num_actions),
         "action_mask_BA": effective_BA,
     }

@@ -78,8 +78,12 @@ class ActorSpec:
         "A preset (llama-3.1-8b), a model folder or a config.json. Default: the config beside the inputs.",
     )
     num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
-    random_weights: bool = option(False, "Ignore the weights in the model folder; weights are random where there are none.")
-    weights_seed: int = option(0, "Seed of random weights; a parameter's values depend on it and on its name alone.", min=0)
+    random_weights: bool = option(
+        False, "Ignore the weights in the model folder; weights are random where there are none."
+    )
+    weights_seed: int = option(
+        0, "Seed of random weights; a parameter's values depend on it and on its name alone.", min=0
+    )
     dtype: Dtype = option(Dtype.BF16, "Compute dtype. Master weights are fp32 whenever there is an optimizer.")
     zero_stage: int | None = option(
         None,

@@ -106,7 +106,7 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
 
 
 def capture_files(folder: str | Path) -> list[Path]:
-    """The folder's captured files by rank, and in recorded order within a rank. Raises CaptureError without a folder."""
+    """The folder's captured files by rank, in recorded order within a rank. Raises CaptureError without a folder."""
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
 
@@ -129,7 +129,7 @@ def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name
 
 
 def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
-    """The config in the folder's `actor.json`, as the model's `config.to_dict()` gave it; None if there is no such file.
+    """The config in the folder's `actor.json`, as the model's `config.to_dict()` gave it; None without such a file.
 
     Raises CaptureError if the file is no such config.
     """
@@ -169,6 +169,7 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         )
     if zlib.crc32(payload) != head["crc32"]:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
+    body: dict[str, Any]
     body, end = load_plain(payload, source=source)
     if end != len(payload) or not _is_of_kinds(body, _BODY_KINDS) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
         raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
@@ -179,8 +180,10 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
 
 
 def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
-    return isinstance(value, dict) and value.keys() == kinds.keys() and all(
-        isinstance(value[key], kind) for key, kind in kinds.items()
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(isinstance(value[key], kind) for key, kind in kinds.items())
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without version or checksum.
+"""Reads the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without a checksum.
 
 Their tensors name three functions. One of them, `torch.storage._load_from_bytes`, unpickles again whatever it is given,
 so none of the three is ever called: each has a stand-in here that reads what a saved tensor needs and refuses the rest.
@@ -31,7 +31,9 @@ _STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
 }
-_HEADER = b"\x80\x02\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little") + b".\x80\x02M" + struct.pack("<H", _PROTOCOL) + b"."
+_HEADER = (
+    b"\x80\x02\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little") + b".\x80\x02M" + struct.pack("<H", _PROTOCOL) + b"."
+)
 
 
 def read_legacy(data: bytes, source: str) -> MicroBatch:
@@ -131,9 +133,9 @@ class _StandIns:
 
     def rebuild_tensor(self, *arguments: Any) -> Tensor:
         match arguments:
-            case (_Storage(elements), int(offset), tuple(size), tuple(stride), bool(), _NoHooks()) if _are_sizes(
-                offset, *size, *stride
-            ) and len(size) == len(stride) <= 16:
+            case (_Storage(elements), int(offset), tuple(size), tuple(stride), bool(), _NoHooks()) if (
+                _are_sizes(offset, *size, *stride) and len(size) == len(stride) <= 16
+            ):
                 pass
             case _:
                 raise CaptureError(f"{self.source}: refused: a tensor that was not saved as torch saves tensors")

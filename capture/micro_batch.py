@@ -15,7 +15,7 @@ IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
 class CaptureError(ValueError):
-    """A capture that cannot be read or does not describe a micro-batch. The message names the file where one is known."""
+    """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class MicroBatch:
     labels_BS         int64 target ids, -100 where none; not shifted. None if the model was not given any
     extra_tensors     every other tensor argument by name, as it came
     call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
-    left_out          arguments that could not be kept: name to type, as `past_key_values: transformers.cache_utils.DynamicCache`
+    left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
     trains            was autograd on?
 
     Raises CaptureError where these do not fit together.
@@ -75,9 +75,7 @@ class MicroBatch:
                     f"allowed is [{shape[0]}, 1 to {shape[1] - 1}] for token ids of shape {list(shape)}"
                 )
             self._check_mask("action_mask", self.action_mask_BA, (shape[0], num_actions))
-        if self.labels_BS is not None and (
-            tuple(self.labels_BS.shape) != shape or self.labels_BS.dtype != torch.int64
-        ):
+        if self.labels_BS is not None and (tuple(self.labels_BS.shape) != shape or self.labels_BS.dtype != torch.int64):
             raise CaptureError(
                 f"{self.origin.source}: labels must be int64 of shape {list(shape)}, "
                 f"not {self.labels_BS.dtype} of shape {list(self.labels_BS.shape)}"

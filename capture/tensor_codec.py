@@ -8,8 +8,8 @@
     /shuffle           first every element's lowest byte, then every second byte, and so on
     /deflate           zlib
 
-`int32/shuffle/deflate` is how token ids usually come out, at a sixth of their int64 size. `crc32` is that of the restored
-tensor's bytes, so it guards the encoding as well as the file.
+`int32/shuffle/deflate` is how token ids usually come out, at a sixth of their int64 size. `crc32` is that of the
+restored tensor's bytes, so it guards the encoding as well as the file.
 """
 
 import ctypes
@@ -34,15 +34,14 @@ DTYPES = {
     )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BITS = torch.arange(8, dtype=torch.uint8)
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # said aloud: a job may have set another default device
 _QUICK_DEFLATE_BYTES = 4 * 2**20  # above this the writer would fall behind at zlib's default level
 
 
 def can_encode(tensor: Tensor) -> bool:
     """Is it an ordinary dense tensor with values? Distributed, sparse, quantized, meta and fake tensors are not."""
-    plain_types = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return (
-        type(tensor) in plain_types
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.device.type != "meta"
         and tensor.dtype in _DTYPE_NAMES
@@ -91,8 +90,8 @@ def size_in_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int
 
 def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
     """A flat tensor with a copy of `data`."""
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype)
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else empty).view(dtype)
 
 
 def _checked_num_bytes(record: Any, what: str) -> int:
@@ -153,7 +152,7 @@ def _narrowed(flat: Tensor) -> tuple[str, Tensor]:
     if name not in _INTEGERS or not len(flat):
         return name, flat
     low, high = (int(bound) for bound in flat.aminmax())
-    if 0 <= low and high <= 1:
+    if low >= 0 and high <= 1:
         return "bits", _packed_bits(flat)
     for narrower in _INTEGERS[: _INTEGERS.index(name)]:
         bounds = torch.iinfo(DTYPES[narrower])

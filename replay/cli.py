@@ -90,7 +90,9 @@ def _inspect(folder: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was typed and return its exit code: 0 all well, 1 a pass or a file failed, 2 wrong usage, 130 interrupted.
+    """Run what was typed and return its exit code.
+
+    0 all well, 1 a pass or a file failed, 2 wrong usage, 130 interrupted.
 
     A usage error is one line on stderr:
 

@@ -6,8 +6,8 @@
         ...
     costs, host_seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
 
-On CUDA a phase's seconds lie between two events on the stream, so a phase pays for its own kernels although the host has run
-ahead; the host waits for the device once before the pass and once after it. On a CPU they are wall time.
+On CUDA a phase's seconds lie between two events on the stream, so a phase pays for its own kernels although the host
+has run ahead; the host waits for the device once before the pass and once after it. On a CPU they are wall time.
 """
 
 import resource
@@ -51,7 +51,7 @@ class CudaInstrument:
         torch.cuda.synchronize(self.device)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -68,7 +68,7 @@ class CudaInstrument:
 
 
 class HostInstrument:
-    """The process's resident set: its peak of a phase where Linux lets a process reset it, else since the process began."""
+    """The process's resident set: the peak of a phase where Linux lets it be reset, else the peak since the start."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self.clear_refs = proc / "clear_refs"

@@ -1,7 +1,7 @@
 """Dataclass fields to command line options, and what was typed back into a RunSpec.
 
-Every option is None here unless it was given: defaults, help and ranges live in the dataclasses alone. typer hands over text
-and switches; turning text into values happens here, so that every refusal says what came and what is allowed.
+Every option is None here unless it was given: defaults, help and ranges live in the dataclasses alone. typer hands over
+text and switches; turning text into values happens here, so that every refusal says what came and what is allowed.
 """
 
 import inspect
@@ -198,14 +198,14 @@ def _plain(value: Any) -> Any:
 
 
 def spec_from_dict(values: Mapping[str, Any]) -> RunSpec:
-    """The spec that `spec_to_dict` gave. What is missing has its default; raises UsageError on what a spec cannot hold."""
+    """What `spec_to_dict` gave, as a spec again; what is missing has its default. Raises UsageError on nonsense."""
     spec: RunSpec = _from_dict(RunSpec, values, "")
     for toggle in toggles():
         _check_range(toggle, getattr(getattr(spec, toggle.part), toggle.field))
     return spec
 
 
-def _from_dict(spec_class: type, values: Mapping[str, Any], where: str) -> Any:
+def _from_dict(spec_class: Any, values: Mapping[str, Any], where: str) -> Any:
     hints = get_type_hints(spec_class)
     if unknown := sorted(set(values) - set(hints)):
         raise UsageError(f"{where}{unknown[0]} is not part of a run's spec; allowed are {', '.join(hints)}")

@@ -24,11 +24,11 @@ class PassRecord:
     index: int
     source: str
     rank: int
-    rows: int
-    padded_tokens: int
-    real_tokens: int
-    row_tokens: list[int]  # real tokens of each row
-    trains: bool
+    rows: int = 0
+    padded_tokens: int = 0
+    real_tokens: int = 0
+    row_tokens: list[int] = field(default_factory=list)  # real tokens of each row
+    trains: bool | None = None  # None where the file could not be read
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step
     seconds: float | None = None  # host wall time of the whole pass, copies to the device left out
     wait_seconds: float | None = None  # after forward, for the slowest rank's forward; None with one rank

@@ -68,9 +68,9 @@ def default_folder() -> Path:
 def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
     """The inputs of `data_rank` out of `num_data_ranks`. Raises UsageError where there is nothing to replay.
 
-    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave out the
-    same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay; otherwise, and
-    shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank.
+    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave
+    out the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
+    otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank.
     """
     reader = Reader(passes=spec.passes)
     if spec.input_file is not None:
@@ -121,7 +121,7 @@ def _dealt(
         random.Random(spec.random_seed).shuffle(paths)
         order = f"shuffled with seed {spec.random_seed}"
     else:
-        order = "in recorded order"
+        order = "rank by rank in recorded order"
     captures: Iterable[Captured] = reader.read(paths)
     dealing = f"{order}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else order
     columns: list[int] | None = None
@@ -163,8 +163,9 @@ class _Rounds:
 
 def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:
     if num_left_over:
+        inputs = "input does" if num_left_over == 1 else "inputs do"
         return (
-            f"{num_left_over} {spec.passes} inputs do not suffice for one on each of {num_data_ranks} data ranks. "
+            f"{num_left_over} {spec.passes} {inputs} not suffice for {num_data_ranks} data ranks. "
             f"Start fewer processes, or give a folder with more inputs"
         )
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN

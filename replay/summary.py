@@ -1,7 +1,7 @@
 """Statistics over the records of a run.
 
-A pass counts if it counts on every rank: no warm-up, no new graph, no error. Ranks wait for each other within a pass, so one
-rank's compilation is in everybody's seconds.
+A pass counts if it counts on every rank: no warm-up, no new graph, no error. Ranks wait for each other within a pass,
+so one rank's compilation is in everybody's seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Statistics:
     phases: Mapping[str, PhaseStatistics] = field(default_factory=dict)
     median_seconds: float | None = None  # forward + backward + step
     p95_seconds: float | None = None
-    real_tokens_per_second: float | None = None  # of all ranks together, a pass lasting as long as on its slowest rank
+    real_tokens_per_second: float | None = None  # of all ranks together; a pass lasts as long as on its slowest rank
     slowest: Place | None = None  # seconds
     highest_peak: Place | None = None  # bytes
     padding_share: float | None = None  # of all tokens that the inputs hold
@@ -70,7 +70,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
 
     flat = [record for ranks in counted for record in ranks]
     seconds = [phase_seconds(record) for record in flat]
-    pass_seconds = sum(max(phase_seconds(record) for record in ranks) for ranks in counted)
+    pass_seconds = sum(max(phase_seconds(r) + (r.wait_seconds or 0.0) for r in ranks) for ranks in counted)
     num_real = sum(record.real_tokens for record in flat)
     return Statistics(
         num_passes=len(passes),

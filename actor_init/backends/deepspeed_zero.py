@@ -40,6 +40,7 @@ class DeepSpeedBackend:
     engine: Any  # deepspeed.DeepSpeedEngine
     gate: Gate
     attention: str
+    num_parameters: int
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
@@ -53,6 +54,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device)
         config = _config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        num_parameters = model.num_parameters()
         blocks = blocks_of(model)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,7 +83,7 @@ class DeepSpeedBackend:
                     f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
                     "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
                 )
-        return cls(spec=spec, engine=engine, gate=gate, attention=attention)
+        return cls(spec=spec, engine=engine, gate=gate, attention=attention, num_parameters=num_parameters)
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.engine.train(trains)
@@ -108,6 +110,7 @@ class DeepSpeedBackend:
     def facts(self) -> Mapping[str, str | int]:
         return {
             "backend": self.spec.backend.value,
+            "num_parameters": self.num_parameters,
             "zero_stage": self.engine.zero_optimization_stage(),
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,

@@ -29,6 +29,7 @@ class FSDP2Backend:
     optimizer: Optimizer | None
     scaler: torch.amp.GradScaler  # type: ignore[name-defined]
     attention: str
+    num_parameters: int
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
@@ -63,6 +64,7 @@ class FSDP2Backend:
             optimizer=make_optimizer(spec, model.parameters()),
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),  # type: ignore[attr-defined]
             attention=attention,
+            num_parameters=model.num_parameters(),
         )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
@@ -92,6 +94,7 @@ class FSDP2Backend:
     def facts(self) -> Mapping[str, str | int]:
         return {
             "backend": self.spec.backend.value,
+            "num_parameters": self.num_parameters,
             "zero_stage": self.spec.resolved_zero_stage,
             "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),
             "attention_kernel": self.attention,

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/tiny_ppo/train.py --out inputs/my-run
 
-    rollout  0  4 rows of 1024 tokens, 47 % real  mean log-prob -5.58
+    rollout  0  4 rows of 1024 tokens,  74% real  mean log-prob -5.58
     ...
-    train    0  2 rows of  702 tokens, 98 % real  loss -0.2717  mean ratio 1.0000
+    train    0  2 rows of   86 tokens,  77% real  loss  1.0002  ratio 1.0000
+    train    1  2 rows of  912 tokens,  98% real  loss -0.8156  ratio 0.9228
     ...
 
 The answers are read from text.md instead of being sampled, because an untrained model samples nothing but noise. The
@@ -50,10 +51,8 @@ class Actor(nn.Module):
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
         # A row's first real token has position 0, however much padding stands before it.
         positions_BS = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-        logits_BSV: Tensor = self.model(
-            sequences, attention_mask=attention_mask, position_ids=positions_BS, use_cache=False
-        ).logits
-        log_probs_BSV = logits_BSV[:, :-1].float().log_softmax(-1)
+        output = self.model(sequences, attention_mask=attention_mask, position_ids=positions_BS, use_cache=False)
+        log_probs_BSV: Tensor = output.logits[:, :-1].float().log_softmax(-1)
         log_probs_BS = log_probs_BSV.gather(-1, sequences[:, 1:, None]).squeeze(-1)
         return log_probs_BS[:, -action_mask.shape[1] :] * action_mask
 
@@ -78,9 +77,7 @@ def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
     pairs = [block.split("\n\nA: ") for block in text.split("\n\nQ: ")[1:]]
     most = len(pairs) // NUM_ANSWERS
     if world_size > most:
-        raise ValueError(
-            f"text.md has answers for {most} ranks, not {world_size}. Try: torchrun --nproc-per-node {most}"
-        )
+        raise ValueError(f"text.md is enough for {most} ranks, not {world_size}. Try: --nproc-per-node {most}")
     random.Random(seed).shuffle(pairs)
     return [
         Sample(
@@ -143,32 +140,29 @@ def roll_out(actor: nn.Module, samples: Sequence[Sample], verbose: bool) -> list
 
 def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Random, verbose: bool) -> None:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-4, betas=(0.9, 0.95))
-    step = 0
-    for _ in range(NUM_EPOCHS):
-        shuffler.shuffle(experiences)
-        for first in range(0, len(experiences), TRAIN_ROWS):
-            rows = experiences[first : first + TRAIN_ROWS]
-            num_prompt = max(len(row.sample.prompt) for row in rows)
-            num_answer = max(len(row.sample.answer) for row in rows)
-            sequences_BS, action_mask_BA, attention_mask_BS = pad_rows(
-                [row.sample for row in rows], num_prompt, num_answer
-            )
-            old_log_probs_BA = pad_sequence([row.old_log_probs_T for row in rows], batch_first=True)
-            advantages_B = torch.tensor([row.advantage for row in rows])
+    for step in range(NUM_EPOCHS * NUM_ANSWERS // TRAIN_ROWS):
+        first = step * TRAIN_ROWS % NUM_ANSWERS
+        if first == 0:
+            shuffler.shuffle(experiences)
+        rows = experiences[first : first + TRAIN_ROWS]
+        num_prompt = max(len(row.sample.prompt) for row in rows)
+        num_answer = max(len(row.sample.answer) for row in rows)
+        sequences_BS, action_mask_BA, attention_mask_BS = pad_rows([row.sample for row in rows], num_prompt, num_answer)
+        old_log_probs_BA = pad_sequence([row.old_log_probs_T for row in rows], batch_first=True)
+        advantages_B = torch.tensor([row.advantage for row in rows])
 
-            log_probs_BA = actor(sequences_BS, action_mask_BA, attention_mask_BS)
-            ratio_BA = (log_probs_BA - old_log_probs_BA).exp()
-            # Until the first update the policy is the one that was asked in the rollouts, under other padding only.
-            assert step > 0 or torch.allclose(ratio_BA, torch.ones_like(ratio_BA), atol=1e-3)
-            loss = policy_loss(ratio_BA, advantages_B, action_mask_BA)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-            nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
-            optimizer.step()
-            if verbose:
-                ratio = ratio_BA[action_mask_BA].mean().item()
-                print(f"train   {step:2}  {describe(attention_mask_BS)}  loss {loss.item():7.4f}  ratio {ratio:.4f}")
-            step += 1
+        log_probs_BA = actor(sequences_BS, action_mask_BA, attention_mask_BS)
+        ratio_BA = (log_probs_BA - old_log_probs_BA).exp()
+        # Before the first update the policy is still the one that the rollouts asked; only the padding has changed.
+        assert step > 0 or torch.allclose(ratio_BA, torch.ones_like(ratio_BA), atol=1e-3)
+        loss = policy_loss(ratio_BA, advantages_B, action_mask_BA)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        if verbose:
+            ratio = ratio_BA[action_mask_BA].mean().item()
+            print(f"train   {step:2}  {describe(attention_mask_BS)}  loss {loss.item():7.4f}  ratio {ratio:.4f}")
 
 
 def main(out: Path, seed: int) -> None:

@@ -1,0 +1,57 @@
+"""What a running job says of itself: its model's config and name, its rank, the versions of what it uses."""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from capture.capture_file import read_actor_config, write_actor_config
+from capture.micro_batch import CaptureError
+
+
+def prepare_folder(folder: Path, model: nn.Module) -> str:
+    """Makes the folder and its `actor.json`. Returns the model's name.
+
+    Raises OSError, and CaptureError if the folder holds another model's captures.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for module in model.modules():
+        config: Any = vars(module).get("config")  # its own: wrappers pass the name on to what they wrap
+        if callable(getattr(config, "to_dict", None)):
+            name = getattr(config, "_name_or_path", "") or type(module).__name__
+            _write_config_once(folder, config.to_dict(), name)
+            return str(name)
+    return type(model).__name__
+
+
+def _write_config_once(folder: Path, config: dict[str, Any], model_name: str) -> None:
+    present = read_actor_config(folder)
+    if present is None:
+        write_actor_config(folder, config, model_name)
+    elif _architecture(present) != _architecture(json.loads(json.dumps(config, default=str))):
+        raise CaptureError(
+            f"{folder} holds captures of a model with another config; one folder holds one model's. "
+            "Give this recording a folder of its own"
+        )
+
+
+def _architecture(config: dict[str, Any]) -> dict[str, Any]:
+    changing = ("_name_or_path", "transformers_version", "use_cache")  # between runs of one model
+    return {name: value for name, value in config.items() if name not in changing}
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def versions() -> dict[str, str]:
+    """Of what is loaded; nothing is imported to ask."""
+    used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
+    return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}

@@ -1,0 +1,178 @@
+"""The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
+
+run.json is there from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
+is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
+
+    {"status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
+     "spec": {...}, "facts": {...}, "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
+     "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
+     "statistics": {...}, "exit_code": 0, "seconds": 41.3}
+
+    {"index": 0, "source": "actor_inputs_rank0_20260301_091244_430740.pkl", "rank": 0, "rows": 2, ...,
+     "phases": {"forward": {"seconds": 0.06, "peak_allocated_bytes": 41339551744, ...}}, "loss": 1.71, "error": null}
+"""
+
+import json
+import math
+import os
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+from actor_init.spec import UsageError
+from replay.options import command_line, spec_to_dict
+from replay.records import PassRecord, PhaseCost
+from replay.selection import Selection
+from replay.spec import RunSpec
+from replay.summary import Statistics
+
+PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
+RUN_FILE = "run.json"
+
+
+def create_folder(logs: Path, name: str) -> Path:
+    """A new folder `<time>-<name>` in `logs`; two runs that start in one second get two folders. For rank 0 to call."""
+    if not name or Path(name).name != name:
+        raise UsageError(f"--name {name!r} is not a folder name. Give a name without slashes")
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    for attempt in count(1):
+        folder = logs / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not logs.is_dir():
+                raise UsageError(f"--logs {logs} is not a folder. Try: --logs logs") from None
+        except OSError as error:
+            raise UsageError(f"--logs {logs}: {error.strerror}. Try: --logs with a folder you may write to") from None
+        else:
+            return folder
+    raise AssertionError("count() has no end")
+
+
+def versions() -> dict[str, str | None]:
+    """Of python and of every package that decides results; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Logbook:
+    """One rank's line file, and on rank 0 run.json beside it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._run: dict[str, Any] = {}
+        self._began = datetime.now().astimezone()
+        self._lines: IO[str] = (folder / f"rank{rank}.jsonl").open("x", encoding="utf-8")
+
+    def begin(
+        self,
+        spec: RunSpec,
+        *,
+        facts: Mapping[str, Any],
+        selection: Selection,
+        memory_kind: str,
+        devices: Sequence[str],
+    ) -> None:
+        """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone."""
+        assert self.rank == 0
+        self._run = {
+            "status": "running",
+            "started": self._began.isoformat(timespec="seconds"),
+            "command": shlex.join(["replay", *command_line(spec)]),
+            "spec": spec_to_dict(spec),
+            "facts": dict(facts),
+            "inputs": {
+                "num_inputs": len(selection.inputs),
+                "dealing": selection.dealing,
+                "num_left_out_passes": selection.num_left_out_passes,
+                "num_left_over": selection.num_left_over,
+                "damaged": [{"path": str(path), "error": error} for path, error in selection.damaged],
+            },
+            "memory_kind": memory_kind,
+            "world_size": len(devices),
+            "devices": list(devices),
+            "versions": versions(),
+        }
+        self._write_run()
+
+    def write(self, record: PassRecord) -> None:
+        """One line, on disk before the next pass begins."""
+        self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._lines.flush()
+
+    def finish(self, statistics: Statistics, *, exit_code: int) -> None:
+        """Rewrite run.json for a run that has ended. Rank 0 alone."""
+        assert self._run, "begin() comes first"
+        self._run |= {
+            "status": "finished" if exit_code == 0 else "failed",
+            "statistics": to_json(statistics),
+            "exit_code": exit_code,
+            "seconds": (datetime.now().astimezone() - self._began).total_seconds(),
+        }
+        self._write_run()
+
+    def fail(self, record: PassRecord) -> None:
+        """Say in run.json which rank and input ended a run of several ranks, from whichever rank it was."""
+        run = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+        failure = {"rank": record.rank, "index": record.index, "source": record.source, "error": record.error}
+        self._run = {**run, "status": "failed", "failure": failure, "exit_code": 1}
+        self._write_run()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _write_run(self) -> None:
+        path = self.folder / RUN_FILE
+        unfinished = path.with_suffix(f".rank{self.rank}.tmp")
+        unfinished.write_text(json.dumps(to_json(self._run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses and mappings as objects, floats that JSON cannot say as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
+    """run.json and all ranks' records, by pass and rank. A line that a killed run left unfinished is passed over."""
+    run: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    records: list[PassRecord] = []
+    for path in folder.glob("rank*.jsonl"):
+        *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+        records += [_record(json.loads(line)) for line in lines]
+    return run, sorted(records, key=lambda record: (record.index, record.rank))
+
+
+def _record(line: dict[str, Any]) -> PassRecord:
+    """The record that `write` wrote; "nan" and its like are floats again."""
+    phases = {
+        name: PhaseCost(**{key: _number(key, value) for key, value in cost.items()})
+        for name, cost in line.pop("phases").items()
+    }
+    known = {f.name for f in fields(PassRecord)}
+    assert set(line) <= known, f"{sorted(set(line) - known)} are not fields of PassRecord"
+    return PassRecord(phases=phases, **{key: _number(key, value) for key, value in line.items()})
+
+
+def _number(key: str, value: Any) -> Any:
+    return float(value) if key in ("seconds", "wait_seconds", "loss", "grad_norm") and value is not None else value

@@ -1,0 +1,60 @@
+"""Captures with known contents, for the tests that need a folder of them."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import torch
+
+from capture.capture_file import write_actor_config, write_call
+from capture.micro_batch import Origin
+
+BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
+
+
+def write_pass(
+    folder: Path,
+    *,
+    rank: int = 0,
+    step: int = 0,
+    trains: bool = True,
+    num_rows: int = 2,
+    length: int = 10,
+    num_real: int = 8,
+    num_actions: int = 3,
+) -> Path:
+    """Rows of `length` tokens, of which the first `num_real` are real and the last `num_actions` are actions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mask_BS = torch.zeros(num_rows, length, dtype=torch.bool)
+    mask_BS[:, :num_real] = True
+    origin = Origin(
+        source="",
+        rank=rank,
+        world_size=2,
+        step=step,
+        time=(BEGINNING + timedelta(seconds=step)).isoformat(timespec="microseconds"),
+        model_name="tiny",
+        versions={"torch": "2.13.0"},
+    )
+    tensors = {
+        "sequences": torch.full((num_rows, length), 7),
+        "attention_mask": mask_BS,
+        "action_mask": torch.ones(num_rows, num_actions, dtype=torch.bool),
+    }
+    return write_call(folder, tensors, {}, trains=trains, origin=origin)
+
+
+def write_passes(folder: Path, kinds: dict[int, str]) -> dict[int, list[Path]]:
+    """By captured rank, the passes in order: t for a training pass, r for a rollout pass, as {0: "ttr", 1: "ttr"}."""
+    return {
+        rank: [write_pass(folder, rank=rank, step=step, trains=kind == "t") for step, kind in enumerate(passes)]
+        for rank, passes in kinds.items()
+    }
+
+
+def write_config(folder: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 1000}
+    write_actor_config(folder, config, "tiny")
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])

@@ -1,0 +1,127 @@
+"""A dataclass field with a default and a help text is an option, and what was typed is a spec again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actor_init.spec import ActorSpec, Attention, BackendName, Compile, ParallelSpec, UsageError
+from replay.cli import app
+from replay.options import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec
+
+
+def parsed(*arguments: str) -> RunSpec:
+    spec = app(list(arguments), standalone_mode=False).args[0]
+    assert isinstance(spec, RunSpec)
+    return spec
+
+
+def test_without_options_the_dataclasses_defaults_hold() -> None:
+    assert parsed() == RunSpec()
+
+
+@pytest.mark.parametrize(
+    ("typed", "spec"),
+    [
+        ("--backend fsdp2", RunSpec(actor=ActorSpec(backend=BackendName.FSDP2))),
+        ("--no-packing", RunSpec(actor=ActorSpec(packing=False))),
+        ("--packing", RunSpec()),
+        ("--compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
+        ("--deepcompile", RunSpec(actor=ActorSpec(compile=Compile.DEEPCOMPILE))),
+        ("--flash-attn", RunSpec(actor=ActorSpec(attention=Attention.FLASH))),
+        ("--no-flash-attn", RunSpec(actor=ActorSpec(attention=Attention.SDPA))),
+        ("--attention sdpa --no-flash-attn", RunSpec(actor=ActorSpec(attention=Attention.SDPA))),
+        ("--compile --compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
+        ("--zero-stage 0", RunSpec(actor=ActorSpec(zero_stage=0))),
+        ("--learning-rate 3e-4", RunSpec(actor=ActorSpec(learning_rate=3e-4))),
+        ("--max-norm 1", RunSpec(actor=ActorSpec(max_norm=1.0))),
+        ("--inputs some/folder", RunSpec(inputs=InputsSpec(inputs=Path("some/folder")))),
+        ("--passes all --max-inputs 3", RunSpec(inputs=InputsSpec(passes=Passes.ALL, max_inputs=3))),
+        ("--no-backward --warmup 0", RunSpec(measure=MeasureSpec(backward=False, warmup=0))),
+        ("--local_rank=1 --max-inputs 3", RunSpec(inputs=InputsSpec(max_inputs=3))),
+        ("--local-rank 1", RunSpec()),
+    ],
+)
+def test_what_is_typed_arrives_in_its_field(typed: str, spec: RunSpec) -> None:
+    assert parsed(*typed.split()) == spec
+
+
+@pytest.mark.parametrize(
+    ("typed", "both"),
+    [
+        ("--compile --deepcompile", ("--compile", "--deepcompile")),
+        ("--flash-attn --no-flash-attn", ("--flash-attn", "--no-flash-attn")),
+        ("--attention eager --flash-attn", ("--attention eager", "--flash-attn")),
+        ("--no-flash-attn --attention flash", ("--attention flash", "--no-flash-attn")),
+    ],
+)
+def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parsed(*typed.split())
+    assert str(refusal.value).startswith(f"{both[0]} and {both[1]} exclude each other")
+
+
+@pytest.mark.parametrize(
+    ("typed", "allowed"),
+    [
+        ("--backend zero", "deepspeed, fsdp2"),
+        ("--max-inputs 0", "at least 1"),
+        ("--max-inputs 2.5", "a whole number"),
+        ("--zero-stage 4", "from 0 to 3"),
+        ("--zero-stage -1", "from 0 to 3"),
+        ("--max-norm nan", "finite"),
+        ("--max-norm=-1", "at least 0"),
+        ("--learning-rate much", "a finite number"),
+        ("--inputs=", "a path"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_is_allowed(typed: str, allowed: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parsed(*typed.split())
+    assert allowed in str(refusal.value)
+    assert typed.replace("=", " ").split()[0] in str(refusal.value)
+
+
+def test_a_field_without_help_is_no_option() -> None:
+    assert "parallel" not in {toggle.field for toggle in toggles()}
+
+
+FULL = RunSpec(
+    actor=ActorSpec(backend=BackendName.FSDP2, compile=Compile.BLOCKS, packing=False, max_norm=0.5, zero_stage=2),
+    inputs=InputsSpec(inputs=Path("in puts"), max_inputs=7, shuffle_inputs=True, random_seed=123),
+    measure=MeasureSpec(backward=False, warmup=0, quiet=True, logs=Path("/elsewhere"), name="night"),
+)
+
+
+@pytest.mark.parametrize("spec", [RunSpec(), FULL, RunSpec(actor=ActorSpec(attention=Attention.FLASH))])
+def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: RunSpec) -> None:
+    assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
+    assert parsed(*command_line(spec)) == spec
+
+
+def test_the_command_line_of_a_spec_is_the_shortest() -> None:
+    assert command_line(RunSpec()) == []
+    assert command_line(parsed("--compile", "--packing", "--max-inputs", "5")) == ["--compile", "--max-inputs", "5"]
+
+
+def test_a_saved_spec_keeps_what_is_no_option() -> None:
+    spec = RunSpec(actor=ActorSpec(parallel=ParallelSpec(tp=2)))
+    assert spec_from_dict(spec_to_dict(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("saved", "complaint"),
+    [
+        ({"actor": {"colour": "blue"}}, "actor.colour"),
+        ({"actor": {"backend": "zero"}}, "deepspeed, fsdp2"),
+        ({"inputs": {"max_inputs": "5"}}, "inputs.max_inputs"),
+        ({"inputs": {"max_inputs": 0}}, "at least 1"),
+        ({"inputs": {"passes": None}}, "train, rollout, all"),
+        ({"measure": {"backward": 1}}, "bool"),
+        ({"measure": 3}, "measure"),
+    ],
+)
+def test_a_saved_spec_that_no_spec_can_be_is_refused(saved: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint.replace(".", r"\.")):
+        spec_from_dict(saved)
