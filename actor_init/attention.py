@@ -60,16 +60,17 @@ def varlen_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature over torch.nn.attention.varlen: query [1, heads, T, head_dim] of one packed row.
+    """torch.nn.attention.varlen behind transformers' attention signature.
 
-    Returns [1, T, heads, head_dim]. Raises UsageError for what the kernel lacks: dropout and softcap.
+    query, key and value are [1, heads, T, head_dim], one packed row of T tokens. Returns [1, T, heads, head_dim].
+    Raises UsageError for what the kernel lacks: dropout and softcap.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout or softcap:
         raise UsageError("torch's varlen attention has no dropout and no softcap. Try: --attention sdpa or eager")
     # torch 2.11 groups queries as they come; later releases want to be told and have an argument for it
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).contiguous(),

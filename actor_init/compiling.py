@@ -14,7 +14,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     parameter names stay as they are.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def num_graphs() -> int:

@@ -1,4 +1,4 @@
-"""From a name, a folder or a captured config to a Hugging Face causal LM on the meta device, and its weights onto a device."""
+"""From a name, a folder or a captured config to a Hugging Face causal LM: on the meta device, then on a real one."""
 
 import json
 from collections.abc import Mapping
@@ -108,7 +108,8 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(
-            f"--model {asked}: {error}. Allowed: {', '.join(_preset_names())}, a folder with config.json, or a config.json"
+            f"--model {asked}: {error}. "
+            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, or a config.json"
         ) from error
     if not isinstance(values, dict):
         raise UsageError(f"--model {asked}: {path} holds a {type(values).__name__}, not a model config")

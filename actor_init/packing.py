@@ -47,7 +47,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real.
     """
     real_BS = batch.attention_mask_BS
-    num_rows, num_tokens = real_BS.shape
+    num_tokens = real_BS.shape[1]
     lengths_B = real_BS.sum(dim=1)
     if not int(lengths_B.sum()):
         raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")

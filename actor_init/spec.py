@@ -7,7 +7,7 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """What was asked for makes no sense or cannot be had here. The message says what came, what is allowed, what to type."""
+    """What was asked for makes no sense, or cannot be had here. The message says what to type instead."""
 
 
 def option(
@@ -87,7 +87,7 @@ class ActorSpec:
     dtype: Dtype = option(Dtype.BF16, "Compute dtype. Master weights are fp32 whenever there is an optimizer.")
     zero_stage: int | None = option(
         None,
-        "What is sharded. deepspeed: 0 nothing, 1 optimizer (default), 2 + gradients, 3 + weights. "
+        "What is sharded. deepspeed: 0 nothing, 1 optimizer (default where there is one), 2 + gradients, 3 + weights. "
         "fsdp2: 2 keeps weights gathered between forward and backward, 3 (default) does not.",
         min=0,
         max=3,
@@ -95,7 +95,7 @@ class ActorSpec:
     packing: bool = option(True, "Pack a micro-batch's rows into one row without padding.")
     attention: Attention = option(
         Attention.AUTO,
-        "Attention kernel. auto: flash-attn on CUDA where it is installed, else torch's varlen for packed rows, else sdpa.",
+        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; else sdpa.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
     compile: Compile = option(
@@ -128,4 +128,6 @@ class ActorSpec:
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        return 1 if self.backend is BackendName.DEEPSPEED else 3
+        if self.backend is BackendName.FSDP2:
+            return 3
+        return 0 if self.optimizer is OptimizerName.NONE else 1

@@ -49,7 +49,8 @@ class World:
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
             shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from capture.plain_pickle import MAX_DEPTH, plain_copy, type_name
+from capture.plain_data import MAX_DEPTH, plain_copy, type_name
 from capture.tensor_codec import can_encode
 
 _WRAPPED_NAMES = ("module", "_orig_mod", "model")  # DDP and DeepSpeed, torch.compile, OpenRLHF and PEFT

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from capture.legacy import read_legacy
 from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
-from capture.plain_pickle import NamesAClassError, load_plain, plain_copy
+from capture.plain_data import plain_copy
+from capture.plain_pickle import NamesAClassError, load_plain
 from capture.tensor_codec import MAX_TENSOR_BYTES, check_total, decode_tensors, encode_tensor, size_in_bytes
 
 FORMAT = 1
@@ -188,11 +189,11 @@ def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
 
 
 def _other_format(source: str, written: object) -> str:
-    return f"{source}: format {str(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
+    return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
 
 
 def _shown(value: Any) -> str:
-    return f"a dict of {sorted(value)[:20]}" if isinstance(value, dict) else f"a {type(value).__name__}"
+    return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
 def _new_name(folder: Path, rank: int, time: str, step: int) -> str:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
-from capture.plain_pickle import load_plain, plain_copy
+from capture.plain_data import plain_copy
+from capture.plain_pickle import load_plain
 from capture.tensor_codec import check_total, from_bytes, size_in_bytes
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
+_MAX_HEAD_BYTES = 1024  # what stands before a storage's elements; torch writes about 240
+_MAX_STORAGES = 1000
 _STORAGE_DTYPES = {
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -63,10 +66,10 @@ def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, Any], source: str)
     if type(trains) is not bool or "sequences" not in tensors:
         raise CaptureError(
             f"{source}: a pickle without `format`, and not a dump of OpenRLHF's actor either: such a dump has a tensor "
-            f"`sequences` and `return_output` True or False; this has {sorted((*tensors, *facts))[:20]}"
+            f"`sequences` and `return_output` True or False; this has {str(sorted((*tensors, *facts)))[:200]}"
         )
     if not isinstance(rank, int | None) or not isinstance(time, str | None):
-        raise CaptureError(f"{source}: rank must be an integer and timestamp a text, not {rank!r} and {time!r}")
+        raise CaptureError(f"{source}: rank must be an integer and timestamp a text, not {rank!r:.40} and {time!r:.40}")
     written_shape = [facts.pop(name, None) for name in ("batch_size", "seq_len")]
     for size, written in zip(tensors["sequences"].shape, written_shape, strict=False):
         if written not in (None, size):
@@ -93,6 +96,7 @@ class _StandIns:
 
     def __init__(self, source: str) -> None:
         self.source = source
+        self.num_storages = 0
         self.num_tensor_bytes = 0
 
     def no_hooks(self, *items: Any) -> _NoHooks:
@@ -107,10 +111,14 @@ class _StandIns:
         raise CaptureError(f"{self.source}: refused: bytes that are no storage saved by torch in its legacy form")
 
     def _storage(self, data: memoryview) -> _Storage:
+        self.num_storages += 1
+        if self.num_storages > _MAX_STORAGES:
+            raise CaptureError(f"{self.source}: more than {_MAX_STORAGES} tensors; a dump holds a dozen")
+        head = data[:_MAX_HEAD_BYTES]
         names = {("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()}
-        system, end = load_plain(data, source=self.source, start=len(_HEADER))
-        described, end = load_plain(data, source=self.source, start=end, names=names, persistent_load=_PersistentId)
-        keys, end = load_plain(data, source=self.source, start=end)
+        system, end = load_plain(head, source=self.source, start=len(_HEADER))
+        described, end = load_plain(head, source=self.source, start=end, names=names, persistent_load=_PersistentId)
+        keys, end = load_plain(head, source=self.source, start=end)
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise CaptureError(f"{self.source}: a storage that was not written by a little-endian machine")
         match described:

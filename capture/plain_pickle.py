@@ -13,41 +13,22 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from capture.micro_batch import CaptureError
+from capture.plain_data import MAX_DEPTH, MAX_INT_BYTES
 
-MAX_DEPTH = 16  # lists within lists; a call's facts are flat or nearly so
 MAX_INSTRUCTIONS = 200_000  # about a second; a captured pass has a few hundred
 MAX_TEXT_BYTES = 16 * 2**20
-MAX_INT_BYTES = 8
+
+_CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
+_NUMBERS = {pickle.BININT1: "<B", pickle.BININT2: "<H", pickle.BININT: "<i", pickle.BINFLOAT: ">d"}
+_TEXTS = {pickle.SHORT_BINUNICODE: "<B", pickle.BINUNICODE: "<I"}
+_BYTES = {pickle.SHORT_BINBYTES: "<B", pickle.BINBYTES: "<I", pickle.BINBYTES8: "<Q"}
+_EMPTY = {pickle.EMPTY_LIST: list, pickle.EMPTY_DICT: dict, pickle.EMPTY_TUPLE: tuple}
+_TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
 
 
 class NamesAClassError(CaptureError):
     """A pickle that names a class or function was given to a reader without a table of names."""
-
-
-def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """A copy of `value` that a class-free pickle can hold: exact built-in types only, nothing referred to twice.
-
-    Raises TypeError naming the first type that is not plain data.
-    """
-    if value is None or type(value) in (bool, float, str, bytes):
-        return value
-    if type(value) is int and -(2**63) <= value < 2**63:
-        return value
-    if max_depth > 0:
-        if type(value) is list:
-            return [plain_copy(item, max_depth=max_depth - 1) for item in value]
-        if type(value) in (tuple, torch.Size):
-            return tuple(plain_copy(item, max_depth=max_depth - 1) for item in value)
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: plain_copy(item, max_depth=max_depth - 1) for key, item in value.items()}
-    raise TypeError(type_name(value))
-
-
-def type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def load_plain(
@@ -113,7 +94,7 @@ class _Reader:
         if self.num_text_bytes > MAX_TEXT_BYTES:
             raise self.error(f"more than {MAX_TEXT_BYTES} bytes of text")
         try:
-            return str(self.take(num_bytes), "utf-8", "surrogatepass")
+            return str(self.take(num_bytes), "utf-8")
         except UnicodeDecodeError:
             raise self.error("text that is not UTF-8") from None
 
@@ -143,12 +124,12 @@ class _Reader:
         if isinstance(target, list):
             target.extend(items)
             return
-        keys = items[::2]
-        if len(items) % 2 or any(type(key) is not str for key in keys):
-            raise self.error("a dict whose keys are not strings")
-        if len(keys) != len({*keys, *target}) - len(target):
-            raise self.error("a dict that has a key twice")
-        target.update(zip(keys, items[1::2], strict=True))
+        if len(items) % 2:
+            raise self.error("a dict with a key that has no value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str or key in target:
+                raise self.error("a dict with a key that is no text or is there twice")
+            target[key] = value
 
     def remember(self, index: int) -> None:
         if not self.stack:
@@ -161,14 +142,15 @@ class _Reader:
         return self.memo[index]
 
     def named(self, module: str, name: str) -> Any:
+        called = repr(f"{module}.{name}"[:120])  # a name may hold control characters
+        advice = "Nothing of it was run. Delete the file unless you know where it came from"
         if self.names is None:
-            raise NamesAClassError(f"{self.source}: names {module}.{name}; a capture names no class")
+            raise NamesAClassError(
+                f"{self.source}: refused: the pickle names {called}; a capture names nothing. {advice}"
+            )
         if (module, name) not in self.names:
             allowed = ", ".join(sorted(".".join(known) for known in self.names)) or "none"
-            raise CaptureError(
-                f"{self.source}: refused: the pickle names {module[:80]}.{name[:80]}; allowed: {allowed}. "
-                "Nothing of it was run. Delete the file unless you know where it came from"
-            )
+            raise CaptureError(f"{self.source}: refused: the pickle names {called}; allowed: {allowed}. {advice}")
         return self.names[module, name]
 
     def call(self) -> Any:
@@ -222,44 +204,21 @@ class _Reader:
                 self.stack.append(value)
 
     def pushed(self, instruction: bytes) -> Any:
+        if instruction in _CONSTANTS:
+            return _CONSTANTS[instruction]
+        if instruction in _NUMBERS:
+            return self.number(_NUMBERS[instruction])
+        if instruction in _TEXTS:
+            return self.text(self.number(_TEXTS[instruction]))
+        if instruction in _BYTES:
+            return bytes(self.take(self.number(_BYTES[instruction])))
+        if instruction in _EMPTY:
+            return _EMPTY[instruction]()
+        if instruction in _TUPLES:
+            return tuple(reversed([self.pop() for _ in range(_TUPLES[instruction])]))
         match instruction:
-            case pickle.NONE:
-                return None
-            case pickle.NEWTRUE:
-                return True
-            case pickle.NEWFALSE:
-                return False
-            case pickle.BININT1:
-                return self.number("<B")
-            case pickle.BININT2:
-                return self.number("<H")
-            case pickle.BININT:
-                return self.number("<i")
             case pickle.LONG1:
                 return self.long_integer(self.number("<B"))
-            case pickle.BINFLOAT:
-                return self.number(">d")
-            case pickle.SHORT_BINUNICODE:
-                return self.text(self.number("<B"))
-            case pickle.BINUNICODE:
-                return self.text(self.number("<I"))
-            case pickle.SHORT_BINBYTES:
-                return bytes(self.take(self.number("<B")))
-            case pickle.BINBYTES:
-                return bytes(self.take(self.number("<I")))
-            case pickle.BINBYTES8:
-                return bytes(self.take(self.number("<Q")))
-            case pickle.EMPTY_LIST:
-                return []
-            case pickle.EMPTY_DICT:
-                return {}
-            case pickle.EMPTY_TUPLE:
-                return ()
-            case pickle.TUPLE1:
-                return (self.pop(),)
-            case pickle.TUPLE2 | pickle.TUPLE3:
-                last = [self.pop() for _ in range(2 if instruction == pickle.TUPLE2 else 3)]
-                return tuple(reversed(last))
             case pickle.TUPLE:
                 return tuple(self.pop_to_mark())
             case pickle.BINGET:

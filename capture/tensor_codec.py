@@ -80,7 +80,7 @@ def decode_tensors(records: Any, source: str) -> dict[str, Tensor]:
 
 def check_total(num_bytes: int, source: str) -> None:
     if num_bytes > MAX_TENSOR_BYTES:
-        raise CaptureError(f"{source}: {num_bytes} bytes of tensors in one pass; allowed are {MAX_TENSOR_BYTES}")
+        raise CaptureError(f"{source}: {num_bytes:.4g} bytes of tensors in one pass; allowed are {MAX_TENSOR_BYTES}")
 
 
 def size_in_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int:
@@ -134,7 +134,12 @@ def _decoded(record: dict[str, Any], what: str) -> Tensor:
 
 
 def _inflated(data: bytes, num_bytes: int, what: str) -> bytes:
-    """Inflates to one byte more than expected, never further."""
+    """Inflates to one byte more than expected, never further.
+
+    Nor from more: what deflating does not make smaller is stored as it is, and much can inflate to nothing.
+    """
+    if len(data) >= num_bytes:
+        raise CaptureError(f"{what}: {len(data)} compressed bytes for {num_bytes}: the file is damaged")
     inflate = zlib.decompressobj()
     try:
         inflated = inflate.decompress(data, num_bytes + 1)

@@ -139,7 +139,8 @@ def open_console(file: IO[str] | None = None) -> RichConsole:
 
 
 def print_line(out: RichConsole, text: str = "") -> None:
-    out.print(text, soft_wrap=True)
+    """One line; a control character, as an error message or a file name may hold, is shown as its number."""
+    out.print("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text), soft_wrap=True)
 
 
 def print_pairs(out: RichConsole, pairs: Pairs) -> None:

@@ -131,7 +131,7 @@ def _dealt(
         if len(ranks) == num_data_ranks and None not in ranks:
             column_of = {rank: column for column, rank in enumerate(sorted(r for r in ranks if r is not None))}
             columns = [column_of[c.rank] for c in captures if c.rank is not None]
-            dealing = f"{order}, each data rank what one rank captured"
+            dealing = "in recorded order, each data rank what one rank captured"
     table = _Rounds(captures, columns, num_data_ranks)
     rounds = list(islice(table, spec.max_inputs))
     return rounds, table.num_waiting() if table.exhausted else 0, dealing

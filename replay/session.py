@@ -1,4 +1,4 @@
-"""One run: open the actor, feed it the inputs one by one, write down what each pass did. The only caller of the backend."""
+"""One run: open the actor, feed it the inputs one by one, write down what each pass did."""
 
 import gc
 import os
@@ -33,47 +33,51 @@ def run(spec: RunSpec, *, show_traceback: bool) -> int:
     Raises UsageError for what cannot be had here.
     """
     with World.from_env(spec.actor.parallel) as world:
-        selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
-        source = find_source(spec)
-        actor = ReopenedActor(spec.actor, source, world)
-        folder = world.from_first(create_folder(spec.measure.logs, spec.measure.name) if world.rank == 0 else None)
-        logbook = Logbook(folder, world.rank)
-        device_name = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-        devices = world.gather(device_name)
-        meter = Meter.for_device(world.device)
-        console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
+        return run_in(world, spec, show_traceback=show_traceback)
+
+
+def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
+    """`run` in a world that is already open, and stays open."""
+    selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
+    source = find_source(spec)
+    actor = ReopenedActor(spec.actor, source, world)
+    meter = Meter.for_device(world.device)
+    folder = world.from_first(create_folder(spec.measure.logs, spec.measure.name) if world.rank == 0 else None)
+    logbook = Logbook(folder, world.rank)
+    devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
+    console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
+    if console:
+        facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
+        logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
+        console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
+    session = Session(spec, world, source, actor, meter)
+    records: list[PassRecord] = []
+    for index, path in enumerate(selection.inputs):
+        record, error = session.replay(index, path)
+        logbook.write(record)
+        if error and show_traceback:
+            traceback.print_exception(error)
+        if error and world.world_size > 1:
+            _stop_all_ranks(record, logbook)
+        ranks = world.gather(record)
+        records += ranks
         if console:
-            facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
-            logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
-            console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
-        session = Session(spec, world, source, actor, meter)
-        records: list[PassRecord] = []
-        for index, path in enumerate(selection.inputs):
-            record, error = session.replay(index, path)
-            logbook.write(record)
-            if error and show_traceback:
-                traceback.print_exception(error)
-            if error and world.world_size > 1:
-                _stop_all_ranks(record, logbook)
-            ranks = world.gather(record)
-            records += ranks
-            if console:
-                console.passed(ranks)
-            if error and spec.measure.step:
-                break  # the weights of the steps so far are lost
-            del error  # its frames hold the pass's tensors
-        exit_code = 1 if selection.damaged or any(record.error for record in records) else 0
-        if console:
-            statistics = summarize(records)
-            logbook.finish(statistics, exit_code=exit_code)
-            console.finish(records, statistics, selection, folder, memory_kind=meter.memory_kind)
-        logbook.close()
-        actor.backend.close()
-        return exit_code
+            console.passed(ranks)
+        if error and spec.measure.step:
+            break  # the weights of the steps so far are lost
+        del error  # its frames hold the pass's tensors
+    exit_code = 1 if selection.damaged or any(record.error for record in records) else 0
+    if console:
+        statistics = summarize(records)
+        logbook.finish(statistics, exit_code=exit_code)
+        console.finish(records, statistics, selection, folder, memory_kind=meter.memory_kind)
+    logbook.close()
+    actor.backend.close()
+    return exit_code
 
 
 class ReopenedActor:
-    """A backend that is opened again after a pass that broke off: what it left in buffers would falsify the next one."""
+    """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
 
     def __init__(self, spec: ActorSpec, source: ModelSource, world: World) -> None:
         self._arguments = (spec, source, world)
@@ -100,7 +104,7 @@ class Session:
         self._num_in_window = 0
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
-        """One input through forward, and backward and step if it is to. What goes wrong is in the record, and returned."""
+        """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
         known: dict[str, Any] = {
             "index": index,
             "source": path.name,

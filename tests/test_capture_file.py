@@ -256,7 +256,7 @@ def test_a_forged_body_is_refused_with_a_reason(
         (pickle.dumps([1, 2], protocol=5), "no capture: expected a dict with `format`, got a list"),
         (pickle.dumps({"a": 1}, protocol=5), r"got a dict of \['a'\]"),
         (pickle.dumps({"format": 2}, protocol=5), "format 2; this version reads format 1. Upgrade"),
-        (pickle.dumps({"format": "x"}, protocol=5), "format x; this version reads format 1"),
+        (pickle.dumps({"format": "x"}, protocol=5), "format 'x'; this version reads format 1"),
         (pickle.dumps({"format": 1}, protocol=5), "head is damaged"),
     ],
 )

@@ -117,9 +117,9 @@ def test_tensors_that_were_on_a_gpu_come_as_cpu_tensors(tmp_path: Path, monkeypa
         ({"attention_mask": MASK_BS * 2}, "attention_mask must hold only 0 and 1"),
         ({"attention_mask": MASK_BS[:, :3]}, "attention_mask"),
         ({"action_mask": MASK_BS}, "action_mask"),
-        ({"dtype": torch.bfloat16}, "names torch.bfloat16"),
-        ({"where": Path("/")}, r"names pathlib.Posix"),
-        ({"by_number": {1: 2}}, "keys are not strings"),
+        ({"dtype": torch.bfloat16}, "names 'torch.bfloat16'"),
+        ({"where": Path("/")}, r"names 'pathlib"),
+        ({"by_number": {1: 2}}, "a key that is no text"),
     ],
     ids=str,
 )

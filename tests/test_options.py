@@ -71,6 +71,7 @@ def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tu
         ("--zero-stage 4", "from 0 to 3"),
         ("--zero-stage -1", "from 0 to 3"),
         ("--max-norm nan", "finite"),
+        ("--max-norm inf", "finite"),
         ("--max-norm=-1", "at least 0"),
         ("--learning-rate much", "a finite number"),
         ("--inputs=", "a path"),

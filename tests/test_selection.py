@@ -7,6 +7,8 @@ import pytest
 from made_captures import damage, write_pass, write_passes
 
 from actor_init.spec import UsageError
+from capture.capture_file import read_micro_batch
+from capture.micro_batch import MicroBatch
 from replay import selection
 from replay.selection import Selection, select
 from replay.spec import InputsSpec, Passes
@@ -89,8 +91,12 @@ def test_shuffling_depends_on_the_seed_alone_and_deals_one_list_to_all(tmp_path:
 def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_passes(tmp_path, {0: "rttttt"})
     read: list[Path] = []
-    true_read = selection.read_micro_batch
-    monkeypatch.setattr(selection, "read_micro_batch", lambda path: (read.append(path), true_read(path))[1])
+
+    def noted_read(path: Path) -> MicroBatch:
+        read.append(path)
+        return read_micro_batch(path)
+
+    monkeypatch.setattr(selection, "read_micro_batch", noted_read)
     assert select(InputsSpec(inputs=tmp_path, max_inputs=2), 0, 1).inputs == paths[0][1:3]
     assert read == paths[0][:3]
 

@@ -44,7 +44,10 @@ class DeepSpeedBackend:
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
-        """Raises UsageError for what DeepSpeed cannot do: fp16 on a CPU, ZeRO 1-3 without an optimizer, DeepCompile off CUDA."""
+        """Under ZeRO 3 block after block is brought to the device and partitioned: never a second full copy.
+
+        Raises UsageError for what DeepSpeed cannot do.
+        """
         _refuse(spec, world)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -129,8 +132,8 @@ def _refuse(spec: ActorSpec, world: World) -> None:
         raise UsageError("--deepcompile needs CUDA, and this machine has none. Try: --compile")
     if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
         raise UsageError(
-            f"--optimizer none leaves ZeRO stage {spec.resolved_zero_stage} nothing to shard: DeepSpeed's stages 1 to 3 "
-            "keep fp32 master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
+            f"--optimizer none does not go with --zero-stage {spec.zero_stage}: DeepSpeed's stages 1 to 3 keep fp32 "
+            "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
         )
 
 

@@ -27,7 +27,7 @@ class FSDP2Backend:
     spec: ActorSpec
     model: PreTrainedModel
     optimizer: Optimizer | None
-    scaler: torch.amp.GradScaler  # type: ignore[name-defined]
+    scaler: torch.amp.GradScaler
     attention: str
     num_parameters: int
 
@@ -62,7 +62,7 @@ class FSDP2Backend:
             spec=spec,
             model=model,
             optimizer=make_optimizer(spec, model.parameters()),
-            scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),  # type: ignore[attr-defined]
+            scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
             num_parameters=model.num_parameters(),
         )
@@ -72,7 +72,7 @@ class FSDP2Backend:
         return action_log_probs(self.model, inputs)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss / self.spec.grad_accumulation).backward()
+        torch.autograd.backward(self.scaler.scale(loss / self.spec.grad_accumulation))
 
     def end_window(self, *, step: bool) -> float:
         if self.scaler.is_enabled():

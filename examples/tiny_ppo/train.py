@@ -19,7 +19,6 @@ one rank, V vocabulary, T tokens of one answer.
 import argparse
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +33,8 @@ from capture import recording
 
 BOS, EOS, PAD = 256, 257, 258  # behind the 256 byte values
 PROMPT_LIMIT, ANSWER_LIMIT = 320, 704  # tokens; one row of a rollout has both
-NUM_ANSWERS = 16  # per rank
+NUM_ANSWERS, NUM_EPOCHS = 16, 2  # on each rank
 ROLLOUT_ROWS, TRAIN_ROWS = 4, 2
-NUM_EPOCHS = 2
 CLIP_RANGE = 0.2
 
 
@@ -75,8 +73,7 @@ def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
     """This rank's share of text.md, as bytes, cut at the limits. A cut answer has no EOS, like any generated one."""
     text = (Path(__file__).parent / "text.md").read_text(encoding="utf-8").rstrip()
     pairs = [block.split("\n\nA: ") for block in text.split("\n\nQ: ")[1:]]
-    most = len(pairs) // NUM_ANSWERS
-    if world_size > most:
+    if world_size > (most := len(pairs) // NUM_ANSWERS):
         raise ValueError(f"text.md is enough for {most} ranks, not {world_size}. Try: --nproc-per-node {most}")
     random.Random(seed).shuffle(pairs)
     return [
@@ -96,7 +93,7 @@ def reward(question: str, answer: str) -> float:
     return sum(word in asked for word in words) / len(words)
 
 
-def pad_rows(samples: Sequence[Sample], num_prompt: int, num_answer: int) -> tuple[Tensor, Tensor, Tensor]:
+def pad_rows(samples: list[Sample], num_prompt: int, num_answer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of `[padding prompt][answer padding]`, so that the answers of all rows begin in the same column."""
     sequences_BS = torch.full((len(samples), num_prompt + num_answer), PAD)
     attention_mask_BS = torch.zeros_like(sequences_BS)
@@ -116,11 +113,11 @@ def policy_loss(ratio_BA: Tensor, advantages_B: Tensor, action_mask_BA: Tensor) 
 
 def describe(attention_mask_BS: Tensor) -> str:
     num_rows, num_tokens = attention_mask_BS.shape
-    return f"{num_rows} rows of {num_tokens:4} tokens, {attention_mask_BS.float().mean():4.0%} real"
+    return f"{num_rows} rows of {num_tokens:4} tokens, {attention_mask_BS.float().mean().item():4.0%} real"
 
 
 @torch.no_grad()
-def roll_out(actor: nn.Module, samples: Sequence[Sample], verbose: bool) -> list[Experience]:
+def roll_out(actor: nn.Module, samples: list[Sample], verbose: bool) -> list[Experience]:
     rewards_N = torch.tensor([sample.reward for sample in samples])
     advantages_N = (rewards_N - rewards_N.mean()) / (rewards_N.std() + 1e-8)
     old_log_probs: list[Tensor] = []
@@ -130,7 +127,7 @@ def roll_out(actor: nn.Module, samples: Sequence[Sample], verbose: bool) -> list
         log_probs_BA = actor(sequences_BS, action_mask_BA, attention_mask_BS)
         old_log_probs += [row_A[mask_A] for row_A, mask_A in zip(log_probs_BA, action_mask_BA, strict=True)]
         if verbose:
-            mean = log_probs_BA[action_mask_BA].mean()
+            mean = log_probs_BA[action_mask_BA].mean().item()
             print(f"rollout {first // ROLLOUT_ROWS:2}  {describe(attention_mask_BS)}  mean log-prob {mean:.2f}")
     return [
         Experience(sample=sample, advantage=advantage, old_log_probs_T=old_log_probs_T)
@@ -165,12 +162,7 @@ def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Rand
             print(f"train   {step:2}  {describe(attention_mask_BS)}  loss {loss.item():7.4f}  ratio {ratio:.4f}")
 
 
-def main(out: Path, seed: int) -> None:
-    distributed = "RANK" in os.environ  # set by torchrun
-    if distributed:
-        dist.init_process_group("gloo")
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-
+def run(out: Path, seed: int, rank: int, world_size: int) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=264,  # 256 bytes and 3 specials, rounded up so that tensor parallelism can split it
@@ -186,16 +178,12 @@ def main(out: Path, seed: int) -> None:
         pad_token_id=PAD,
     )
     actor: nn.Module = Actor(config)
-    if distributed:
+    if world_size > 1:
         actor = DistributedDataParallel(actor)
-
     samples = read_samples(rank, world_size, seed)
     with recording(actor, out):  # the only line that capturing adds
         experiences = roll_out(actor, samples, verbose=rank == 0)
         train(actor, experiences, random.Random(seed + rank), verbose=rank == 0)
-
-    if distributed:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -203,4 +191,10 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("inputs/my-run"), help="folder for the captured micro-batches")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    main(arguments.out, arguments.seed)
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+        run(arguments.out, arguments.seed, dist.get_rank(), dist.get_world_size())
+        # The model went with run: a DDP model that is freed after its group can deadlock, pytorch/pytorch#56297.
+        dist.destroy_process_group()
+    else:
+        run(arguments.out, arguments.seed, rank=0, world_size=1)

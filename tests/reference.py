@@ -1,0 +1,59 @@
+"""The independent reference: a plain Hugging Face model, unsharded, fp32, fed each row alone and without padding."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from capture.capture_file import read_micro_batch
+from capture.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    loss: float
+    gradient: Tensor  # of all parameters, flattened, fp64
+
+
+class Reference:
+    """Losses and gradients of captures under the model in `folder`, each computed once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._answers: dict[Path, Answer] = {}
+
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """[B, A], 0 where there is no action token, or none that has a real token before it."""
+        assert batch.action_mask_BA is not None
+        num_rows, num_actions = batch.action_mask_BA.shape
+        num_tokens = batch.sequences_BS.shape[1]
+        rows = []
+        for row in range(num_rows):
+            columns = [t for t in range(num_tokens) if batch.attention_mask_BS[row, t]]
+            out = [torch.zeros(())] * num_actions
+            if len(columns) > 1:
+                ids = batch.sequences_BS[row, columns]
+                log_probs_TV = torch.log_softmax(self.model(input_ids=ids[None]).logits[0], dim=-1)
+                for k, t in enumerate(columns[1:], start=1):
+                    action = t - (num_tokens - num_actions)
+                    if action >= 0 and batch.action_mask_BA[row, action]:
+                        out[action] = log_probs_TV[k - 1, ids[k]]
+            rows.append(torch.stack(out))
+        return torch.stack(rows)
+
+    def answer(self, path: Path) -> Answer:
+        if path not in self._answers:
+            batch = read_micro_batch(path)
+            log_probs_BA = self.log_probs(batch)
+            loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
+            self.model.zero_grad()
+            loss.backward()
+            gradient = torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
+            self._answers[path] = Answer(loss=loss.item(), gradient=gradient)
+        return self._answers[path]
+
+    def gradient_norm(self, paths: list[Path]) -> float:
+        """Of the mean over `paths` of their losses' gradients: what data ranks and an accumulation window average."""
+        return float(torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0).norm())

@@ -1,0 +1,29 @@
+"""Runs a list of replays in one world, one after the other: `python tests/replay_worker.py COMMANDS.json`, or torchrun.
+
+COMMANDS.json is a list of lists of `replay` arguments. Starting a process for each would take longer than the replays.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from actor_init.spec import ParallelSpec
+from actor_init.world import World
+from replay.cli import app
+from replay.session import run_in
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    with World.from_env(ParallelSpec()) as world:
+        codes = []
+        for command in json.loads(Path(sys.argv[1]).read_text()):
+            torch.compiler.reset()
+            codes.append(run_in(world, app(command, standalone_mode=False).args[0], show_traceback=True))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

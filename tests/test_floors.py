@@ -1,0 +1,99 @@
+"""Imports go down the floors, and each heavy or optional library stays in its room."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
+ROOMS = {
+    "typer": {"replay/cli.py", "replay/options.py"},
+    "rich": {"replay/console.py"},
+    "deepspeed": {"actor_init/backends/deepspeed_zero.py"},
+    "ring_flash_attn": {"actor_init/ring.py"},
+}
+HEAVY = ("torch", "transformers", "deepspeed")
+LIGHT = ("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py")
+INSTALLED = set(packages_distributions())  # names that can be imported
+
+MODULES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything that is imported anywhere below `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports here are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+
+
+def complaints(name: str, source: str) -> list[str]:
+    """What is wrong with the imports of the module `name`."""
+    floor, _, _ = name.partition("/")
+    found = []
+    for dotted in imported(ast.parse(source)):
+        library = dotted.partition(".")[0]
+        if FLOORS.get(library, 0) > FLOORS[floor]:
+            found.append(f"{name} imports {dotted} from a floor above")
+        if library in ROOMS and name not in ROOMS[library]:
+            found.append(f"{name} imports {dotted}, which belongs in {sorted(ROOMS[library])}")
+        if floor == "capture" and library not in {"capture", "torch", *sys.stdlib_module_names}:
+            found.append(f"{name} imports {dotted}; capture rides in other people's jobs with torch alone")
+        if dotted.startswith("actor_init.backends.") and name.startswith("actor_init/backends/"):
+            here = f"actor_init.backends.{Path(name).stem}"
+            if not name.endswith("__init__.py") and not dotted.startswith(here):
+                found.append(f"{name} imports {dotted}: the backends know nothing of each other")
+    return found
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {name_of(path).partition("/")[0] for path in MODULES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
+    assert complaints(name_of(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("capture/writer.py", "from actor_init.spec import UsageError"),
+        ("capture/writer.py", "import numpy"),
+        ("capture/writer.py", "def write():\n    import transformers"),
+        ("actor_init/model.py", "import replay.spec"),
+        ("actor_init/model.py", "def build():\n    import deepspeed"),
+        ("actor_init/attention.py", "from ring_flash_attn import llama3"),
+        ("actor_init/backends/fsdp2.py", "from actor_init.backends.deepspeed_zero import DeepSpeedBackend"),
+        ("actor_init/backends/fsdp2.py", "from actor_init.backends import deepspeed_zero"),
+        ("replay/wording.py", "from rich.table import Table"),
+        ("replay/session.py", "import typer"),
+        ("replay/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
+    ],
+)
+def test_an_import_out_of_place_is_found(name: str, source: str) -> None:
+    assert complaints(name, source) != []
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_help_needs_imports_nothing_heavy_at_the_top(name: str) -> None:
+    top = [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    heavy = [dotted for node in top for dotted in imported(node) if dotted.partition(".")[0] in HEAVY]
+    assert heavy == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "replay").rglob("*.py")), ids=name_of)
+def test_no_module_of_replay_hides_another_when_the_folder_is_run(path: Path) -> None:
+    assert path.stem not in sys.stdlib_module_names | INSTALLED

@@ -1,0 +1,128 @@
+"""Random weights depend on seed and name alone; a folder's weights are the folder's; tied weights stay tied."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actor_init.model import build_on_meta, find_model, materialise
+from actor_init.spec import ActorSpec, UsageError
+from actor_init.weights import RandomWeights
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",  # has biases, so that vectors other than norms are covered
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CPU = torch.device("cpu")
+
+
+def model_of(spec: ActorSpec, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    source = find_model(spec, config, "test")
+    model = build_on_meta(source.config, attention="sdpa", dtype=dtype)
+    materialise(model, source.weights, CPU)
+    return model
+
+
+def state(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in model.state_dict().items()}
+
+
+def test_fewer_layers_leave_the_others_as_they_are() -> None:
+    whole, cut = state(model_of(ActorSpec(), CONFIG)), state(model_of(ActorSpec(num_layers=1), CONFIG))
+    assert set(cut) < set(whole)
+    for name, value in cut.items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_bf16_weights_are_the_fp32_ones() -> None:
+    full, half = state(model_of(ActorSpec(), CONFIG)), state(model_of(ActorSpec(), CONFIG, torch.bfloat16))
+    for name, value in half.items():
+        assert torch.equal(value, full[name]), name
+
+
+def test_another_seed_and_another_name_give_other_values() -> None:
+    values = [
+        RandomWeights(seed=seed, std=0.02).fill(name, tensor) and tensor
+        for seed, name in ((0, "a"), (1, "a"), (0, "b"))
+        for tensor in (torch.empty(64, 64),)
+    ]
+    assert not torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_values_are_uniform_with_the_config_s_deviation() -> None:
+    values = torch.empty(1000, 1000)
+    RandomWeights(seed=3, std=0.02).fill("x", values)
+    assert values.mean().item() == pytest.approx(0, abs=1e-4)  # 5 standard errors of 0.02 / 1000
+    assert values.std().item() == pytest.approx(0.02, rel=2e-3)
+    assert values.abs().max().item() == pytest.approx(0.02 * math.sqrt(3), rel=1e-2)
+    neighbours = torch.corrcoef(torch.stack([values.flatten()[:-1], values.flatten()[1:]]))[0, 1]
+    assert abs(neighbours.item()) < 5e-3
+
+
+def test_norms_and_biases_keep_the_model_s_own_init() -> None:
+    values = state(model_of(ActorSpec(), CONFIG))
+    assert torch.equal(values["model.norm.weight"], torch.ones(32))
+    assert torch.equal(values["model.layers.0.self_attn.q_proj.bias"], torch.zeros(32))
+
+
+def test_rotary_frequencies_are_hugging_face_s() -> None:
+    source = find_model(ActorSpec(), CONFIG, "test")
+    plain = AutoModelForCausalLM.from_config(source.config)
+    made = model_of(ActorSpec(), CONFIG)
+    assert torch.equal(made.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+
+
+def test_tied_embeddings_stay_one_parameter() -> None:
+    model = model_of(ActorSpec(), {**CONFIG, "tie_word_embeddings": True})
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def saved(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
+    source = find_model(ActorSpec(), config, "test")
+    torch.manual_seed(5)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(source.config)
+    model.save_pretrained(folder, max_shard_size="20KB")  # several files
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_s_weights_are_loaded(tmp_path: Path, tied: bool) -> None:
+    model = saved(tmp_path, {**CONFIG, "tie_word_embeddings": tied})
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = state(model_of(ActorSpec(model=str(tmp_path)), {}))
+    for name, value in state(model).items():
+        assert torch.equal(loaded[name], value), name
+
+
+def test_random_weights_pass_over_a_folder_s(tmp_path: Path) -> None:
+    saved(tmp_path, CONFIG)
+    made = state(model_of(ActorSpec(model=str(tmp_path), random_weights=True), {}))
+    assert torch.equal(made["lm_head.weight"], state(model_of(ActorSpec(), CONFIG))["lm_head.weight"])
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, CONFIG)
+    with pytest.raises(UsageError, match="no weights named"):
+        model_of(ActorSpec(model=str(only(tmp_path, "config.json", 1))), {})
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(UsageError, match="cannot be read"):
+        model_of(ActorSpec(model=str(tmp_path)), {})
+
+
+def only(folder: Path, config: str, num_files: int) -> Path:
+    """A folder with the config and the first weight files of `folder`."""
+    part = folder / "part"
+    part.mkdir()
+    for path in [folder / config, *sorted(folder.glob("*.safetensors"))[:num_files]]:
+        (part / path.name).write_bytes(path.read_bytes())
+    return part
