@@ -1,32 +1,34 @@
 """What a run says, on a terminal or into a file: off a terminal no control characters and no wrapped rows.
 
-    model      tiny-ppo, 2 layers, 0.43 M parameters; weights random, seed 0
+    $ replay --max-inputs 3 | cat
+    model      inputs/sample/actor.json, 4 layers, 0.2187 M parameters; weights random, seed 0
     backend    deepspeed, ZeRO stage 1, bf16, packed, attention sdpa, optimizer adamw
     device     1 x CPU
-    inputs     3 inputs from inputs/sample, in recorded order
+    inputs     3 inputs from inputs/sample, rank by rank in recorded order
 
-    pass 1 of 3: forward 31.2 ms, backward 55.0 ms, loss 9.70413, warm-up, actor_inputs_rank0_20260301_091244_...
-    pass 2 of 3: forward 28.4 ms, backward 50.3 ms, loss 9.70130, actor_inputs_rank0_20260301_091245_...
-    pass 3 of 3: forward 21.9 ms, backward 40.8 ms, loss 9.69871, actor_inputs_rank0_20260301_091246_...
+    pass 1 of 3: forward 307.3 ms, backward 540.3 ms, loss 5.64528, warm-up, actor_inputs_[...]_00000004.pkl
+    pass 2 of 3: forward 1,364.6 ms, backward 2,672.6 ms, loss 5.62902, actor_inputs_[...]_00000005.pkl
+    pass 3 of 3: forward 448.5 ms, backward 640.7 ms, loss 5.65852, actor_inputs_[...]_00000006.pkl
 
-    pass  input     rows  padded  real  forward ms  backward ms  forward GiB  backward GiB     loss  note
-       1  ...a.pkl     2     512   401        31.2         55.0        0.611         0.702  9.70413  warm-up
-       2  ...b.pkl     2     640   522        28.4         50.3        0.611         0.713  9.70130
-       3  ...c.pkl     2     300   280        21.9         40.8        0.609         0.690  9.69871
+    pass  input              rows  padded   real  forward ms  backward ms  forward GiB  backward GiB     loss  note
+       1  [...]_00000004.pkl    2     172    132       307.3        540.3        0.423         0.437  5.64528  warm-up
+       2  [...]_00000005.pkl    2   1,824  1,783     1,364.6      2,672.6        0.488         0.503  5.62902
+       3  [...]_00000006.pkl    2     896    499       448.5        640.7        0.480         0.481  5.65852
 
     counted    2 of 3 passes; left out: 1 warm-up
-              median ms  p95 ms  peak GiB
-    forward        25.1    28.1     0.611
-    backward       45.5    49.8     0.713
-    pass           70.7    77.9     0.713
-    speed      5,672 real tokens/s
-    padding    14.7% of the inputs' tokens
-    slowest    78.7 ms, pass 2, rank 0, ...b.pkl
-    peak       0.713 GiB, resident set (VmHWM), pass 2, rank 0, ...b.pkl
+              median ms   p95 ms  peak GiB
+    forward       906.6  1,318.8     0.488
+    backward    1,656.7  2,571.0     0.503
+    pass        2,563.2  3,889.9     0.503
+    speed      445 real tokens/s
+    padding    16.1% of the inputs' tokens
+    slowest    4,037.3 ms, pass 2, rank 0, actor_inputs_[...]_00000005.pkl
+    peak       0.503 GiB, resident set (VmHWM), pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     left out   4 passes of the other kind (see --passes)
-    log        logs/20260301-091244-replay
+    log        logs/20261121-112435-replay
 
-(File names are cut here alone.) On a terminal each pass's line overwrites the one before. --quiet begins at `counted`.
+File names are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs
+where there is something to say. On a terminal each pass's line overwrites the one before. --quiet begins at `counted`.
 """
 
 import sys
@@ -105,14 +107,14 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     """The answer to `replay inspect`.
 
     folder     inputs/sample
-    model      llama, layers 2, hidden 128, vocabulary 1024
+    model      llama, layers 4, hidden 64, vocabulary 264
     files      40 of format 1
-    time       2026-03-01T08:12:40.120441+00:00 to 2026-03-01T08:12:44.250012+00:00
-    versions   micro-replay 0.1.0, python 3.11.9, torch 2.13.0
+    time       2026-11-21T11:20:04.571116+00:00 to 2026-11-21T11:20:09.133124+00:00
+    versions   python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0
 
-    passes   files  ranks  rows       row length  padded   real  share  action
-    train       32  0, 1      2   61 / 140 / 311   9,344  7,568  81.0%   4,211
-    rollout      8  0, 1      4   80 / 152 / 320   4,890  2,151  44.0%   1,502
+    passes   files  ranks  rows        row length  padded    real  share  action
+    train       32  0, 1      2  82 / 623.5 / 978  37,446  27,142  72.5%  21,556
+    rollout      8  0, 1      4              1024  32,768  13,571  41.4%  10,778
     """
     out = open_console(file)
     print_pairs(out, wording.folder_facts(facts))

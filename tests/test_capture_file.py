@@ -190,7 +190,10 @@ def test_no_truncated_file_loads(tmp_path: Path) -> None:
     path = write(tmp_path, {"use_cache": False}, attention_mask=torch.ones(2, 4, dtype=torch.long))
     data = path.read_bytes()
     assert [length for length in range(len(data)) if read_damaged(path, data[:length])] == []
-    assert read_damaged(path, data + b"\0") is None
+    for damaged, message in ((data[:-1], "truncated"), (data + b"\0", "damaged: [0-9]+ bytes were written")):
+        path.write_bytes(damaged)
+        with pytest.raises(CaptureError, match=message):
+            read_micro_batch(path)
 
 
 def test_a_tensor_has_a_checksum_of_its_own(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.run import get_args_parser
-from made_captures import damage, write_config, write_pass
 
 from actor_init.spec import UsageError
 from replay import cli
 from replay.cli import main
 from replay.options import toggles
 from replay.spec import RunSpec
+from tests.made_captures import damage, write_config, write_pass
 
 ROOT = Path(__file__).resolve().parent.parent
 Fake = Callable[..., int]
@@ -218,7 +218,7 @@ def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
     [
         pytest.param(
             flag,
-            marks=[pytest.mark.xfail(reason="argparse of Python 3.11 reads it as --logs-specs")] * (flag == "--logs"),
+            marks=[pytest.mark.xfail(reason="ambiguous with its --logs-specs and --logs_specs")] * (flag == "--logs"),
         )
         for toggle in toggles()
         for flag in (toggle.flag, toggle.negation)

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from made_records import GIB, cost, record
 
 from replay.console import Console, print_inspection
 from replay.inspection import FolderFacts, KindFacts, Spread
 from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import summarize
+from tests.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")

@@ -230,7 +230,7 @@ def tensor_bombs() -> Iterator[tuple[str, bytes]]:
     for what, saved_bytes, num_times in (
         ("large", legacy_storage(num_elements=2**20, elements=bytes(2**23)), 1000),
         ("small", legacy_storage(), 40_000),
-        ("with a long head", legacy_storage(system=[True] * 700), 40_000),
+        ("with a long head", legacy_storage(system={"little_endian": True, "more": [True] * 700}), 40_000),
     ):
         again = name("torch.storage", "_load_from_bytes") + b"q\xc9" + b"(" + (b"h\xc9h\xc8\x85R" * num_times) + b"t"
         yield f"one storage, {what}, loaded {num_times} times", dump_with(saved(saved_bytes) + b"q\xc8" + again)
@@ -244,11 +244,17 @@ def record(data: bytes, shape: list[int], encoding: str = "uint8/deflate", dtype
 
 def file_bombs() -> Iterator[tuple[str, bytes]]:
     mebibytes_256, mebibytes_320 = (zlib.compress(bytes(num * 2**20), 1) for num in (256, 320))
-    nothing = zlib.compressobj(9)
-    much_for_nothing = nothing.compress(b"") + b"\0\0\0\xff\xff" * 2**20 + nothing.flush()
+    repeated = zlib.compressobj(1)
+    first, again = (repeated.compress(bytes(2**24)) + repeated.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    gibibytes_4 = first + again * 255
+    # a block of ten bits: not the last, fixed codes, the end
+    four_empty_blocks = int((("0" + "10" + "0" * 7) * 4)[::-1], 2).to_bytes(5, "little")
+    much_for_nothing = b"x\1" + four_empty_blocks * 2**20 + b"\1\0\0\xff\xff" + struct.pack(">I", zlib.adler32(b""))
+    assert zlib.decompress(much_for_nothing) == b""
     dimensions = [2**26]
     for what, tensors in {
-        "inflates to more than its shape": {"a": record(mebibytes_256, [8])},
+        "inflates to more than its shape": {"a": record(mebibytes_256, [2**21])},
+        "inflates to 4 GiB": {"a": record(gibibytes_4, [2**26])},
         "inflates to what its shape says, 320 MiB": {"a": record(mebibytes_320, [320 * 2**20])},
         "inflates to the most that is allowed": {"a": record(mebibytes_256, [2**28])},
         "unshuffles the most that is allowed": {
@@ -258,7 +264,7 @@ def file_bombs() -> Iterator[tuple[str, bytes]]:
             "a": record(zlib.compress(bytes(2**22), 9), [2**25], "bits/deflate", "int64")
         },
         "are each allowed, together not": {str(n): record(mebibytes_256, [2**28]) for n in range(9)},
-        "are 5 MiB of nothing, 1000 times": {str(n): record(much_for_nothing, [8]) for n in range(1000)},
+        "are 5 MiB of nothing, 1000 times": {str(n): record(much_for_nothing, [0]) for n in range(1000)},
         "have 10**12 elements": {"a": record(b"", [10**12])},
         "have a size that overflows": {"a": record(b"", [2**62, 2**62, 2**62])},
         "have no element, but sizes that overflow": {"a": record(b"", [0, 2**62, 2**62])},
@@ -274,13 +280,11 @@ def file_bombs() -> Iterator[tuple[str, bytes]]:
 
 def instruction_bombs() -> Iterator[tuple[str, bytes]]:
     endless = struct.pack("<Q", 2**60)
-    laughs_list = b"]q\0" + b"".join(
-        b"]" + b"(" + b"h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)
-    )
-    laughs_tuple = b")q\0" + b"".join(
-        b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60)
-    )
-    laughs_dict = b"}q\0" + b"".join(b"}" + text("a") + b"h" + bytes([n]) + b"sq" + bytes([n + 1]) for n in range(60))
+    last = [b"h" + bytes([n]) for n in range(9)]
+    laughs_list = b"]q\0" + b"".join(b"](" + last[n] * 200 + b"eq" + bytes([n + 1]) for n in range(8))
+    laughs_tuple = b")q\0" + b"".join(b"(" + last[n] * 200 + b"tq" + bytes([n + 1]) for n in range(8))
+    items = [b"".join(text(str(key)) + last[n] for key in range(200)) for n in range(8)]
+    laughs_dict = b"}q\0" + b"".join(b"}(" + items[n] + b"uq" + bytes([n + 1]) for n in range(8))
     for what, instructions in {
         "memo index 2**31": b"Nr" + struct.pack("<I", 2**31),
         "memo index 2**32 - 1": b"Nr" + struct.pack("<I", 2**32 - 1),
@@ -383,9 +387,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for number, (what, data) in enumerate(hostile_files().items()):
         (folder / f"{number}.pkl").write_bytes(data)
         names[f"{number}.pkl"] = what
-    with open(folder / "sparse.pkl", "wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
-    names["sparse.pkl"] = "a file larger than any capture"
+    for what, start, num_bytes in (
+        ("a file larger than any capture", b"", MAX_FILE_BYTES + 1),
+        ("256 Mi characters of 4 bytes each", b"\x80\4X\0\0\0\x10" + "\U0001f600".encode(), 2**28 + 8),
+    ):
+        with (folder / f"{what}.pkl").open("wb") as file:
+            file.write(start)
+            file.truncate(num_bytes)
+        names[f"{what}.pkl"] = what
     report: dict[str, Any] = run_child("read", folder)
     report["outcomes"] = {names[file]: outcome for file, outcome in report["outcomes"].items()}
     report["has_marker"] = (folder / MARKER).exists()

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from made_captures import damage, write_config, write_pass
 
 from actor_init.spec import UsageError
 from capture.capture_file import ACTOR_CONFIG_NAME
 from replay.inspection import Spread, inspect_folder
+from tests.made_captures import damage, write_config, write_pass
 
 
 def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:

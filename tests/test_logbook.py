@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from made_records import cost, record
 
 from actor_init.spec import UsageError
 from replay.logbook import Logbook, create_folder, read_log, versions
@@ -14,6 +13,7 @@ from replay.options import spec_from_dict
 from replay.selection import Selection
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
 from replay.summary import summarize
+from tests.made_records import cost, record
 
 SPEC = RunSpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
 SELECTION = Selection(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import capture.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.capture_file import write_call
+from capture.writer import BackgroundWriter
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 MASK_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
@@ -67,6 +68,19 @@ class Wrapper(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
+
+
+class SlowDisk:
+    """Takes the first pass and holds it until `freed`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.freed = threading.Event(), threading.Event()
+        monkeypatch.setattr(capture.recorder, "write_call", self.write)
+
+    def write(self, *args: Any, **kwargs: Any) -> Path:
+        self.entered.set()
+        assert self.freed.wait(60)
+        return write_call(*args, **kwargs)
 
 
 def train(model: nn.Module, num_steps: int = 4) -> list[float]:
@@ -129,15 +143,41 @@ def test_a_pass_without_autograd_is_marked(tmp_path: Path) -> None:
     assert [read_micro_batch(path).trains for path in capture_files(tmp_path)] == [True, False, False]
 
 
-def test_later_changes_of_the_job_do_not_reach_what_was_recorded(tmp_path: Path) -> None:
-    model, ids_BS, lengths = TinyModel(), IDS_BS.clone(), [4, 2]
+def test_later_changes_of_the_job_do_not_reach_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, model, ids_BS, lengths = SlowDisk(monkeypatch), TinyModel(), IDS_BS.clone(), [4, 2]
     with recording(model, tmp_path):
         model(ids_BS, lengths=lengths)
         ids_BS.zero_()
         lengths.clear()
+        disk.freed.set()
     batch = read_micro_batch(capture_files(tmp_path)[0])
     assert torch.equal(batch.sequences_BS, IDS_BS)
     assert batch.call_facts == {"lengths": [4, 2]}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_are_copied_as_the_forward_saw_them(tmp_path: Path) -> None:
+    """The GPU is kept busy, so that the job's next change is queued long before the copy has happened."""
+    model, ids_BS = TinyModel().cuda(), IDS_BS.cuda()
+    busy = torch.randn(8192, 8192, device="cuda")
+    noise = torch.randn(2, 4, device="cuda").bfloat16()
+    expected = noise.cpu()
+    with recording(model, tmp_path) as recorder:
+        for _ in range(20):
+            busy = busy @ busy
+        model(ids_BS, noise=noise, transposed=noise.T)
+        ids_BS.zero_()
+        noise.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(ids_BS)
+    assert (recorder.num_written, recorder.num_skipped, recorder.failure) == (1, 1, None)
+    batch = read_micro_batch(capture_files(tmp_path)[0])
+    assert torch.equal(batch.sequences_BS, IDS_BS)
+    assert torch.equal(batch.extra_tensors["noise"], expected)
+    assert torch.equal(batch.extra_tensors["transposed"], expected.T)
 
 
 def test_tensors_in_containers_are_kept_and_objects_are_named_as_left_out(tmp_path: Path) -> None:
@@ -277,19 +317,6 @@ def test_nonsense_is_refused_at_once(arguments: Any, error: type[Exception], tmp
         recording(model, tmp_path, **dict(zip(["max_queued"], max_queued, strict=False)))
 
 
-class SlowDisk:
-    """Takes the first pass and holds it until `freed`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.freed = threading.Event(), threading.Event()
-        monkeypatch.setattr(capture.recorder, "write_call", self.write)
-
-    def write(self, *args: Any, **kwargs: Any) -> Path:
-        self.entered.set()
-        assert self.freed.wait(60)
-        return write_call(*args, **kwargs)
-
-
 def test_a_full_queue_drops_the_new_pass_and_counts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage]
 ) -> None:
@@ -319,6 +346,15 @@ def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time(
     disk.freed.set()
     assert isinstance(recorder.failure, TimeoutError)
     assert recorder.num_dropped == 3
+
+
+def test_a_second_failure_is_no_second_warning(caught: list[warnings.WarningMessage]) -> None:
+    writer: BackgroundWriter[int] = BackgroundWriter(print, max_queued=1)
+    writer.stop(OSError("first"))
+    writer.stop(OSError("second"))
+    writer.close(max_seconds=60)
+    assert len(caught) == 1
+    assert str(writer.failure) == "first"
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise RuntimeError('the job broke')"])

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-from made_captures import damage, write_pass, write_passes
 
 from actor_init.spec import UsageError
 from capture.capture_file import read_micro_batch
@@ -12,6 +11,7 @@ from capture.micro_batch import MicroBatch
 from replay import selection
 from replay.selection import Selection, select
 from replay.spec import InputsSpec, Passes
+from tests.made_captures import damage, write_pass, write_passes
 
 
 def on_all_ranks(num_data_ranks: int, spec: InputsSpec) -> list[Selection]:

@@ -1,10 +1,10 @@
 """Statistics against values computed by hand."""
 
 import pytest
-from made_records import GIB, cost, record
 
 from replay.records import PassRecord
 from replay.summary import FAILED, NEW_GRAPH, WARMUP, percentile_95, summarize
+from tests.made_records import GIB, cost, record
 
 
 def test_median_and_p95_of_each_phase() -> None:
@@ -82,12 +82,12 @@ def test_without_a_counted_pass_nothing_is_invented(records: list[PassRecord]) -
 
 
 def test_ranks_run_at_the_same_time() -> None:
-    fast = record(0, forward=0.1, wait_seconds=0.3, seconds=0.6)
-    slow = record(0, forward=0.4, wait_seconds=0.0, seconds=0.6, rank=1)
-    statistics = summarize([fast, slow])
-    # both ranks take 0.6 s from the first kernel to the last, and 2 x 80 real tokens go through in that time
-    assert statistics.real_tokens_per_second == pytest.approx(160 / 0.6)
-    assert statistics.wait_share == pytest.approx(0.3 / 1.2)
+    fast_forward = record(0, forward=0.1, wait_seconds=0.3, backward=0.5, seconds=0.9)
+    slow_forward = record(0, forward=0.4, wait_seconds=0.0, backward=0.3, seconds=0.7, rank=1)
+    statistics = summarize([fast_forward, slow_forward])
+    # the pass is over when rank 0 is, after 0.1 + 0.3 + 0.5 s, and 2 x 80 real tokens go through in that time
+    assert statistics.real_tokens_per_second == pytest.approx(160 / 0.9)
+    assert statistics.wait_share == pytest.approx(0.3 / 1.6)
     assert statistics.num_passes == 1
     assert statistics.slowest is not None
     assert statistics.slowest.rank == 1
