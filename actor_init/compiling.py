@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 
 import torch
+import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
+
+MAX_GRAPHS_PER_BLOCK = 64  # lengths are bucketed, grad and no-grad, train and eval: dynamo's 8 can be too few
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -13,6 +16,9 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     Its `forward` and not the module: hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay outside the graph, and
     parameter names stay as they are.
     """
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
+    # flash-attn's operators take max_length as a Python int: as a symbol it would break the graph
+    torch._dynamo.config.specialize_int = True
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
 

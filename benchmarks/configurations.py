@@ -75,7 +75,7 @@ def main() -> int:
             *shlex.split(flags),
             *replay_arguments,
             "--quiet",
-            "--logs",
+            "--log-folder",
             str(logs),
         ]
         print(f"$ {shlex.join(command)}", flush=True)

@@ -45,7 +45,6 @@ from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import Statistics
 from replay.wording import Columns, Pairs
-from replay.wording import one_line as one_line
 
 PLAIN_WIDTH = 120
 NAME_WIDTH = 11

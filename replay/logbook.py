@@ -47,9 +47,11 @@ def create_folder(logs: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             if not logs.is_dir():
-                raise UsageError(f"--logs {logs} is not a folder. Try: --logs logs") from None
+                raise UsageError(f"--log-folder {logs} is not a folder. Try: --log-folder logs") from None
         except OSError as error:
-            raise UsageError(f"--logs {logs}: {error.strerror}. Try: --logs with a folder you may write to") from None
+            raise UsageError(
+                f"--log-folder {logs}: {error.strerror}. Try: --log-folder with a folder you may write to"
+            ) from None
         else:
             return folder
     raise AssertionError("count() has no end")

@@ -17,7 +17,7 @@ from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.capture_file import read_actor_config, read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
-from replay.console import Console, one_line
+from replay.console import Console
 from replay.logbook import Logbook, create_folder
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
@@ -25,6 +25,7 @@ from replay.records import PassRecord
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
+from replay.wording import one_line
 
 
 def run(spec: RunSpec, *, show_traceback: bool) -> int:
@@ -42,7 +43,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     source = find_source(spec)
     actor = ReopenedActor(spec.actor, source, world)
     meter = Meter.for_device(world.device)
-    folder = world.from_first(create_folder(spec.measure.logs, spec.measure.name) if world.rank == 0 else None)
+    folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
     logbook = Logbook(folder, world.rank)
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None

@@ -46,7 +46,7 @@ class MeasureSpec:
     step: bool = option(False, "Step the optimizer after backward.")
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     quiet: bool = option(False, "Print the summary alone.")
-    logs: Path = option(Path("logs"), "Where the folder of this run is made.")
+    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
     name: str = option("replay", "Last part of that folder's name.")
 
 

@@ -213,17 +213,7 @@ def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
     assert "This is the copy" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        pytest.param(
-            flag,
-            marks=[pytest.mark.xfail(reason="ambiguous with its --logs-specs and --logs_specs")] * (flag == "--logs"),
-        )
-        for toggle in toggles()
-        for flag in (toggle.flag, toggle.negation)
-    ],
-)
+@pytest.mark.parametrize("flag", [flag for toggle in toggles() for flag in (toggle.flag, toggle.negation)])
 def test_torchrun_hands_every_option_on(flag: str) -> None:
     parser = get_args_parser()
     assert parser.parse_args(["--nproc-per-node", "2", "replay", flag, "x"]).training_script_args == [flag, "x"]

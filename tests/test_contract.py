@@ -103,7 +103,7 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             runs += [(f"bf16 {name}", shlex.split(flags)) for name, flags in BF16_ROWS]
         for number, (name, arguments) in enumerate(runs):
             folders[name] = home / f"{num_ranks}-{number}"
-            commands.append([*arguments, "--model", str(model_folder), "--logs", str(folders[name]), "--quiet"])
+            commands.append([*arguments, "--model", str(model_folder), "--log-folder", str(folders[name]), "--quiet"])
         table = home / f"commands{num_ranks}.json"
         table.write_text(json.dumps(commands))
         launcher = [sys.executable]

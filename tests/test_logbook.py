@@ -141,7 +141,7 @@ def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("logs", ["a_file", "a_file/below"])
 def test_logs_that_are_no_folder_are_refused(tmp_path: Path, logs: str) -> None:
     (tmp_path / "a_file").touch()
-    with pytest.raises(UsageError, match="--logs"):
+    with pytest.raises(UsageError, match="--log-folder"):
         create_folder(tmp_path / logs, "night")
 
 

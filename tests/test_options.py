@@ -91,7 +91,7 @@ def test_a_field_without_help_is_no_option() -> None:
 FULL = RunSpec(
     actor=ActorSpec(backend=BackendName.FSDP2, compile=Compile.BLOCKS, packing=False, max_norm=0.5, zero_stage=2),
     inputs=InputsSpec(inputs=Path("in puts"), max_inputs=7, shuffle_inputs=True, random_seed=123),
-    measure=MeasureSpec(backward=False, warmup=0, quiet=True, logs=Path("/elsewhere"), name="night"),
+    measure=MeasureSpec(backward=False, warmup=0, quiet=True, log_folder=Path("/elsewhere"), name="night"),
 )
 
 
