@@ -4,48 +4,47 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, device, nn
 from transformers import AttentionInterface
 
 from actor_init.spec import ActorSpec, Attention, UsageError
 
-VARLEN = "torch_varlen"
+FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads again in every layer
+FLASH_PACKED = "flash_attn_varlen"
+TORCH_PACKED = "torch_varlen_attn"
 
 
-def kernel_name(spec: ActorSpec, device: torch.device) -> str:
-    """The transformers name of the kernel that `spec.attention` means on `device`, registered where it is ours.
+def kernel_name(spec: ActorSpec, where: device) -> str:
+    """The transformers name of the kernel that `spec.attention` means on device `where`, registered where it is ours.
 
     Raises UsageError if it cannot run there.
     """
-    on_cuda = device.type == "cuda"
+    AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
+    AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
+    on_cuda = where.type == "cuda"
     has_flash = on_cuda and find_spec("flash_attn") is not None
+    flash = FLASH_PACKED if spec.packing else FLASH_PADDED
     match spec.attention:
         case Attention.AUTO:
             if has_flash:
-                return "flash_attention_2"
-            return _register_varlen() if on_cuda and spec.packing else "sdpa"
+                return flash
+            return TORCH_PACKED if on_cuda and spec.packing else "sdpa"
         case Attention.FLASH:
             if not has_flash:
                 missing = "is not installed" if on_cuda else "has no CPU kernel"
                 raise UsageError(
-                    f"flash-attn {missing}. Try: --attention sdpa, or: pip install '.[cuda]' on a CUDA machine"
+                    f"flash-attn {missing}. Try: --attention sdpa, or on a CUDA machine: pip install -e '.[cuda]'"
                 )
-            return "flash_attention_2"
+            return flash
         case Attention.VARLEN:
             if not on_cuda:
                 raise UsageError("torch's varlen attention has no CPU kernel. Try: --attention sdpa")
-            return _register_varlen()
+            return TORCH_PACKED
         case Attention.SDPA | Attention.EAGER:
             return spec.attention.value
 
 
-def _register_varlen() -> str:
-    AttentionInterface.register(VARLEN, varlen_attention)
-    return VARLEN
-
-
-def varlen_attention(
+def flash_attn_varlen(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -60,9 +59,48 @@ def varlen_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """torch.nn.attention.varlen behind transformers' attention signature.
+    """flash-attn on one packed row, behind transformers' attention signature.
 
-    query, key and value are [1, heads, T, head_dim], one packed row of T tokens. Returns [1, T, heads, head_dim].
+    query, key and value are [1, heads, T, head_dim] for the row's T tokens. Returns [1, T, heads, head_dim]. Shorter
+    than transformers' own way there, and compiled once for all layers: that one reads `layer_idx`, of which dynamo
+    makes a graph a layer.
+    """
+    from flash_attn import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=((sliding_window or 0) - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out.unsqueeze(0), None
+
+
+def torch_varlen_attn(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """torch.nn.attention.varlen on one packed row; shapes as in `flash_attn_varlen`.
+
     Raises UsageError for what the kernel lacks: dropout and softcap.
     """
     from torch.nn.attention.varlen import varlen_attn

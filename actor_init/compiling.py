@@ -7,7 +7,7 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
 
-MAX_GRAPHS_PER_BLOCK = 64  # lengths are bucketed, grad and no-grad, train and eval: dynamo's 8 can be too few
+MAX_GRAPHS_PER_BLOCK = 64  # where there is one for each layer, dynamo's 8 would leave the others uncompiled
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -17,8 +17,6 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     parameter names stay as they are.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
-    # flash-attn's operators take max_length as a Python int: as a symbol it would break the graph
-    torch._dynamo.config.specialize_int = True
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
 

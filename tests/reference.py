@@ -49,7 +49,7 @@ class Reference:
             log_probs_BA = self.log_probs(batch)
             loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
             self.model.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             gradient = torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
             self._answers[path] = Answer(loss=loss.item(), gradient=gradient)
         return self._answers[path]

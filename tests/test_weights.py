@@ -50,11 +50,9 @@ def test_bf16_weights_are_the_fp32_ones() -> None:
 
 
 def test_another_seed_and_another_name_give_other_values() -> None:
-    values = [
-        RandomWeights(seed=seed, std=0.02).fill(name, tensor) and tensor
-        for seed, name in ((0, "a"), (1, "a"), (0, "b"))
-        for tensor in (torch.empty(64, 64),)
-    ]
+    values = torch.empty(3, 64, 64)
+    for tensor, (seed, name) in zip(values, ((0, "a"), (1, "a"), (0, "b")), strict=True):
+        RandomWeights(seed=seed, std=0.02).fill(name, tensor)
     assert not torch.equal(values[0], values[1])
     assert not torch.equal(values[0], values[2])
 
