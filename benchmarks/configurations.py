@@ -8,6 +8,7 @@ A configuration that fails or outlasts its limit is a row that says so. `--num-g
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -93,7 +94,7 @@ def _launcher(num_gpus: int, flags: str) -> list[str]:
     if num_gpus == 1:
         return ["replay"]
     if "fsdp2" in flags:
-        return ["torchrun", "--nproc-per-node", str(num_gpus), "replay"]
+        return ["torchrun", "--nproc-per-node", str(num_gpus), "replay", "--shuffle-inputs"]
     return ["deepspeed", f"--num_gpus={num_gpus}", "replay", "--shuffle-inputs"]
 
 
@@ -105,12 +106,21 @@ def _run(command: list[str], limit: float) -> str:
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            _end(process)
             return f"stopped after {limit:.0f} s"
     if process.returncode:
         print("\n".join(output.splitlines()[-15:]), flush=True)
         return f"exit code {process.returncode}"
     return ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Launchers pass SIGTERM on to their workers, which torchrun starts in sessions of their own."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.communicate(timeout=15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _row(name: str, logs: Path, trouble: str) -> tuple[str, ...]:

@@ -125,12 +125,18 @@ class Logbook:
         }
         self._write_run()
 
-    def fail(self, record: PassRecord) -> None:
-        """Say in run.json which rank and input ended a run of several ranks, from whichever rank it was."""
+    def fail(self, record: PassRecord) -> int:
+        """Say in run.json which rank and input ended a run of several ranks, for any rank to call.
+
+        Returns the rank that is named there: the first to fail, whose end may be why others fail after it.
+        """
         run = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+        if "failure" in run:
+            return int(run["failure"]["rank"])
         failure = {"rank": record.rank, "index": record.index, "source": record.source, "error": record.error}
         self._run = {**run, "status": "failed", "failure": failure, "exit_code": 1}
         self._write_run()
+        return record.rank
 
     def close(self) -> None:
         self._lines.close()

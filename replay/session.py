@@ -41,9 +41,14 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     """`run` in a world that is already open, and stays open."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     source = find_source(spec)
-    actor = ReopenedActor(spec.actor, source, world)
-    meter = Meter.for_device(world.device)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
+    try:
+        actor = ReopenedActor(spec.actor, source, world)
+    except UsageError:
+        if world.rank == 0:
+            folder.rmdir()
+        raise
+    meter = Meter.for_device(world.device)
     logbook = Logbook(folder, world.rank)
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
@@ -217,11 +222,13 @@ def _header(
 
 def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:
     """Leave at once: a rank that goes on alone would leave the others waiting. The launcher ends them."""
-    logbook.fail(record)
+    first = logbook.fail(record)
     logbook.close()
+    reason = "All ranks stop" if first == record.rank else f"That is because rank {first} failed before"
+    shape = f"{record.rows} rows, {record.padded_tokens} tokens, {record.real_tokens} of them real"
     print(
-        f"replay: rank {record.rank} failed in pass {record.index + 1} on {record.source}: "
-        f"{record.error_type}: {record.error}. All ranks stop; the log is in {logbook.folder}",
+        f"replay: rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
+        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}",
         file=sys.stderr,
         flush=True,
     )

@@ -1,0 +1,88 @@
+"""The commands of the README, as they are typed, each in processes of its own."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LIMIT = 240  # seconds; a run takes about ten
+
+COMMANDS = [
+    "replay --max-inputs 5",
+    "python -m replay --max-inputs 2",
+    "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
+    "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 5",
+    "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",
+    "deepspeed --num_gpus=1 replay --num-layers 2 --zero-stage 3 --max-inputs 5",
+    "deepspeed --num_gpus=1 replay --shuffle-inputs --random-seed 123 --max-inputs 10",
+    "deepspeed --num_gpus=1 replay --no-backward --max-inputs 5",
+    "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
+    "deepspeed --num_gpus=1 --module replay --quiet",
+    "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 5",
+    "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
+]
+
+
+def run(command: str, log_folder: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        [program, *arguments, "--log-folder", str(log_folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def only_log(log_folder: Path) -> dict[str, Any]:
+    (folder,) = log_folder.iterdir()
+    log: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return log
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_succeeds_and_leaves_its_log(command: str, tmp_path: Path) -> None:
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    log = only_log(tmp_path)
+    assert log["status"] == "finished"
+    num_asked = int(command.split("--max-inputs ")[1].split()[0]) if "--max-inputs" in command else 32
+    assert log["statistics"]["num_passes"] == num_asked
+    assert "counted" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_deepcompile_on_a_cpu_is_one_clear_error(tmp_path: Path) -> None:
+    done = run("deepspeed --num_gpus=1 replay --deepcompile --no-flash-attn --max-inputs 5", tmp_path)
+    assert done.returncode != 0
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("replay:")]
+    assert ours == ["replay: --deepcompile needs CUDA, and this machine has none. Try: --compile"]
+    assert "Traceback" not in done.stderr
+
+
+def test_random_weights_are_the_same_under_every_backend_and_world_size(tmp_path: Path) -> None:
+    losses: list[dict[str, float]] = []
+    for number, command in enumerate(
+        (
+            "replay --dtype fp32 --max-inputs 4",
+            "torchrun --nproc-per-node 2 replay --dtype fp32 --backend fsdp2 --max-inputs 4",
+            "torchrun --nproc-per-node 2 replay --dtype fp32 --zero-stage 3 --max-inputs 4",
+        )
+    ):
+        home = tmp_path / str(number)
+        assert run(command, home).returncode == 0
+        (folder,) = home.iterdir()
+        records = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
+        losses.append({record["source"]: record["loss"] for record in records})
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
