@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from actor_init.spec import ActorSpec, Attention, UsageError
 
 FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads again in every layer
-FLASH_PACKED = "flash_attn_varlen"
+FLASH_PACKED = "packed_fa2"  # without the word flash: transformers would look for such a kernel of its own
 TORCH_PACKED = "torch_varlen_attn"
 
 

@@ -59,10 +59,9 @@ class Reader:
 
 def default_folder() -> Path:
     """The sample inputs that ship with the project."""
-    folder = Path(__file__).resolve().parent.parent / "inputs" / "sample"
-    if not folder.is_dir():
-        raise UsageError(f"the project's sample inputs are not at {folder}. Try: replay --inputs FOLDER")
-    return folder
+    package = Path(__file__).resolve().parent
+    checkout, installed = package.parent / "inputs" / "sample", package / "sample"
+    return checkout if checkout.is_dir() else installed
 
 
 def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:

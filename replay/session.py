@@ -188,7 +188,7 @@ def find_source(spec: RunSpec) -> ModelSource:
         captured = read_actor_config(folder) if spec.actor.model is None else None
     except CaptureError as error:
         raise UsageError(str(error)) from error
-    return find_model(spec.actor, captured, str(folder / "actor.json"))
+    return find_model(spec.actor, captured, str(_shown(folder / "actor.json")))
 
 
 def _inputs_folder(spec: InputsSpec) -> Path:
@@ -210,14 +210,20 @@ def _header(
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.grad_accumulation) > 1 else []),
     ]
+    where = spec.inputs.input_file or _shown(_inputs_folder(spec.inputs))
     num_each = f"{len(selection.inputs)} inputs" + (" a rank" if len(devices) > 1 else "")
     return {
         "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
         f"weights {facts['weights']}",
         "backend": f"{facts['backend']}, ZeRO stage {facts['zero_stage']}, {', '.join(toggles)}",
         "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        "inputs": f"{num_each} from {spec.inputs.input_file or _inputs_folder(spec.inputs)}, {selection.dealing}",
+        "inputs": f"{num_each} from {where}, {selection.dealing}",
     }
+
+
+def _shown(path: Path) -> Path:
+    """As one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:

@@ -146,7 +146,7 @@ def left_behind(selection: Selection) -> Pairs:
     """The inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
-        pairs.append(("left out", f"{counted(number, 'pass')} of the other kind (see --passes)"))
+        pairs.append(("left out", f"{counted(number, 'pass')} of the other kind, met on the way (see --passes)"))
     if number := selection.num_left_over:
         pairs.append(("left over", f"{counted(number, 'input')}: the data ranks hold unequal numbers"))
     if number := len(selection.damaged):

@@ -63,6 +63,10 @@ class DeepSpeedBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks)
+            if spec.resolved_zero_stage == 3:  # else ZeRO's hooks on each submodule break a block into many graphs
+                deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
+        # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         if spec.resolved_zero_stage == 3:
             for name, block in blocks:
@@ -118,6 +122,9 @@ class DeepSpeedBackend:
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
+            "zero3_leaf_modules": "blocks"
+            if self.engine.zero_optimization_stage() == 3 and self.spec.compile is Compile.BLOCKS
+            else "none",
         }
 
     def close(self) -> None:
