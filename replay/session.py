@@ -56,6 +56,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
         logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
         console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
+    world.gather(None)  # no rank fails before run.json is there
     session = Session(spec, world, source, actor, meter)
     records: list[PassRecord] = []
     for index, path in enumerate(selection.inputs):
@@ -72,6 +73,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         if error and spec.measure.step:
             break  # the weights of the steps so far are lost
         del error  # its frames hold the pass's tensors
+        session.mend()
     exit_code = 1 if selection.damaged or any(record.error for record in records) else 0
     if console:
         statistics = summarize(records)
@@ -108,6 +110,13 @@ class Session:
         self.actor = actor
         self.meter = meter
         self._num_in_window = 0
+        self._broke_off = False
+
+    def mend(self) -> None:
+        """Open the actor again if a pass broke off. To be called when its error is gone, whose frames hold the model."""
+        if self._broke_off:
+            self.actor.reopen()
+            self._broke_off = False
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
@@ -159,8 +168,7 @@ class Session:
                 grad_norm = self.actor.backend.end_window(step=False)
         except Exception:
             self._num_in_window = 0
-            if self.world.world_size == 1 and not self.spec.measure.step:
-                self.actor.reopen()
+            self._broke_off = True
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         wait = phases.pop("wait", None)
