@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from capture.capture_file import read_actor_config
+from capture.capture_file import read_actor_config, read_micro_batch
 from replay.logbook import read_log
 from replay.records import PassRecord
 from replay.selection import default_folder
@@ -71,6 +71,12 @@ TABLE = [
     Row("fsdp2 3", 2, False, False, True, 2),
 ]
 BF16_ROWS = [("deepspeed 1", "--zero-stage 1"), ("fsdp2 3", "--backend fsdp2")]
+STEP_ROWS = {
+    **{f"deepspeed {stage}": f"--zero-stage {stage}" for stage in range(4)},
+    **{f"fsdp2 {stage}": f"--backend fsdp2 --zero-stage {stage}" for stage in (2, 3)},
+}
+NUM_STEPS, LEARNING_RATE, MAX_NORM = 4, 1e-3, 1.0
+STEPPING = f"--dtype fp32 --step --max-inputs {NUM_STEPS} --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,7 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         runs = [(row.name, row.arguments()) for row in TABLE if row.num_ranks == num_ranks]
         if num_ranks == 1:
             runs += [(f"bf16 {name}", shlex.split(flags)) for name, flags in BF16_ROWS]
+            runs += [(f"step {name}", shlex.split(f"{STEPPING} {flags}")) for name, flags in STEP_ROWS.items()]
         for number, (name, arguments) in enumerate(runs):
             folders[name] = home / f"{num_ranks}-{number}"
             commands.append([*arguments, "--model", str(model_folder), "--log-folder", str(folders[name]), "--quiet"])
@@ -160,3 +167,21 @@ def test_bf16_stays_within_its_bound(name: str, logs: dict[str, Path], reference
         path = default_folder() / record.source
         assert record.loss == pytest.approx(reference.answer(path).loss, rel=BF16_BOUND)
         assert record.grad_norm == pytest.approx(reference.gradient_norm([path]), rel=BF16_NORM_BOUND)
+
+
+@pytest.mark.parametrize("name", STEP_ROWS)
+def test_clipped_steps_lead_where_a_plain_loop_leads(name: str, logs: dict[str, Path], model_folder: Path) -> None:
+    records = records_of(logs[f"step {name}"])
+    assert len(records) == NUM_STEPS
+    plain = Reference(model_folder)
+    optimizer = torch.optim.AdamW(plain.model.parameters(), lr=LEARNING_RATE)
+    for record in records:
+        log_probs_BA = plain.log_probs(read_micro_batch(default_folder() / record.source))
+        loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), MAX_NORM)
+        optimizer.step()
+        assert norm > MAX_NORM  # so that clipping is in the comparison
+        assert record.loss == pytest.approx(loss.item(), rel=LOSS_BOUND)
+        assert record.grad_norm == pytest.approx(norm.item(), rel=NORM_BOUND)

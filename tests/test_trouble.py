@@ -4,15 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actor_init.spec import ParallelSpec
-from actor_init.world import World
 from capture.capture_file import capture_files, write_actor_config
 from replay.cli import main
 from replay.logbook import read_log
@@ -20,6 +17,8 @@ from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.made_captures import write_pass
 from tests.test_commands import LIMIT, ROOT
+
+pytestmark = pytest.mark.usefixtures("one_world")
 
 CONFIG: dict[str, Any] = {
     "model_type": "gpt2",  # learned positions: a row longer than n_positions breaks the forward itself
@@ -33,18 +32,6 @@ CONFIG: dict[str, Any] = {
     "attn_pdrop": 0.0,
 }
 TOO_LONG = 40
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World.from_env(ParallelSpec()) as world:
-        yield world
-
-
-@pytest.fixture(autouse=True)
-def one_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every replay of this process in one process group: DeepSpeed keeps its groups for good."""
-    monkeypatch.setattr("replay.session.World.from_env", lambda _: nullcontext(world))
 
 
 def folder_of(home: Path, lengths: list[int], *, num_ranks: int = 1) -> Path:

@@ -98,7 +98,7 @@ class FSDP2Backend:
             "zero_stage": self.spec.resolved_zero_stage,
             "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),
             "attention_kernel": self.attention,
-            "optimizer": type(self.optimizer).__name__ if self.optimizer else "none",
+            "optimizer": self.spec.optimizer.value,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
         }
 

@@ -1,0 +1,76 @@
+"""What a replay says it measured is what was put in: known sleeps and known memory, found in the right phase."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.cli import main
+from replay.logbook import read_log
+from replay.loss import negated_mean
+from replay.records import PassRecord
+
+SLEEP = 0.4  # seconds; a pass of the sample's shortest inputs takes a tenth of it
+MEGABYTES = 300
+
+pytestmark = pytest.mark.usefixtures("one_world")
+
+
+def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
+    monkeypatch.setattr("replay.session.negated_mean", loss)
+    arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
+    assert main(arguments) == 0
+    (folder,) = home.iterdir()
+    return read_log(folder)[1][1:]  # without the warm-up
+
+
+def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        work()
+        return negated_mean(log_probs_BA, inputs)
+
+    return loss
+
+
+def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        log_probs_BA.register_hook(lambda _: work())  # type: ignore[no-untyped-call]
+        return negated_mean(log_probs_BA, inputs)
+
+    return loss
+
+
+def sleep() -> None:
+    time.sleep(SLEEP)
+
+
+def allocate() -> None:
+    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)  # written to, so resident; freed on return
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+)
+def test_a_sleep_is_found_in_its_phase(
+    place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for record in measured(tmp_path, monkeypatch, place(sleep)):
+        assert record.phases[phase].seconds >= SLEEP
+        assert record.phases[phase].seconds - record.phases[other].seconds >= SLEEP / 2
+        assert record.seconds is not None
+        assert record.seconds >= record.phases[phase].seconds + record.phases[other].seconds
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+)
+def test_memory_is_found_in_its_phase(
+    place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for record in measured(tmp_path, monkeypatch, place(allocate)):
+        excess = record.phases[phase].peak_allocated_bytes - record.phases[other].peak_allocated_bytes
+        assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
