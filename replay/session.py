@@ -113,7 +113,7 @@ class Session:
         self._broke_off = False
 
     def mend(self) -> None:
-        """Open the actor again if a pass broke off. To be called when its error is gone, whose frames hold the model."""
+        """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
         if self._broke_off:
             self.actor.reopen()
             self._broke_off = False
