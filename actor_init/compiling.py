@@ -10,15 +10,15 @@ from torch._dynamo.utils import counters
 MAX_GRAPHS_PER_BLOCK = 64  # where there is one for each layer, dynamo's 8 would leave the others uncompiled
 
 
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block's forward in place, for any length.
+def compile_blocks(blocks: Iterable[nn.Module], *, any_length: bool = True) -> None:
+    """Compile each block's forward in place: one graph for any length, or one for each.
 
     Its `forward` and not the module: hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay outside the graph, and
     parameter names stay as they are.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=any_length)
 
 
 def num_graphs() -> int:

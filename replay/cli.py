@@ -14,7 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
-from replay.options import run_spec, with_options
+from replay.launch import num_processes_missing, relaunch
+from replay.options import command_line, run_spec, with_options
+from replay.spec import RunSpec
 
 Action = Callable[[], int]  # returns the exit code
 
@@ -68,10 +70,12 @@ def replay(
     return partial(_replay, run_spec(given), show_traceback=traceback)
 
 
-def _replay(*args: Any, **kwargs: Any) -> int:
+def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
+    if num_processes := num_processes_missing(spec.actor.parallel):
+        return relaunch(num_processes, command_line(spec) + ["--traceback"] * show_traceback)
     from replay.session import run
 
-    return run(*args, **kwargs)
+    return run(spec, show_traceback=show_traceback)
 
 
 @app.command()

@@ -10,17 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from actor_init.spec import ActorSpec, UsageError
+from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
 
-PARTS: dict[str, type] = {"actor": ActorSpec, "inputs": InputsSpec, "measure": MeasureSpec}  # of RunSpec
-PANELS = {"actor": "Actor", "inputs": "Inputs", "measure": "Measuring"}
+PARTS: dict[str, type] = {  # of RunSpec, by the way there
+    "actor": ActorSpec,
+    "actor.parallel": ParallelSpec,
+    "inputs": InputsSpec,
+    "measure": MeasureSpec,
+}
+PANELS = {"actor": "Actor", "actor.parallel": "Ranks", "inputs": "Inputs", "measure": "Measuring"}
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 
@@ -47,6 +53,9 @@ class Toggle:
     @property
     def negation(self) -> str:
         return f"--no-{self.flag.removeprefix('--')}"
+
+    def value_in(self, spec: RunSpec) -> Any:
+        return attrgetter(f"{self.part}.{self.field}")(spec)
 
     def as_typed(self, value: Any) -> list[str]:
         """The arguments that set the field to `value`."""
@@ -130,12 +139,11 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
         earlier, other = typed.setdefault((toggle.part, toggle.field), (text, value))
         if other != value:
             raise UsageError(f"{earlier} and {text} exclude each other. Give one of the two")
-    return RunSpec(
-        **{
-            part: spec_class(**{name: value for (of, name), (_, value) in typed.items() if of == part})
-            for part, spec_class in PARTS.items()
-        }
-    )
+    made: dict[str, Any] = {}
+    for part, spec_class in reversed(PARTS.items()):  # a part of a part before what holds it
+        inner = {way.removeprefix(f"{part}."): made.pop(way) for way in list(made) if way.startswith(f"{part}.")}
+        made[part] = spec_class(**inner, **{name: value for (of, name), (_, value) in typed.items() if of == part})
+    return RunSpec(**made)
 
 
 def _parsed(toggle: Toggle, given: str | bool) -> Any:
@@ -173,7 +181,7 @@ def command_line(spec: RunSpec) -> list[str]:
     arguments: list[str] = []
     done: set[tuple[str, str]] = set()
     for toggle in toggles():
-        value = getattr(getattr(spec, toggle.part), toggle.field)
+        value = toggle.value_in(spec)
         if (
             (toggle.part, toggle.field) in done
             or value == toggle.default
@@ -201,7 +209,7 @@ def spec_from_dict(values: Mapping[str, Any]) -> RunSpec:
     """What `spec_to_dict` gave, as a spec again; what is missing has its default. Raises UsageError on nonsense."""
     spec: RunSpec = _from_dict(RunSpec, values, "")
     for toggle in toggles():
-        _check_range(toggle, getattr(getattr(spec, toggle.part), toggle.field))
+        _check_range(toggle, toggle.value_in(spec))
     return spec
 
 

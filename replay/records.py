@@ -24,6 +24,7 @@ class PassRecord:
     index: int
     source: str
     rank: int
+    data_rank: int = 0  # ranks that share it worked on the same micro-batch together
     rows: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0

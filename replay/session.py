@@ -124,6 +124,7 @@ class Session:
             "index": index,
             "source": path.name,
             "rank": self.world.rank,
+            "data_rank": self.world.data_rank,
             "warmup": index < self.spec.measure.warmup,
         }
         try:

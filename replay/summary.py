@@ -71,7 +71,8 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     flat = [record for ranks in counted for record in ranks]
     seconds = [phase_seconds(record) for record in flat]
     pass_seconds = sum(max(phase_seconds(r) + (r.wait_seconds or 0.0) for r in ranks) for ranks in counted)
-    num_real = sum(record.real_tokens for record in flat)
+    own_inputs = list({(record.index, record.data_rank): record for record in flat}.values())
+    num_real = sum(record.real_tokens for record in own_inputs)
     return Statistics(
         num_passes=len(passes),
         num_counted=len(counted),
@@ -82,7 +83,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
         slowest=_place(flat, seconds),
         highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
-        padding_share=1 - num_real / sum(record.padded_tokens for record in flat),
+        padding_share=1 - num_real / sum(record.padded_tokens for record in own_inputs),
         wait_share=_wait_share(flat),
     )
 

@@ -19,6 +19,7 @@ def record(index: int, forward: float = 0.1, backward: float = 0.2, **changes: A
         "index": index,
         "source": f"input_{index}.pkl",
         "rank": 0,
+        "data_rank": changes.get("rank", 0),
         "rows": 2,
         "padded_tokens": 100,
         "real_tokens": 80,

@@ -1,4 +1,4 @@
-"""Runs a list of replays in one world, one after the other: `python tests/replay_worker.py COMMANDS.json`, or torchrun.
+"""Runs a list of replays in one world, one after the other: `python -m tests.replay_worker COMMANDS.json [TP]`.
 
 COMMANDS.json is a list of lists of `replay` arguments. Starting a process for each would take longer than the replays.
 """
@@ -17,7 +17,8 @@ from replay.session import run_in
 
 def main() -> int:
     torch.set_num_threads(1)
-    with World.from_env(ParallelSpec()) as world:
+    tp = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    with World.from_env(ParallelSpec(tp=tp)) as world:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()

@@ -30,6 +30,13 @@ def test_speed_is_real_tokens_over_the_seconds_of_the_phases() -> None:
     assert summarize(records).real_tokens_per_second == pytest.approx(140 / 0.8)
 
 
+def test_ranks_that_share_an_input_count_its_tokens_once() -> None:
+    together = [record(0, rank=rank, data_rank=0, real_tokens=80) for rank in (0, 1)]
+    apart = [record(0, rank=rank, data_rank=rank, real_tokens=80) for rank in (0, 1)]
+    assert summarize(together).real_tokens_per_second == pytest.approx(80 / 0.3)
+    assert summarize(apart).real_tokens_per_second == pytest.approx(160 / 0.3)
+
+
 def test_padding_is_the_share_of_tokens_that_are_not_real() -> None:
     records = [record(0), record(1, padded_tokens=300, real_tokens=120)]
     assert summarize(records).padding_share == pytest.approx(1 - 200 / 400)

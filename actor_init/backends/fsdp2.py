@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -19,6 +20,7 @@ from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
 from actor_init.packing import ActorInputs
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.tensor_parallel import check_divisible, shard_over_tp
 from actor_init.world import World
 
 
@@ -34,6 +36,7 @@ class FSDP2Backend:
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
         """Blocks are brought to the device and sharded one after the other: never a second full copy of the model."""
+        check_divisible(source.config, spec.parallel.tp)
         attention = kernel_name(spec, world.device)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
@@ -45,9 +48,12 @@ class FSDP2Backend:
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
-            compile_blocks(block for _, block in blocks)
+            # sharded over tp, a graph for any length ends in a RecursionError (seen with torch 2.13)
+            compile_blocks((block for _, block in blocks), any_length=spec.parallel.tp == 1)
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name)
+            if spec.parallel.tp > 1:
+                shard_over_tp(model, world.mesh["tp"], prefix=name)
             fully_shard(
                 block,
                 mesh=world.mesh["data"],
@@ -55,13 +61,15 @@ class FSDP2Backend:
                 reshard_after_forward=spec.resolved_zero_stage == 3,
             )
         materialise(model, source.weights, world.device)
+        if spec.parallel.tp > 1:
+            shard_over_tp(model, world.mesh["tp"], but=[name for name, _ in blocks])
         # None is torch's own rule: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.mesh["data"], mp_policy=policy, reshard_after_forward=root_rule)
         return cls(
             spec=spec,
             model=model,
-            optimizer=make_optimizer(spec, model.parameters()),
+            optimizer=make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)]),
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
             num_parameters=model.num_parameters(),
@@ -78,13 +86,14 @@ class FSDP2Backend:
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        groups = parameters_by_mesh(self.model)
+        norms = [_norm_of(parameters) for parameters in groups]
+        norm = torch.stack(norms).norm()
         if step:
             assert self.optimizer is not None
-            if self.spec.max_norm:
-                clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
+            for parameters in groups:
+                if self.spec.max_norm:
+                    clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
             self.scaler.update()
@@ -104,3 +113,19 @@ class FSDP2Backend:
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
+    """Sharded over the data ranks alone, and over tp as well: torch's foreach operations take one mesh at a time."""
+    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        sharded: Any = parameter
+        assert isinstance(sharded, DTensor)
+        groups.setdefault(sharded.device_mesh, []).append(parameter)
+    return list(groups.values())
+
+
+def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    """Of the gradients of parameters on one mesh: each shard counts once, each replica not again."""
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

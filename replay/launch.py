@@ -1,0 +1,54 @@
+"""One process was started and the toggles need more: start them here, through torch's own elastic launcher."""
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from actor_init.spec import ParallelSpec, UsageError
+
+
+def num_processes_missing(parallel: ParallelSpec) -> int:
+    """How many processes to start here; 0 where one is enough, or a launcher started more than one."""
+    needed = parallel.tp * parallel.ring
+    return needed if needed > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1 else 0
+
+
+def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run `replay` with `arguments` in that many processes on this machine, and return their exit code.
+
+    Raises UsageError if there are fewer GPUs than that, on a machine that has any.
+    """
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    num_gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and num_gpus < num_processes:
+        raise UsageError(
+            f"tp x ring needs {num_processes} GPUs and this machine has {num_gpus}. "
+            f"Try: tp x ring of at most {num_gpus}, or CUDA_VISIBLE_DEVICES= for a CPU"
+        )
+    print(f"replay: tp x ring needs {num_processes} processes and 1 was started; starting them", file=sys.stderr)
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: processes share the machine's cores
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", str(Path(__file__).parent), *arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    return 0
