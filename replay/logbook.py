@@ -34,6 +34,7 @@ from replay.summary import Statistics
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 RUN_FILE = "run.json"
+INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 def create_folder(logs: Path, name: str) -> Path:
@@ -118,7 +119,7 @@ class Logbook:
         """Rewrite run.json for a run that has ended. Rank 0 alone."""
         assert self._run, "begin() comes first"
         self._run |= {
-            "status": "finished" if exit_code == 0 else "failed",
+            "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
             "statistics": to_json(statistics),
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),

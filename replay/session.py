@@ -18,7 +18,7 @@ from actor_init.world import World
 from capture.capture_file import read_actor_config, read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
 from replay.console import Console
-from replay.logbook import Logbook, create_folder
+from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.records import PassRecord
@@ -44,7 +44,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
     try:
         actor = ReopenedActor(spec.actor, source, world)
-    except UsageError:
+    except Exception:
         if world.rank == 0:
             folder.rmdir()
         raise
@@ -59,29 +59,41 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     world.gather(None)  # no rank fails before run.json is there
     session = Session(spec, world, source, actor, meter)
     records: list[PassRecord] = []
-    for index, path in enumerate(selection.inputs):
-        record, error = session.replay(index, path)
-        logbook.write(record)
-        if error and show_traceback:
-            traceback.print_exception(error)
-        if error and world.world_size > 1:
-            _stop_all_ranks(record, logbook)
-        ranks = world.gather(record)
-        records += ranks
-        if console:
-            console.passed(ranks)
-        if error and spec.measure.step:
-            break  # the weights of the steps so far are lost
-        del error  # its frames hold the pass's tensors
-        session.mend()
-    exit_code = 1 if selection.damaged or any(record.error for record in records) else 0
+    ended: BaseException | None = None
+    try:
+        for index, path in enumerate(selection.inputs):
+            record, error = session.replay(index, path)
+            logbook.write(record)
+            if error and show_traceback:
+                traceback.print_exception(error)
+            if error and world.world_size > 1:
+                _stop_all_ranks(record, logbook)
+            ranks = world.gather(record)
+            records += ranks
+            if console:
+                console.passed(ranks)
+            if error and spec.measure.step:
+                break  # the weights of the steps so far are lost
+            del error  # its frames hold the pass's tensors
+            session.mend()
+    except (KeyboardInterrupt, ReopeningError) as reason:
+        ended = reason
+    exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
+    if isinstance(ended, KeyboardInterrupt):
+        exit_code = INTERRUPTED
     if console:
         statistics = summarize(records)
         logbook.finish(statistics, exit_code=exit_code)
         console.finish(records, statistics, selection, folder, memory_kind=meter.memory_kind)
     logbook.close()
+    if ended:
+        raise ended
     actor.backend.close()
     return exit_code
+
+
+class ReopeningError(RuntimeError):
+    """A pass broke off, and the actor could not be opened again."""
 
 
 class ReopenedActor:
@@ -97,7 +109,10 @@ class ReopenedActor:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.backend = open_backend(*self._arguments)
+        try:
+            self.backend = open_backend(*self._arguments)
+        except Exception as error:
+            raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
 
 
 class Session:

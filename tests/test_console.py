@@ -121,7 +121,7 @@ def test_what_was_not_replayed_is_said() -> None:
     text = said([record(0)], selection, quiet=True)
     lines = text.splitlines()
     assert "damaged    bad.pkl: truncated" in lines
-    assert "left out   4 passes of the other kind (see --passes)" in lines
+    assert "left out   4 passes of the other kind, met on the way (see --passes)" in lines
     assert "left over  1 input: the data ranks hold unequal numbers" in lines
     assert "damaged    1 file, named above" in lines
 

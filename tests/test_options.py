@@ -107,7 +107,7 @@ def test_the_command_line_of_a_spec_is_the_shortest() -> None:
 
 
 def test_a_saved_spec_keeps_what_is_no_option() -> None:
-    spec = RunSpec(actor=ActorSpec(parallel=ParallelSpec(tp=2)))
+    spec = RunSpec(actor=ActorSpec(parallel=ParallelSpec(ring=2)))
     assert spec_from_dict(spec_to_dict(spec)) == spec
 
 

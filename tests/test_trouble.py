@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from actor_init.backends import open_backend
 from capture.capture_file import capture_files, write_actor_config
 from replay.cli import main
 from replay.logbook import read_log
+from replay.loss import negated_mean
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.made_captures import write_pass
@@ -87,8 +89,6 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
 
 def _break_backward(call: int) -> Callable[..., Any]:
     """`negated_mean` whose graph raises, in the given call, once the gradient reaches the log-probs."""
-    from replay.loss import negated_mean
-
     calls = 0
 
     def broken(log_probs_BA: Any, inputs: Any) -> Any:
@@ -107,8 +107,44 @@ def _break_backward(call: int) -> Callable[..., Any]:
     return broken
 
 
-def _raise(_: Any) -> None:
-    raise RuntimeError("broken in backward")
+def _raise(*_: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_once(*arguments: Any) -> Any:
+        monkeypatch.setattr("replay.session.open_backend", _raise)
+        return open_backend(*arguments)
+
+    monkeypatch.setattr("replay.session.open_backend", open_once)
+    code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, TOO_LONG, 24])), "--warmup", "0")
+    assert code == 1
+    assert [bool(record.error) for record in records] == [False, True]
+    said = capsys.readouterr()
+    assert "could not be opened again" in said.err
+    assert "counted    1 of 2 passes" in said.out
+    assert run_of(tmp_path)["status"] == "failed"
+
+
+def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter([negated_mean, _interrupt])
+    monkeypatch.setattr("replay.session.negated_mean", lambda *arguments: next(calls)(*arguments))
+    code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
+    assert code == 130
+    assert len(records) == 1
+    assert run_of(tmp_path)["status"] == "interrupted"
+
+
+def _interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def run_of(home: Path) -> dict[str, Any]:
+    (logs,) = home.glob("logs-*")
+    (folder,) = logs.iterdir()
+    return read_log(folder)[0]
 
 
 def damaged_copy(home: Path) -> Path:
