@@ -24,9 +24,10 @@ from capture.capture_file import read_micro_batch
 from capture.micro_batch import MicroBatch
 from replay.cli import app
 from replay.meter import Meter
+from replay.pass_runner import PassRunner, ReopenedActor
 from replay.records import PassRecord
 from replay.selection import select
-from replay.session import ReopenedActor, Session, find_source
+from replay.session import find_source
 from replay.summary import peak_bytes
 
 MAX_LENGTH = 2048  # of a packed row, as the replay rounds it
@@ -41,13 +42,13 @@ def main() -> int:
     with World.from_env(ParallelSpec()) as world:
         source = find_source(spec)
         actor = ReopenedActor(spec.actor, source, world)
-        session = Session(spec, world, source, actor, Meter.for_device(world.device))
+        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device))
         paths = select(spec.inputs, 0, 1).inputs
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}
         for round_index in range(arguments.rounds + 1):
             for index, (path, batch) in enumerate(zip(paths, batches, strict=True)):
-                record, error = session.replay(index, path)
+                record, error = runner.replay(index, path)
                 if error:
                     raise error
                 measured = {"replay": _of(record)}

@@ -1,0 +1,135 @@
+"""One micro-batch through the actor, measured. The only caller of a backend."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actor_init.backends import Backend, open_backend
+from actor_init.compiling import num_graphs
+from actor_init.model import ModelSource
+from actor_init.packing import actor_inputs
+from actor_init.spec import ActorSpec
+from actor_init.world import World
+from capture.capture_file import read_micro_batch
+from capture.micro_batch import CaptureError, MicroBatch
+from replay.loss import negated_mean, tokens_for
+from replay.meter import Meter
+from replay.records import PassRecord
+from replay.spec import RunSpec
+from replay.wording import one_line
+
+
+class ReopeningError(RuntimeError):
+    """A pass broke off, and the actor could not be opened again."""
+
+
+class ReopenedActor:
+    """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
+
+    def __init__(self, spec: ActorSpec, source: ModelSource, world: World) -> None:
+        self._arguments = (spec, source, world)
+        self.backend: Backend = open_backend(spec, source, world)
+
+    def reopen(self) -> None:
+        self.backend.close()
+        del self.backend
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            self.backend = open_backend(*self._arguments)
+        except Exception as error:
+            raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
+
+
+class PassRunner:
+    """One pass after the other through the actor, and where the accumulation window stands."""
+
+    def __init__(self, spec: RunSpec, world: World, source: ModelSource, actor: ReopenedActor, meter: Meter) -> None:
+        self.spec = spec
+        self.world = world
+        self.source = source
+        self.actor = actor
+        self.meter = meter
+        self._num_in_window = 0
+        self._broke_off = False
+
+    def mend(self) -> None:
+        """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
+        if self._broke_off:
+            self.actor.reopen()
+            self._broke_off = False
+
+    def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
+        """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
+        known: dict[str, Any] = {
+            "index": index,
+            "source": path.name,
+            "rank": self.world.rank,
+            "data_rank": self.world.data_rank,
+            "warmup": index < self.spec.measure.warmup,
+        }
+        try:
+            batch = tokens_for(self.spec.measure.loss, read_micro_batch(path))
+            known |= {
+                "rows": batch.num_rows,
+                "padded_tokens": batch.num_padded_tokens,
+                "real_tokens": batch.num_real_tokens,
+                "row_tokens": batch.attention_mask_BS.sum(dim=1).tolist(),
+                "trains": batch.trains,
+            }
+            self._check_vocabulary(batch)
+            return PassRecord(**known, **self._measured(batch)), None
+        except Exception as error:
+            return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
+
+    def _measured(self, batch: MicroBatch) -> dict[str, Any]:
+        backward = batch.trains and self.spec.measure.backward
+        last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
+        step = last_of_window and self.spec.measure.step
+        inputs = actor_inputs(batch, packing=self.spec.actor.packing).to(self.world.device)
+        graphs_before = num_graphs()
+        self.world.meet()
+        try:
+            self.meter.start_pass()
+            with torch.set_grad_enabled(batch.trains):
+                with self.meter.phase("forward"):
+                    log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
+                    loss = negated_mean(log_probs_BA, inputs)
+                if self.world.world_size > 1:
+                    with self.meter.phase("wait"):
+                        self.world.meet()
+                if backward:
+                    with self.meter.phase("backward"):
+                        self.actor.backend.backward(loss)
+                grad_norm = None
+                if step:
+                    with self.meter.phase("step"):
+                        grad_norm = self.actor.backend.end_window(step=True)
+            phases, seconds = self.meter.end_pass()
+            if last_of_window and not step:
+                grad_norm = self.actor.backend.end_window(step=False)
+        except Exception:
+            self._num_in_window = 0
+            self._broke_off = True
+            raise
+        self._num_in_window = 0 if last_of_window else self._num_in_window + backward
+        wait = phases.pop("wait", None)
+        return {
+            "phases": phases,
+            "seconds": seconds,
+            "wait_seconds": wait.seconds if wait else None,
+            "loss": loss.item(),
+            "grad_norm": grad_norm,
+            "new_graphs": num_graphs() - graphs_before,
+        }
+
+    def _check_vocabulary(self, batch: MicroBatch) -> None:
+        largest, size = int(batch.sequences_BS.max()), self.source.config.get_text_config().vocab_size
+        if largest >= size:
+            raise CaptureError(
+                f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
+                "these inputs belong to another model. Name it with --model"
+            )
