@@ -21,6 +21,7 @@ from replay.records import PassRecord
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
+from replay.wording import counted
 
 
 def run(spec: RunSpec, *, show_traceback: bool) -> int:
@@ -116,14 +117,13 @@ def _header(
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.grad_accumulation) > 1 else []),
     ]
-    where = spec.inputs.input_file or _shown(_inputs_folder(spec.inputs))
-    num_each = f"{len(selection.inputs)} inputs" + (" a rank" if len(devices) > 1 else "")
+    num_each = counted(len(selection.inputs), "input") + (" a rank" if len(devices) > 1 else "")
     return {
         "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
         f"weights {facts['weights']}",
         "backend": f"{facts['backend']}, ZeRO stage {facts['zero_stage']}, {', '.join(toggles)}",
         "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        "inputs": f"{num_each} from {where}, {selection.dealing}",
+        "inputs": f"{num_each} from {_shown(_inputs_folder(spec.inputs))}, {selection.dealing}",
     }
 
 
