@@ -161,11 +161,12 @@ def test_help_shows_every_option_whole_and_hides_local_rank(capsys: pytest.Captu
         "Actor:",
         "Inputs:",
         "Measuring:",
+        "Ranks:",
         "--gradient-checkpointing / --no-gradient-checkpointing",
         "inspect",
     ):
         assert text in out
-    for absent in ("local", "--tp", "--ring", "--parallel"):
+    for absent in ("local", "--ring", "--parallel"):
         assert absent not in out
 
 
