@@ -57,3 +57,18 @@ class Reference:
     def gradient_norm(self, paths: list[Path]) -> float:
         """Of the mean over `paths` of their losses' gradients: what data ranks and an accumulation window average."""
         return float(torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0).norm())
+
+    def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:
+        """Loss and norm before clipping of each capture in turn, AdamW stepping in between. Changes the model."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        found = []
+        for path in paths:
+            log_probs_BA = self.log_probs(read_micro_batch(path))
+            loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            assert norm > max_norm  # so that clipping is in what is compared
+            optimizer.step()
+            found.append((loss.item(), norm.item()))
+        return found

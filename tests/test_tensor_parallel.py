@@ -14,7 +14,7 @@ from replay.logbook import read_log
 from replay.selection import default_folder
 from tests.reference import Reference
 from tests.test_commands import LIMIT, ROOT
-from tests.test_contract import LOSS_BOUND, NORM_BOUND, records_of
+from tests.test_contract import LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -34,8 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, norms on heads": {"model_type": "qwen3"},
     "gemma3, sliding window": {"model_type": "gemma3_text", "sliding_window": 16, "attention_bias": False},
 }
+STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
 RUNS = {  # processes: flags
-    2: ["--tp 2", "--tp 2 --gradient-checkpointing", "--tp 2 --zero-stage 2 --no-packing"],
+    2: ["--tp 2", "--tp 2 --gradient-checkpointing", "--tp 2 --zero-stage 2 --no-packing", STEPPING],
     4: ["--tp 2 --grad-accumulation 2"],
 }
 NUM_INPUTS = 4
@@ -80,7 +81,10 @@ def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-@pytest.mark.parametrize(("num_processes", "flags"), [(n, flags) for n, every in RUNS.items() for flags in every])
+STANDING = [(n, flags) for n, every in RUNS.items() for flags in every if flags != STEPPING]
+
+
+@pytest.mark.parametrize(("num_processes", "flags"), STANDING)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_norms_are_the_reference_s(
     name: str, num_processes: int, flags: str, logs: dict[tuple[str, int, str], Path], folders: dict[str, Path]
@@ -100,6 +104,18 @@ def test_losses_and_norms_are_the_reference_s(
             window = {r.source for r in records if index - accumulation < r.index <= index}
             norm = reference.gradient_norm([default_folder() / source for source in sorted(window)])
             assert [record.grad_norm for record in ranks] == pytest.approx([norm] * len(ranks), rel=NORM_BOUND)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_steps_lead_where_a_plain_loop_leads(
+    name: str, logs: dict[tuple[str, int, str], Path], folders: dict[str, Path]
+) -> None:
+    records = [record for record in records_of(logs[name, 2, STEPPING]) if record.rank == 0]
+    expected = Reference(folders[name]).clipped_steps(
+        [default_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM
+    )
+    assert [record.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
+    assert [record.grad_norm for record in records] == pytest.approx([norm for _, norm in expected], rel=NORM_BOUND)
 
 
 @pytest.mark.parametrize(
