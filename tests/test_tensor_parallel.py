@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from replay.logbook import read_log
 from replay.selection import default_folder
 from tests.reference import Reference
-from tests.test_commands import LIMIT, ROOT
+from tests.test_commands import ROOT, run
 from tests.test_contract import LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
 
 SIZES: dict[str, Any] = {
@@ -126,14 +126,7 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
     ],
 )
 def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "replay", *arguments.split(), "--max-inputs", "1", "--log-folder", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run(f"replay {arguments} --max-inputs 1", tmp_path)
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
@@ -141,18 +134,10 @@ def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path
 
 @pytest.mark.parametrize("flags", ["", "--compile"])
 def test_the_processes_that_are_missing_are_started(flags: str, tmp_path: Path) -> None:
-    command = [*["replay", "--backend", "fsdp2", "--tp", "2", "--max-inputs", "2"], *flags.split()]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "torchrun"), *command, "--log-folder", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run(f"torchrun replay --backend fsdp2 --tp 2 --max-inputs 2 {flags}", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "starting them" in done.stderr
     (folder,) = tmp_path.iterdir()
-    run, records = read_log(folder)
-    assert run["world_size"] == 2
+    log, records = read_log(folder)
+    assert log["world_size"] == 2
     assert len({record.source for record in records}) == 2

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from replay.loss import negated_mean
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.made_captures import write_pass
-from tests.test_commands import LIMIT, ROOT
+from tests.test_commands import run
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
@@ -226,41 +224,29 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert expected in lines[0]
 
 
-def launched(launcher: str, folder: Path, logs: Path) -> subprocess.CompletedProcess[str]:
-    program, *arguments = launcher.split()
-    return subprocess.run(
-        [str(Path(sys.executable).parent / program), *arguments, "--inputs", str(folder), "--log-folder", str(logs)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("launcher", ["torchrun --nproc-per-node 2 replay", "deepspeed --num_gpus=2 replay"])
 @pytest.mark.parametrize("crashing_rank", [0, 1])
 def test_a_crash_on_one_rank_ends_all_and_names_it(launcher: str, crashing_rank: int, tmp_path: Path) -> None:
     lengths = [20, 24, 28, 30]
     lengths[2 + crashing_rank] = TOO_LONG  # the second pass of that rank
     folder = folder_of(tmp_path, lengths, num_ranks=2)
-    done = launched(launcher, folder, tmp_path / "logs")
+    done = run(f"{launcher} --inputs {folder}", tmp_path / "logs")
     assert done.returncode != 0
     source = capture_files(folder)[crashing_rank * 2 + 1].name
     assert f"replay: rank {crashing_rank} failed in pass 2 on {source}" in done.stderr + done.stdout
     (home,) = (tmp_path / "logs").iterdir()
-    run = json.loads((home / "run.json").read_text())
-    assert (run["status"], run["failure"]["rank"], run["failure"]["source"]) == ("failed", crashing_rank, source)
+    log = json.loads((home / "run.json").read_text())
+    assert (log["status"], log["failure"]["rank"], log["failure"]["source"]) == ("failed", crashing_rank, source)
     first = [json.loads((home / f"rank{rank}.jsonl").read_text().splitlines()[0]) for rank in (0, 1)]
     assert all(line["error"] is None for line in first)
 
 
 def test_all_ranks_stop_at_the_shortest(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [20, 22, 24], num_ranks=2)
-    done = launched("torchrun --nproc-per-node 2 replay --backend fsdp2 --quiet", folder, tmp_path / "logs")
+    done = run(f"torchrun --nproc-per-node 2 replay --backend fsdp2 --quiet --inputs {folder}", tmp_path / "logs")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "left over" in done.stdout
     (home,) = (tmp_path / "logs").iterdir()
-    run, records = read_log(home)
-    assert run["inputs"]["num_left_over"] == 1
+    log, records = read_log(home)
+    assert log["inputs"]["num_left_over"] == 1
     assert len(records) == 2

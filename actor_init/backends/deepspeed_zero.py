@@ -1,6 +1,5 @@
 """The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -50,10 +49,8 @@ class DeepSpeedBackend:
         """
         _refuse(spec, world)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
 
-        deepspeed.utils.logger.setLevel(logging.WARNING)
         attention = kernel_name(spec, world.device)
         config = _config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
@@ -63,8 +60,8 @@ class DeepSpeedBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks)
-            if spec.resolved_zero_stage == 3:  # else ZeRO's hooks on each submodule break a block into many graphs
-                deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
+        if _has_leaf_blocks(spec):
+            deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
         # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
@@ -122,9 +119,7 @@ class DeepSpeedBackend:
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
-            "zero3_leaf_modules": "blocks"
-            if self.engine.zero_optimization_stage() == 3 and self.spec.compile is Compile.BLOCKS
-            else "none",
+            "zero3_leaf_modules": "blocks" if _has_leaf_blocks(self.spec) else "none",
         }
 
     def close(self) -> None:
@@ -142,6 +137,11 @@ def _refuse(spec: ActorSpec, world: World) -> None:
             f"--optimizer none does not go with --zero-stage {spec.zero_stage}: DeepSpeed's stages 1 to 3 keep fp32 "
             "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
         )
+
+
+def _has_leaf_blocks(spec: ActorSpec) -> bool:
+    """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block."""
+    return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3
 
 
 def _config(spec: ActorSpec) -> dict[str, Any]:
