@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -124,6 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _say(f"{type(error).__name__}: {_one_line(str(error))}. --traceback shows where")
         return 1
+
+
+def run_and_leave() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without the interpreter's cleanup.
+
+    gloo's threads may let go of their last tensors during that cleanup, and taking the GIL then aborts the process
+    after all was well: https://github.com/pytorch/pytorch/issues/190489.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _refuse(error: Any, show_traceback: bool) -> int:

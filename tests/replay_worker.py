@@ -11,7 +11,7 @@ import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import app
+from replay.cli import app, leave
 from replay.session import run_in
 
 
@@ -27,4 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
