@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.packing import ActorInputs
+from actor_init.ring import sum_over_ring
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
@@ -16,7 +17,9 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     an action token are brought to fp32.
     """
     packed: dict[str, Any] = {}
-    if inputs.cu_seq_lens is not None:
+    if inputs.ring is not None:
+        packed = {"ring": inputs.ring}
+    elif inputs.cu_seq_lens is not None:
         packed = {
             "cu_seq_lens_q": inputs.cu_seq_lens,
             "cu_seq_lens_k": inputs.cu_seq_lens,
@@ -33,4 +36,6 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
     log_probs_N = -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
+    if inputs.ring is not None:
+        flat = sum_over_ring(flat, inputs.ring.group)
     return flat.view(inputs.action_mask_BA.shape)

@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor, device, nn
 from transformers import AttentionInterface
 
-from actor_init.spec import ActorSpec, Attention, UsageError
+from actor_init.ring_attention import has_ring_flash, ring_flash_attn, ring_sdpa
+from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
 FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads again in every layer
 FLASH_PACKED = "packed_fa2"  # without the word flash: transformers would look for such a kernel of its own
 TORCH_PACKED = "torch_varlen_attn"
+RING_FA2 = "ring_fa2"
+RING_SDPA = "ring_sdpa"
 
 
 def kernel_name(spec: ActorSpec, where: device) -> str:
@@ -21,27 +24,33 @@ def kernel_name(spec: ActorSpec, where: device) -> str:
     """
     AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
     AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
+    AttentionInterface.register(RING_FA2, ring_flash_attn)
+    AttentionInterface.register(RING_SDPA, ring_sdpa)
     on_cuda = where.type == "cuda"
-    has_flash = on_cuda and find_spec("flash_attn") is not None
-    flash = FLASH_PACKED if spec.packing else FLASH_PADDED
+    ring = spec.parallel.ring > 1
+    installed = has_ring_flash() if ring else find_spec("flash_attn") is not None
+    has_flash = on_cuda and installed and spec.dtype is not Dtype.FP32
+    if spec.attention is Attention.FLASH and not has_flash:
+        lacking = "has no CPU kernel" if not on_cuda else "is not installed" if not installed else "has no fp32"
+        raise UsageError(
+            f"{'ring-' * ring}flash-attn {lacking}. "
+            "Try: --attention sdpa, or on a CUDA machine pip install -e '.[cuda]' and --dtype bf16"
+        )
+    if ring:
+        return RING_FA2 if has_flash and spec.attention is not Attention.SDPA else RING_SDPA
+    has_varlen = on_cuda and spec.dtype is not Dtype.FP32
     match spec.attention:
+        case Attention.AUTO | Attention.FLASH if has_flash:
+            return FLASH_PACKED if spec.packing else FLASH_PADDED
         case Attention.AUTO:
-            if has_flash:
-                return flash
-            return TORCH_PACKED if on_cuda and spec.packing else "sdpa"
-        case Attention.FLASH:
-            if not has_flash:
-                missing = "is not installed" if on_cuda else "has no CPU kernel"
-                raise UsageError(
-                    f"flash-attn {missing}. Try: --attention sdpa, or on a CUDA machine: pip install -e '.[cuda]'"
-                )
-            return flash
+            return TORCH_PACKED if has_varlen and spec.packing else "sdpa"
+        case Attention.VARLEN if not has_varlen:
+            lacking = "fp32" if on_cuda else "CPU"
+            raise UsageError(f"torch's varlen attention has no {lacking} kernel. Try: --attention sdpa")
         case Attention.VARLEN:
-            if not on_cuda:
-                raise UsageError("torch's varlen attention has no CPU kernel. Try: --attention sdpa")
             return TORCH_PACKED
-        case Attention.SDPA | Attention.EAGER:
-            return spec.attention.value
+        case other:
+            return other.value
 
 
 def flash_attn_varlen(
@@ -57,15 +66,19 @@ def flash_attn_varlen(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """flash-attn on one packed row, behind transformers' attention signature.
 
     query, key and value are [1, heads, T, head_dim] for the row's T tokens. Returns [1, T, heads, head_dim]. Shorter
     than transformers' own way there, and compiled once for all layers: that one reads `layer_idx`, of which dynamo
-    makes a graph a layer.
+    makes a graph a layer. Raises UsageError for attention sinks (`s_aux`), which the kernel lacks.
     """
     from flash_attn import flash_attn_varlen_func
+
+    if s_aux is not None:
+        raise UsageError("flash-attn has no attention sinks, which this model needs. Try: --attention eager")
 
     out = flash_attn_varlen_func(
         query[0].transpose(0, 1),
@@ -97,16 +110,17 @@ def torch_varlen_attn(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """torch.nn.attention.varlen on one packed row; shapes as in `flash_attn_varlen`.
 
-    Raises UsageError for what the kernel lacks: dropout and softcap.
+    Raises UsageError for what the kernel lacks: dropout, softcap and attention sinks.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout or softcap:
-        raise UsageError("torch's varlen attention has no dropout and no softcap. Try: --attention sdpa or eager")
+    if dropout or softcap or s_aux is not None:
+        raise UsageError("torch's varlen attention has no dropout, softcap or sinks. Try: --attention eager")
     # torch 2.11 groups queries as they come; later releases want to be told and have an argument for it
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(

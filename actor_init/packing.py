@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actor_init.ring import RingSlice
 from capture.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
@@ -32,10 +33,13 @@ class ActorInputs:
     target_ids_N: Tensor
     slot_N: Tensor  # index into the flattened [B, A]
     action_mask_BA: Tensor
+    ring: RingSlice | None = None  # then ids, positions, predictors, targets and slots are this rank's own
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {
-            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), (Tensor, RingSlice))
         }
         return replace(self, **moved)
 
@@ -96,6 +100,45 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         max_length=_bucket(int(lengths.max())),
         predictor_N=predictor_N,
         **shared,
+    )
+
+
+def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
+    """The same log-probs from longer rows: each padded on its right, or the packed one by a document of padding."""
+    rows, before = inputs.input_ids.shape
+    more = num_tokens - before
+    if not more:
+        return inputs
+    row_N, token_N = inputs.predictor_N // before, inputs.predictor_N % before
+    longer = replace(
+        inputs,
+        input_ids=F.pad(inputs.input_ids, (0, more)),
+        position_ids=torch.cat([inputs.position_ids, torch.arange(more).expand(rows, more)], dim=1),
+        predictor_N=row_N * num_tokens + token_N,
+    )
+    if inputs.cu_seq_lens is None:
+        assert inputs.attention_mask_BS is not None
+        return replace(longer, attention_mask_BS=F.pad(inputs.attention_mask_BS, (0, more)), max_length=num_tokens)
+    borders = torch.cat([inputs.cu_seq_lens, torch.tensor([num_tokens], dtype=torch.int32)])
+    return replace(longer, cu_seq_lens=borders, max_length=max(inputs.max_length, _bucket(more)))
+
+
+def sliced(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
+    """One rank's part of a packed row: its tokens, and those log-probs that they predict."""
+    num_tokens = inputs.input_ids.shape[1]
+    own_L = ring.own_index_L
+    place_T = torch.full((len(ring.index_T),), -1)
+    place_T[own_L] = torch.arange(len(own_L))
+    more = len(ring.index_T) - num_tokens
+    is_own_N = place_T[inputs.predictor_N] >= 0
+    return replace(
+        inputs,
+        input_ids=F.pad(inputs.input_ids, (0, more))[:, own_L],
+        position_ids=F.pad(inputs.position_ids, (0, more))[:, own_L],
+        predictor_N=place_T[inputs.predictor_N[is_own_N]],
+        target_ids_N=inputs.target_ids_N[is_own_N],
+        slot_N=inputs.slot_N[is_own_N],
+        ring=ring,
     )
 
 

@@ -54,6 +54,11 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
+class PadTo(StrEnum):
+    OWN = "own"
+    LONGEST = "longest"
+
+
 class OptimizerName(StrEnum):
     ADAMW = "adamw"
     SGD = "sgd"
@@ -65,7 +70,8 @@ class ParallelSpec:
     """How many ranks share one replica of the model: along its layers' weights (tp) and along the sequence (ring)."""
 
     tp: int = option(1, "Ranks that share each layer's weights (fsdp2).", min=1)
-    ring: int = 1
+    ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
+    ring_head_stride: int = option(1, "Key-value heads that ring attention gathers at once.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +99,14 @@ class ActorSpec:
         max=3,
     )
     packing: bool = option(True, "Pack a micro-batch's rows into one row without padding.")
+    pad_to: PadTo = option(
+        PadTo.OWN,
+        "longest: pad to the longest row that any data rank has in this pass, as trainers that need equal shapes do.",
+    )
     attention: Attention = option(
         Attention.AUTO,
-        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; else sdpa.",
+        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; else, and in fp32, "
+        "sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
     compile: Compile = option(
@@ -124,6 +135,15 @@ class ActorSpec:
         if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
             raise UsageError(
                 f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"
+            )
+        if self.parallel.ring > 1 and not self.packing:
+            raise UsageError(
+                f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
+                f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
+            )
+        if self.parallel.ring > 1 and self.attention in (Attention.VARLEN, Attention.EAGER):
+            raise UsageError(
+                f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
             )
         if self.attention is Attention.VARLEN and not self.packing:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")

@@ -26,6 +26,7 @@ class World:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+    weights_mesh: DeviceMesh  # ("shard", "tp"): data and ring ranks as one axis, along which weights are sharded
 
     @classmethod
     @contextmanager
@@ -54,7 +55,9 @@ class World:
         try:
             shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
-            yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh)
+            weights_shape = (world_size // parallel.tp, parallel.tp)
+            weights_mesh = init_device_mesh(device.type, weights_shape, mesh_dim_names=("shard", "tp"))
+            yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh, weights_mesh=weights_mesh)
         finally:
             dist.destroy_process_group()
 
@@ -65,6 +68,10 @@ class World:
     @property
     def num_data_ranks(self) -> int:
         return self.mesh["data"].size()
+
+    @property
+    def ring_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("ring")
 
     def meet(self) -> None:
         """Wait, on the device's own queue, until every rank has come here."""

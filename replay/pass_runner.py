@@ -9,8 +9,9 @@ import torch
 from actor_init.backends import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.model import ModelSource
-from actor_init.packing import actor_inputs
-from actor_init.spec import ActorSpec
+from actor_init.packing import ActorInputs, actor_inputs, padded_to, sliced
+from actor_init.ring import may_zigzag, ring_slice
+from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.capture_file import read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
@@ -89,7 +90,7 @@ class PassRunner:
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
         step = last_of_window and self.spec.measure.step
-        inputs = actor_inputs(batch, packing=self.spec.actor.packing).to(self.world.device)
+        inputs = self._inputs(batch)
         graphs_before = num_graphs()
         self.world.meet()
         try:
@@ -118,6 +119,7 @@ class PassRunner:
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         wait = phases.pop("wait", None)
         return {
+            "fed_tokens": inputs.input_ids.numel() * self.spec.actor.parallel.ring,
             "phases": phases,
             "seconds": seconds,
             "wait_seconds": wait.seconds if wait else None,
@@ -125,6 +127,23 @@ class PassRunner:
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }
+
+    def _inputs(self, batch: MicroBatch) -> ActorInputs:
+        """On the device, padded and sliced as the toggles say."""
+        spec = self.spec.actor
+        inputs = actor_inputs(batch, packing=spec.packing)
+        if spec.pad_to is PadTo.LONGEST:
+            inputs = padded_to(inputs, max(self.world.gather(inputs.input_ids.shape[1])))
+        if spec.parallel.ring > 1:
+            assert inputs.cu_seq_lens is not None
+            ring = ring_slice(
+                inputs.cu_seq_lens,
+                self.world.ring_group,
+                head_stride=spec.parallel.ring_head_stride,
+                may_zigzag=may_zigzag(self.source.config),
+            )
+            inputs = sliced(inputs, ring)
+        return inputs.to(self.world.device)
 
     def _check_vocabulary(self, batch: MicroBatch) -> None:
         largest, size = int(batch.sequences_BS.max()), self.source.config.get_text_config().vocab_size

@@ -28,6 +28,7 @@ class PassRecord:
     rows: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0
+    fed_tokens: int = 0  # that the model computed: real ones and padding, of all ranks that shared this micro-batch
     row_tokens: list[int] = field(default_factory=list)  # real tokens of each row
     trains: bool | None = None  # None where the file could not be read
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from actor_init.model import ModelSource, find_model
-from actor_init.spec import UsageError
+from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
 from capture.capture_file import read_actor_config
 from capture.micro_batch import CaptureError
@@ -113,6 +113,8 @@ def _header(
         f"attention {facts['attention_kernel']}",
         f"optimizer {facts['optimizer']}",
         *([f"tp {tp}"] if (tp := spec.actor.parallel.tp) > 1 else []),
+        *([f"ring {ring}"] if (ring := spec.actor.parallel.ring) > 1 else []),
+        *([f"padded to the {spec.actor.pad_to}"] if spec.actor.pad_to is PadTo.LONGEST else []),
         *([f"compile {spec.actor.compile.value}"] if spec.actor.compile != "off" else []),
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.grad_accumulation) > 1 else []),

@@ -46,6 +46,7 @@ class Statistics:
     slowest: Place | None = None  # seconds
     highest_peak: Place | None = None  # bytes
     padding_share: float | None = None  # of all tokens that the inputs hold
+    padding_time_share: float | None = None  # of the ranks' time, as if every token that was fed cost the same
     wait_share: float | None = None  # of the ranks' seconds, spent waiting for the slowest; None with one rank
 
 
@@ -84,6 +85,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         slowest=_place(flat, seconds),
         highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
         padding_share=1 - num_real / sum(record.padded_tokens for record in own_inputs),
+        padding_time_share=_padding_time_share(flat),
         wait_share=_wait_share(flat),
     )
 
@@ -119,6 +121,12 @@ def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistic
 def _place(records: Sequence[PassRecord], values: Sequence[float]) -> Place:
     value, record = max(zip(values, records, strict=True), key=lambda pair: pair[0])
     return Place(value=value, index=record.index, source=record.source, rank=record.rank)
+
+
+def _padding_time_share(records: Sequence[PassRecord]) -> float | None:
+    costs = [(phase_seconds(r) * (1 - r.real_tokens / r.fed_tokens), phase_seconds(r)) for r in records if r.fed_tokens]
+    whole = sum(seconds for _, seconds in costs)
+    return sum(padding for padding, _ in costs) / whole if whole else None
 
 
 def _wait_share(records: Sequence[PassRecord]) -> float | None:

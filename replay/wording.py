@@ -128,7 +128,9 @@ def summary(statistics: Statistics, memory_kind: str) -> Pairs:
     if statistics.real_tokens_per_second is not None:
         pairs.append(("speed", f"{statistics.real_tokens_per_second:,.0f} real tokens/s"))
     if statistics.padding_share is not None:
-        pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens"))
+        fed = statistics.padding_time_share
+        of_time = "" if fed is None else f"; {fed:.1%} of the ranks' time went to padding that was fed"
+        pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens{of_time}"))
     if statistics.wait_share is not None:
         pairs.append(("waiting", f"{statistics.wait_share:.1%} of the ranks' time, for the slowest rank"))
     if (slowest := statistics.slowest) is not None:

@@ -23,6 +23,7 @@ def record(index: int, forward: float = 0.1, backward: float = 0.2, **changes: A
         "rows": 2,
         "padded_tokens": 100,
         "real_tokens": 80,
+        "fed_tokens": 80,
         "row_tokens": [30, 50],
         "trains": True,
         "phases": {"forward": cost(forward), "backward": cost(backward, 2.0)},

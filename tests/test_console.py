@@ -58,7 +58,10 @@ def test_the_summary_holds_what_was_measured() -> None:
     assert cells(text, "forward") == ["forward", "200.0", "290.0", "12.50"]
     assert cells(text, "backward") == ["backward", "300.0", "390.0", "4.000"]
     assert cells(text, "speed") == ["speed", "160 real tokens/s"]
-    assert cells(text, "padding") == ["padding", "20.0% of the inputs' tokens"]
+    assert cells(text, "padding") == [
+        "padding",
+        "20.0% of the inputs' tokens; 0.0% of the ranks' time went to padding that was fed",
+    ]
     assert cells(text, "slowest") == ["slowest", "700.0 ms, pass 3, rank 0, input_2.pkl"]
     assert cells(text, "peak") == ["peak", "12.50 GiB, cuda allocator, pass 3, rank 0, input_2.pkl"]
     assert cells(text, "log") == ["log", "logs/x"]

@@ -14,7 +14,7 @@ ROOMS = {
     "typer": {"replay/cli.py", "replay/options.py"},
     "rich": {"replay/console.py"},
     "deepspeed": {"actor_init/backends/deepspeed_zero.py"},
-    "ring_flash_attn": {"actor_init/ring.py"},
+    "ring_flash_attn": {"actor_init/ring_attention.py"},
 }
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = ("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py")

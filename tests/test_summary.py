@@ -107,5 +107,11 @@ def test_a_pass_that_compiled_on_one_rank_counts_on_none() -> None:
     assert statistics.left_out == {NEW_GRAPH: 1}
 
 
+def test_padding_that_was_fed_takes_its_part_of_each_pass_s_time() -> None:
+    packed = record(0, forward=0.4, backward=0.6)
+    padded = record(1, forward=1.0, backward=2.0, fed_tokens=160)  # 80 of them real
+    assert summarize([packed, padded]).padding_time_share == pytest.approx((0.0 + 3.0 / 2) / 4.0)
+
+
 def test_one_rank_does_not_wait() -> None:
     assert summarize([record(0)]).wait_share is None

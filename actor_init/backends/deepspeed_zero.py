@@ -17,6 +17,7 @@ from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
 from actor_init.packing import ActorInputs
+from actor_init.ring import check_head_stride
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
 from actor_init.world import World
 
@@ -48,6 +49,7 @@ class DeepSpeedBackend:
         Raises UsageError for what DeepSpeed cannot do.
         """
         _refuse(spec, world)
+        check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 

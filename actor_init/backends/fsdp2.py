@@ -19,6 +19,7 @@ from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
 from actor_init.packing import ActorInputs
+from actor_init.ring import check_head_stride
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.tensor_parallel import check_divisible, shard_over_tp
 from actor_init.world import World
@@ -37,6 +38,7 @@ class FSDP2Backend:
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
         """Blocks are brought to the device and sharded one after the other: never a second full copy of the model."""
         check_divisible(source.config, spec.parallel.tp)
+        check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
@@ -53,19 +55,19 @@ class FSDP2Backend:
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name)
             if spec.parallel.tp > 1:
-                shard_over_tp(model, world.mesh["tp"], prefix=name)
+                shard_over_tp(model, world.weights_mesh["tp"], prefix=name)
             fully_shard(
                 block,
-                mesh=world.mesh["data"],
+                mesh=world.weights_mesh["shard"],
                 mp_policy=policy,
                 reshard_after_forward=spec.resolved_zero_stage == 3,
             )
         materialise(model, source.weights, world.device)
         if spec.parallel.tp > 1:
-            shard_over_tp(model, world.mesh["tp"], but=[name for name, _ in blocks])
+            shard_over_tp(model, world.weights_mesh["tp"], but=[name for name, _ in blocks])
         # None is torch's own rule: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
-        fully_shard(model, mesh=world.mesh["data"], mp_policy=policy, reshard_after_forward=root_rule)
+        fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
         return cls(
             spec=spec,
             model=model,
