@@ -105,8 +105,8 @@ class ActorSpec:
     )
     attention: Attention = option(
         Attention.AUTO,
-        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; else, and in fp32, "
-        "sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
+        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; "
+        "else, and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
     compile: Compile = option(
