@@ -41,7 +41,7 @@ def ring_flash_attn(
     query is [1, H, L, D], key and value [1, K, L, D]. Returns [1, L, H, D]. Raises UsageError for what it lacks.
     """
     _refuse(softcap=softcap, sinks=s_aux)
-    functions = _ring_flash_attn()
+    functions = ring_flash_attn_package()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if ring.is_zigzag:
         out: Tensor = functions.zigzag_ring_flash_attn_func(
@@ -67,7 +67,7 @@ def ring_flash_attn(
     return out.unsqueeze(0), None
 
 
-def _ring_flash_attn() -> Any:
+def ring_flash_attn_package() -> Any:
     """The package; ring-flash-attn 0.1.8 imports a name that transformers 5.5 dropped:
     https://github.com/zhuzilin/ring-flash-attention/pull/88
     """

@@ -2,16 +2,22 @@
 
     python benchmarks/configurations.py --inputs inputs/my-run --model llama-3.1-8b --max-inputs 12
 
-A configuration that fails or outlasts its limit is a row that says so. `--num-gpus 2` runs the list for two data ranks.
+A configuration that fails or outlasts its limit is a row that says so. `--num-gpus 2` and `4` have lists of their own,
+that begin with one GPU. "speed a GPU" is a row's tokens/s on each of its GPUs over those of the one-GPU row of the same
+backend and compiler; "loss from one GPU" the largest relative difference from the first row, over the inputs that both
+replayed (how many).
 """
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +39,36 @@ ONE_GPU = {
     "deepspeed ZeRO 0, packed flash, no optimizer": "--zero-stage 0 --optimizer none --attention flash",
     "fsdp2, packed flash, no optimizer": "--backend fsdp2 --optimizer none --attention flash",
 }
-SEVERAL_GPUS = {
-    "deepspeed ZeRO 1": "--zero-stage 1",
-    "deepspeed ZeRO 3": "--zero-stage 3",
-    "fsdp2": "--backend fsdp2",
-    "deepspeed ZeRO 1, compiled": "--zero-stage 1 --compile",
-    "fsdp2, compiled": "--backend fsdp2 --compile",
-    "deepspeed ZeRO 1, padded": "--zero-stage 1 --no-packing",
-    "deepspeed ZeRO 3, stepping": "--zero-stage 3 --step",
-    "fsdp2, stepping": "--backend fsdp2 --step",
+ALONE = {
+    "fsdp2, one GPU": "--backend fsdp2",
+    "fsdp2, one GPU, sdpa": "--backend fsdp2 --attention sdpa",
+    "deepspeed ZeRO 1, one GPU": "--zero-stage 1",
+}
+TWO_GPUS = {
+    "deepspeed ZeRO 1, two data ranks": "--zero-stage 1 --shuffle-inputs",
+    "deepspeed ZeRO 3, two data ranks": "--zero-stage 3 --shuffle-inputs",
+    "fsdp2, two data ranks": "--backend fsdp2 --shuffle-inputs",
+    "deepspeed ZeRO 1, tp 2": "--zero-stage 1 --tp 2",
+    "deepspeed ZeRO 1, ring 2": "--zero-stage 1 --ring 2",
+    "fsdp2, tp 2": "--backend fsdp2 --tp 2",
+    "fsdp2, ring 2": "--backend fsdp2 --ring 2",
+}
+FOUR_GPUS = {
+    "deepspeed ZeRO 3, four data ranks": "--zero-stage 3 --shuffle-inputs",
+    "fsdp2, tp 2 x ring 2": "--backend fsdp2 --tp 2 --ring 2",
+    "fsdp2, two data ranks x tp 2": "--backend fsdp2 --tp 2 --shuffle-inputs",
+}
+COMPILED = ", compiled"
+LISTS = {
+    1: ONE_GPU,
+    **{
+        number: {
+            f"{name}{suffix}": flags + " --compile" * bool(suffix)
+            for suffix in ("", COMPILED)
+            for name, flags in rows.items()
+        }
+        for number, rows in ((2, ALONE | TWO_GPUS), (4, ALONE | FOUR_GPUS))
+    },
 }
 COLUMNS = (
     "configuration",
@@ -54,25 +81,43 @@ COLUMNS = (
     "first loss",
     "mean loss",
     "first grad norm",
+    "speed a GPU",
+    "loss from one GPU",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    name: str
+    trouble: str = ""
+    num_gpus: int = 1
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    records: Sequence[PassRecord] = ()  # that have a loss
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        speed: float | None = self.statistics["real_tokens_per_second"] if self.statistics else None
+        return speed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-gpus", type=int, default=1)
-    parser.add_argument("--only", default="", help="configurations whose name holds this text")
+    parser.add_argument("--num-gpus", type=int, default=1, choices=LISTS)
+    parser.add_argument("--only", default="", help="configurations whose name matches this regular expression")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one configuration")
     parser.add_argument("--total", type=float, default=540, help="seconds for all; what does not fit is not run")
     parser.add_argument("--out", type=Path, default=Path("logs/configurations"))
     arguments, replay_arguments = parser.parse_known_args()
-    chosen = {k: v for k, v in (ONE_GPU if arguments.num_gpus == 1 else SEVERAL_GPUS).items() if arguments.only in k}
     began = time.monotonic()
-    rows = []
-    for name, flags in chosen.items():
+    rows: list[Row] = []
+    for name, flags in LISTS[arguments.num_gpus].items():
+        if not re.search(arguments.only, name):
+            continue
+        num_gpus = 1 if name.partition(COMPILED)[0] in ALONE else arguments.num_gpus
         left = arguments.total - (time.monotonic() - began)
         logs = arguments.out / name.replace(",", "").replace(" ", "-")
         command = [
-            *_launcher(arguments.num_gpus, flags),
+            *_launcher(num_gpus, flags),
             *shlex.split(flags),
             *replay_arguments,
             "--quiet",
@@ -81,12 +126,12 @@ def main() -> int:
         ]
         print(f"$ {shlex.join(command)}", flush=True)
         if left < 20:
-            rows.append(_failed(name, "not run: out of time"))
+            rows.append(Row(name=name, trouble="not run: out of time"))
         else:
-            rows.append(_row(name, logs, _run(command, min(arguments.limit, left))))
-        print(_line(rows[-1]), flush=True)
+            rows.append(_row(name, num_gpus, logs, _run(command, min(arguments.limit, left))))
+        print(_line(_cells(rows[-1], rows)), flush=True)
     print(f"\n{_line(COLUMNS)}\n{_line(['---'] * len(COLUMNS))}")
-    print("\n".join(_line(row) for row in rows))
+    print("\n".join(_line(_cells(row, rows)) for row in rows))
     return 0
 
 
@@ -94,8 +139,8 @@ def _launcher(num_gpus: int, flags: str) -> list[str]:
     if num_gpus == 1:
         return ["replay"]
     if "fsdp2" in flags:
-        return ["torchrun", "--nproc-per-node", str(num_gpus), "replay", "--shuffle-inputs"]
-    return ["deepspeed", f"--num_gpus={num_gpus}", "replay", "--shuffle-inputs"]
+        return ["torchrun", "--nproc-per-node", str(num_gpus), "replay"]
+    return ["deepspeed", f"--num_gpus={num_gpus}", "replay"]
 
 
 def _run(command: list[str], limit: float) -> str:
@@ -123,36 +168,53 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _row(name: str, logs: Path, trouble: str) -> tuple[str, ...]:
+def _row(name: str, num_gpus: int, logs: Path, trouble: str) -> Row:
     if trouble:
-        return _failed(name, trouble)
+        return Row(name=name, trouble=trouble)
     run, records = read_log(max(logs.iterdir()))
-    statistics: dict[str, Any] = run["statistics"]
     good = [record for record in records if record.loss is not None]
+    return Row(name=name, num_gpus=num_gpus, statistics=run["statistics"], records=good)
+
+
+def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
+    if row.trouble:
+        return (row.name, row.trouble, *["-"] * (len(COLUMNS) - 2))
+    statistics, records = row.statistics, row.records
 
     def milliseconds(phase: str) -> str:
         return f"{statistics['phases'][phase]['median_seconds'] * 1e3:.1f}" if phase in statistics["phases"] else "-"
 
     return (
-        name,
+        row.name,
         f"{statistics['num_counted']} of {statistics['num_passes']}",
         milliseconds("forward"),
         milliseconds("backward"),
-        f"{statistics['real_tokens_per_second']:,.0f}" if statistics["real_tokens_per_second"] else "-",
+        f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-",
         f"{statistics['highest_peak']['value'] / 2**30:.1f}" if statistics["highest_peak"] else "-",
         f"{statistics['wait_share']:.1%}" if statistics["wait_share"] is not None else "-",
-        f"{good[0].loss:.4f}",
-        f"{sum(record.loss or 0 for record in good) / len(good):.4f}",
-        _first_norm(good),
+        f"{records[0].loss:.4f}",
+        f"{sum(record.loss or 0 for record in records) / len(records):.4f}",
+        next((f"{record.grad_norm:.4f}" for record in records if record.grad_norm is not None), "-"),
+        _speed_a_gpu(row, rows),
+        _loss_difference(row, rows[0]),
     )
 
 
-def _first_norm(records: list[PassRecord]) -> str:
-    return next((f"{record.grad_norm:.4f}" for record in records if record.grad_norm is not None), "-")
+def _speed_a_gpu(row: Row, rows: list[Row]) -> str:
+    suffix = COMPILED if row.name.endswith(COMPILED) else ""
+    alone = f"{'fsdp2' if 'fsdp2' in row.name else 'deepspeed ZeRO 1'}, one GPU{suffix}"
+    speeds = [other.tokens_per_second for other in rows if other.name == alone and other.tokens_per_second]
+    if not speeds or row.tokens_per_second is None:
+        return "-"
+    return f"{row.tokens_per_second / row.num_gpus / speeds[0]:.2f}"
 
 
-def _failed(name: str, trouble: str) -> tuple[str, ...]:
-    return (name, trouble, *["-"] * (len(COLUMNS) - 2))
+def _loss_difference(row: Row, first: Row) -> str:
+    expected = {record.source: record.loss for record in first.records}
+    differences = [
+        abs((record.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
+    ]
+    return f"{max(differences):.1e} ({len({r.source for r in row.records} & set(expected))})" if differences else "-"
 
 
 def _line(cells: Any) -> str:

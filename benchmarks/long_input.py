@@ -1,0 +1,50 @@
+"""Write captures of a stated length, for configurations that real micro-batches are too short for.
+
+    python benchmarks/long_input.py /tmp/long --tokens 8192 --documents 1 --vocabulary 128256
+
+Random token ids of seed 0; every token but a document's first is an action.
+"""
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from capture.capture_file import write_call
+from capture.micro_batch import Origin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, all documents together")
+    parser.add_argument("--documents", type=int, default=1, help="rows of a micro-batch, equally long")
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--count", type=int, default=8, help="micro-batches")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    shape = (arguments.documents, arguments.tokens // arguments.documents)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for step in range(arguments.count):
+        tensors = {
+            "sequences": torch.randint(arguments.vocabulary, shape),
+            "attention_mask": torch.ones(shape, dtype=torch.bool),
+            "action_mask": torch.ones(shape[0], shape[1] - 1, dtype=torch.bool),
+        }
+        origin = Origin(
+            source="",
+            rank=0,
+            world_size=1,
+            step=step,
+            time=datetime.now(UTC).isoformat(timespec="microseconds"),
+            model_name="made up",
+            versions={"torch": str(torch.__version__)},
+        )
+        write_call(arguments.folder, tensors, {}, trains=True, origin=origin)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

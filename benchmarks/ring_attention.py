@@ -1,0 +1,169 @@
+"""Ring attention against flash-attn on one GPU, and against bare calls of ring-flash-attn.
+
+    torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens 32768
+
+Forward and backward of one attention layer of Llama 3.1 8B (32 query heads, 8 key-value heads of 128) in bf16. The
+contestants take turns, round after round, in an order that is drawn anew for each; a round's ratio is of neighbours in
+time, and the table has the medians of the ratios. `again` is the control: the first contestant a second time.
+Efficiency is the one-GPU time of the whole row over N times the ring's.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actor_init.attention import flash_attn_varlen
+from actor_init.ring import RingSlice, ring_slice
+from actor_init.ring_attention import ring_flash_attn, ring_flash_attn_package, ring_sdpa
+from actor_init.spec import ParallelSpec
+from actor_init.world import World
+
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
+Contestant = Callable[[], None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--documents", type=int, default=3, help="of the packed row that llama3's form is given")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--head-strides", type=int, nargs="+", default=[1, 8])
+    arguments = parser.parse_args()
+    with World.from_env(ParallelSpec(ring=int(os.environ["WORLD_SIZE"]))) as world:
+        step = arguments.tokens // arguments.documents
+        several = torch.tensor([*range(0, step * arguments.documents, step), arguments.tokens], dtype=torch.int32)
+        one = torch.tensor([0, arguments.tokens], dtype=torch.int32)
+        compare(world, one, "zigzag, one document", [1], arguments.rounds)
+        compare(world, several, f"llama3, {arguments.documents} documents", arguments.head_strides, arguments.rounds)
+    return 0
+
+
+def compare(world: World, borders: Tensor, title: str, head_strides: list[int], num_rounds: int) -> None:
+    on_cuda = world.device.type == "cuda"
+    contestants: dict[str, Contestant] = {}
+    length = int(borders[-1])
+    if on_cuda:
+        whole = pass_of(
+            flash_attn_varlen,
+            layer_inputs(length, world),
+            cu_seq_lens_q=borders.to(world.device),
+            max_length_q=int(borders.diff().max()),
+        )
+        contestants = {"flash-attn, one GPU": whole, "again": whole}
+    for stride in head_strides:
+        ring = ring_slice(borders, world.ring_group, head_stride=stride, may_zigzag=True).to(world.device)
+        inputs = layer_inputs(len(ring.own_index_L), world)
+        contestants[f"ours, {stride} heads"] = pass_of(ring_flash_attn if on_cuda else ring_sdpa, inputs, ring=ring)
+        if on_cuda:
+            contestants[f"bare, {stride} heads"] = bare(ring, inputs)
+    seconds = measured(world, contestants, num_rounds)
+    if world.rank:
+        return
+    first = next(iter(contestants))
+    print(f"\n{title}, {length:,} tokens, {world.world_size} ranks\n")
+    print("| contestant | median ms | time / first | efficiency | bare / ours |\n| --- | --- | --- | --- | --- |")
+    for name, times in seconds.items():
+        ratio = median(a / b for a, b in zip(times, seconds[first], strict=True))
+        is_ring = name.startswith(("ours", "bare"))
+        efficiency = f"{1 / ratio / world.world_size:.3f}" if is_ring and on_cuda else "-"
+        other = seconds.get(name.replace("ours", "bare")) if name.startswith("ours") else None
+        beside = f"{median(b / a for a, b in zip(times, other, strict=True)):.3f}" if other else "-"
+        print(f"| {name} | {median(times) * 1e3:.3f} | {ratio:.3f} | {efficiency} | {beside} |", flush=True)
+
+
+def layer_inputs(num_tokens: int, world: World) -> list[Tensor]:
+    """query, key and value as transformers hands them over, and the gradient of what comes out."""
+    torch.manual_seed(world.rank)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=world.device, dtype=torch.bfloat16)
+
+    return [
+        made(1, HEADS, num_tokens, HEAD_DIM).requires_grad_(),
+        made(1, KEY_VALUE_HEADS, num_tokens, HEAD_DIM).requires_grad_(),
+        made(1, KEY_VALUE_HEADS, num_tokens, HEAD_DIM).requires_grad_(),
+        made(1, num_tokens, HEADS, HEAD_DIM),
+    ]
+
+
+def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> Contestant:
+    query, key, value, gradient = inputs
+
+    def run() -> None:
+        out, _ = kernel(None, query, key, value, None, **where)
+        torch.autograd.grad(out, (query, key, value), gradient)
+
+    return run
+
+
+def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
+    """ring-flash-attn called as its own tests call it: tokens before heads, no adapter."""
+    functions = ring_flash_attn_package()
+    query, key, value = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs[:3])
+    gradient = inputs[3]
+
+    def zigzag() -> None:
+        out = functions.zigzag_ring_flash_attn_func(query, key, value, causal=True, group=ring.group)
+        torch.autograd.grad(out, (query, key, value), gradient)
+
+    query0, key0, value0 = (t[0].detach().requires_grad_() for t in (query, key, value))
+
+    def llama3() -> None:
+        out = functions.llama3_flash_attn_varlen_func(
+            query0,
+            key0,
+            value0,
+            ring.cu_seq_lens_q,
+            ring.cu_seq_lens_k,
+            ring.max_length_q,
+            ring.max_length_k,
+            heads_k_stride=ring.head_stride,
+            local_k_slice=slice(ring.first_key, ring.end_key),
+            causal=True,
+            group=ring.group,
+        )
+        torch.autograd.grad(out, (query0, key0, value0), gradient[0])
+
+    return zigzag if ring.is_zigzag else llama3
+
+
+def measured(world: World, contestants: dict[str, Contestant], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant in each round, on the slowest rank. All ranks draw the same order."""
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(num_rounds + 3):  # three to warm up
+        for name in order.sample(list(contestants), len(contestants)):
+            world.meet()
+            took = timed(world, contestants[name])
+            slowest = torch.tensor(took, device=world.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if number >= 3:
+                seconds[name].append(slowest.item())
+    return seconds
+
+
+def timed(world: World, run: Contestant) -> float:
+    if world.device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
