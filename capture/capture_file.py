@@ -17,7 +17,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,25 @@ def write_call(
     load_plain(payload, source=name)
     head = pickle.dumps({"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}, protocol=5)
     path = Path(folder) / name
-    _write_atomically(path, head, payload)
+    write_atomically(path, head, payload)
     return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One forward's arguments, by the names that the model gave them. `format` is None for an older dump."""
+
+    format: int | None = FORMAT
+    tensors: Mapping[str, Tensor]
+    call_facts: Mapping[str, Any]
+    left_out: Mapping[str, str]
+    trains: bool
+    origin: Origin
+
+    def micro_batch(self) -> MicroBatch:
+        return micro_batch_from_call(
+            self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
+        )
 
 
 def read_micro_batch(path: str | Path) -> MicroBatch:
@@ -91,6 +108,34 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
     Nothing in the file can run code. Raises CaptureError, and nothing else, for a file that is missing, truncated,
     damaged, hostile, foreign or of a later format.
     """
+    read = _read(path)
+    return read if isinstance(read, MicroBatch) else read.micro_batch()
+
+
+def read_call(path: str | Path) -> Call:
+    """The same as it was called. Raises what `read_micro_batch` does, also where the call is no micro-batch."""
+    read = _read(path)
+    if isinstance(read, Call):
+        read.micro_batch()
+        return read
+    named = {
+        "sequences": read.sequences_BS,
+        "attention_mask": read.attention_mask_BS,
+        "action_mask": read.action_mask_BA,
+        "labels": read.labels_BS,
+    }
+    return Call(
+        format=None,
+        tensors={name: tensor for name, tensor in named.items() if tensor is not None} | dict(read.extra_tensors),
+        call_facts=read.call_facts,
+        left_out=read.left_out,
+        trains=read.trains,
+        origin=read.origin,
+    )
+
+
+def _read(path: str | Path) -> Call | MicroBatch:
+    """A call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
     data = _read_bytes(Path(path), MAX_FILE_BYTES)
     try:
@@ -99,10 +144,12 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
         return read_legacy(data, source)
     body = _checked_body(head, data, end, source)
     del data
-    tensors = decode_tensors(body["tensors"], source)
-    origin = Origin(source=source, **body["origin"])
-    return micro_batch_from_call(
-        tensors, body["call_facts"], trains=body["trains"], origin=origin, left_out=body["left_out"]
+    return Call(
+        tensors=decode_tensors(body["tensors"], source),
+        call_facts=body["call_facts"],
+        left_out=body["left_out"],
+        trains=body["trains"],
+        origin=Origin(source=source, **body["origin"]),
     )
 
 
@@ -125,7 +172,7 @@ def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name
     """
     content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
     path = Path(folder) / ACTOR_CONFIG_NAME
-    _write_atomically(path, json.dumps(content, indent=1, default=str).encode())
+    write_atomically(path, json.dumps(content, indent=1, default=str).encode())
     return path
 
 
@@ -206,7 +253,7 @@ def _new_name(folder: Path, rank: int, time: str, step: int) -> str:
         step += 1
 
 
-def _write_atomically(path: Path, *parts: bytes) -> None:
+def write_atomically(path: Path, *parts: bytes) -> None:
     """Readers see the whole file or none, whatever dies when; mkstemp gives mode 0600."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

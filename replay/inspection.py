@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from actor_init.spec import UsageError
-from capture.capture_file import capture_files, read_actor_config, read_micro_batch
+from capture.capture_file import capture_files, read_actor_config, read_call
 from capture.micro_batch import CaptureError, MicroBatch
 
 
@@ -55,9 +55,12 @@ def inspect_folder(folder: Path) -> FolderFacts:
         raise UsageError(f"{folder} holds no captures (*.pkl). Try: replay inspect inputs/sample")
     batches: list[MicroBatch] = []
     damaged: list[tuple[Path, str]] = []
+    num_by_format: Counter[str] = Counter()
     for path in paths:
         try:
-            batches.append(read_micro_batch(path))
+            call = read_call(path)
+            batches.append(call.micro_batch())
+            num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         except CaptureError as error:
             damaged.append((path, str(error)))
     model = "no actor.json: replay needs --model"
@@ -72,7 +75,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
     return FolderFacts(
         folder=folder,
         model=model,
-        num_by_format=Counter(_format_of(batch) for batch in batches) | ({"damaged": len(damaged)} if damaged else {}),
+        num_by_format=num_by_format | ({"damaged": len(damaged)} if damaged else {}),
         first_time=times[0] if times else None,
         last_time=times[-1] if times else None,
         versions=sorted({f"{name} {number}" for batch in batches for name, number in batch.origin.versions.items()}),
@@ -86,11 +89,6 @@ def describe_model(config: Mapping[str, Any]) -> str:
     sizes = {"num_hidden_layers": "layers", "hidden_size": "hidden", "vocab_size": "vocabulary"}
     said = [f"{word} {config[key]}" for key, word in sizes.items() if key in config]
     return ", ".join([str(config.get("model_type", "unnamed")), *said])
-
-
-def _format_of(batch: MicroBatch) -> str:
-    """The older dumps say nothing of versions; format 1 always does."""
-    return "of format 1" if batch.origin.versions else "OpenRLHF dumps"
 
 
 def _kind_facts(name: str, batches: Sequence[MicroBatch]) -> KindFacts:
