@@ -22,6 +22,7 @@ from actor_init.spec import UsageError
 from actor_init.tp_plan import Plan, Split
 from actor_init.vocab_parallel import VocabularyParallelEmbedding
 
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that some attention modules shape their heads by
 ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards a length that tp does not divide unevenly
 
 
@@ -65,9 +66,12 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
             styles[inner] = _style(split, sequence=sequence)
         elif sequence and list(module.parameters(recurse=False)):
             styles[inner] = SequenceParallel()
-    if sequence:
-        for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
+    for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
+        if sequence:
             styles[child] = GatheredInput()
+        module = block.get_submodule(child)
+        for count in vars(module).keys() & HEAD_COUNTS:
+            setattr(module, count, getattr(module, count) // mesh.size())
     _parallelize(block, mesh, styles)
 
 

@@ -1,4 +1,4 @@
-"""Embedding and head sharded on the vocabulary, and log-probs from the shards: no rank ever holds a whole row of logits.
+"""Embedding and head sharded on the vocabulary; log-probs from the shards, so that no rank holds a whole row of logits.
 
 Shape letters: B rows, S tokens a row, N tokens whose log-prob is wanted, V this rank's share of the vocabulary.
 """
@@ -31,23 +31,23 @@ class VocabularyParallelEmbedding(ParallelStyle):
         module.weight = nn.Parameter(shard, module.weight.requires_grad)
         if module.padding_idx is not None:  # its row gets no gradient from the embedding, on the rank that has it
             module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
+        own: Any = module  # mypy keeps methods from being replaced
         forward = module.forward
 
         def looked_up(ids_BS: Tensor) -> Tensor:
             local_ids_BS, owned_BS = _localise(ids_BS, first, size)
-            weight: Any = module.weight
-            module.forward = forward
+            own.forward = forward
             try:
-                own = functional_call(module, {"weight": weight.to_local()}, (local_ids_BS,))
+                hidden = functional_call(module, {"weight": own.weight.to_local()}, (local_ids_BS,))
             finally:
-                module.forward = looked_up
-            own = own.masked_fill(~owned_BS.unsqueeze(-1), 0)
-            summed = DTensor.from_local(own, device_mesh, [Partial()], run_check=False).redistribute(
+                own.forward = looked_up
+            shares = hidden.masked_fill(~owned_BS.unsqueeze(-1), 0)
+            summed = DTensor.from_local(shares, device_mesh, [Partial()], run_check=False).redistribute(
                 placements=[self.output]
             )
             return summed.to_local() if self.use_local_output else summed
 
-        module.forward = looked_up
+        own.forward = looked_up
         return module
 
 
@@ -97,7 +97,8 @@ class _ShardedLogProbs(torch.autograd.Function):
         sum_N, target_N = sums
         ctx.save_for_backward(softmax_NV.div_(sum_N[:, None]), ids_N, owned_N)
         ctx.dtype = logits_NV.dtype
-        return target_N - sum_N.log()
+        log_probs_N: Tensor = target_N - sum_N.log()
+        return log_probs_N
 
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:

@@ -30,11 +30,11 @@ from replay.session import run_in
 from tests.sabotage import SABOTAGES
 
 
-class ShapeWatch(TorchDispatchMode):
+class ShapeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shapes of plain floating tensors, whatever made them; a DTensor shows through its local operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,5 +63,6 @@ def whole_logits(world: World) -> Iterator[None]:
 
 
 SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
-    sabotage.__name__: sabotage for sabotage in (column_for_a_row, different_inputs, head_norms_not_summed, whole_logits)
+    sabotage.__name__: sabotage
+    for sabotage in (column_for_a_row, different_inputs, head_norms_not_summed, whole_logits)
 }
