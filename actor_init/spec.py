@@ -139,14 +139,14 @@ class ActorSpec:
             )
         if self.backend is BackendName.FSDP2 and self.compile is Compile.DEEPCOMPILE:
             raise UsageError("--deepcompile belongs to deepspeed. Try: --backend deepspeed --deepcompile, or --compile")
-        if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
-            raise UsageError(
-                f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"
-            )
         if self.backend is BackendName.DEEPSPEED and self.parallel.sequence_parallel:
             raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
         if self.backend is BackendName.DEEPSPEED and self.parallel.tp_plan is not TpPlan.AUTO:
             raise UsageError(f"--tp-plan {self.parallel.tp_plan} is fsdp2's. Try: --backend fsdp2, or no --tp-plan")
+        if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
+            raise UsageError(
+                f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"
+            )
         if self.attention is Attention.VARLEN and not self.packing:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
 
