@@ -112,7 +112,7 @@ def _header(
         "packed" if spec.actor.packing else "padded",
         f"attention {facts['attention_kernel']}",
         f"optimizer {facts['optimizer']}",
-        *([f"tp {tp} by the plan {facts['tp_plan']}"] if (tp := spec.actor.parallel.tp) > 1 else []),
+        *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
         *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),
         *([f"compile {spec.actor.compile.value}"] if spec.actor.compile != "off" else []),
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),

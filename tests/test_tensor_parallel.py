@@ -14,9 +14,18 @@ from replay.logbook import read_log
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.gradients import assert_gradients_are_the_reference_s
+from tests.made_captures import write_pass
 from tests.reference import Reference
 from tests.test_commands import ROOT, run
-from tests.test_contract import LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
+from tests.test_contract import (
+    BF16_BOUND,
+    BF16_NORM_BOUND,
+    LEARNING_RATE,
+    LOSS_BOUND,
+    MAX_NORM,
+    NORM_BOUND,
+    records_of,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -47,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "stablelm, no plan of its own": {"model_type": "stablelm", "use_qkv_bias": True},
 }
+COMMON = ["--backend", "fsdp2", "--dtype", "fp32", "--quiet"]
 FEW = "--max-inputs 4"
 ALL = "--max-inputs 32"  # every training pass of the sample
 STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} {FEW}"
@@ -96,6 +106,9 @@ SEEN = [
     for flags in ("", "--sequence-parallel")
 ]
 GATHERED = Job("llama", 2, "--tp 2 --max-inputs 2", "whole_logits", shapes=True)
+BF16 = [
+    Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
+]
 
 
 class Outcome(NamedTuple):
@@ -119,16 +132,16 @@ class Outcome(NamedTuple):
         last = max(record.index for record in records) // accumulation
         return [[r for r in records if r.index // accumulation == number] for number in range(last + 1)]
 
-    def check_losses(self) -> None:
+    def check_losses(self, bound: float = LOSS_BOUND) -> None:
         for record in (record for window in self.windows() for record in window):
             expected = self.reference.answer(default_folder() / record.source).loss
-            assert record.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source
+            assert record.loss == pytest.approx(expected, rel=bound), record.source
 
-    def check_norms(self) -> None:
+    def check_norms(self, bound: float = NORM_BOUND) -> None:
         for window in self.windows():
             norms = [record.grad_norm for record in window if record.grad_norm is not None]
             expected = self.reference.gradient_norm(_sources(window))
-            assert norms == pytest.approx([expected] * self.job.num_processes, rel=NORM_BOUND)
+            assert norms == pytest.approx([expected] * self.job.num_processes, rel=bound)
 
     def check_gradients(self) -> None:
         sources = [_sources(window) for window in self.windows()]
@@ -139,20 +152,37 @@ def _sources(window: list[PassRecord]) -> list[Path]:
     return [default_folder() / source for source in sorted({record.source for record in window})]
 
 
+def save_model(folder: Path, seed: int, config: dict[str, Any]) -> None:
+    """A checkpoint with Hugging Face's own weights, but for norms and biases, which are not constant."""
+    torch.manual_seed(seed)
+    values = {**SIZES, **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+def replay_all(jobs: list[dict[str, Any]], table: Path, *, num_processes: int, tp: int) -> None:
+    table.write_text(json.dumps(jobs))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.gradient_worker", str(table), str(tp)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each model with Hugging Face's own weights, but for norms and biases, which are not constant."""
     made = {}
     for number, (name, config) in enumerate({**MODELS, **OTHERS}.items()):
         made[name] = tmp_path_factory.mktemp(f"model{number}")
-        torch.manual_seed(number)
-        values = {**SIZES, **config}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(made[name])
+        save_model(made[name], number, config)
     return made
 
 
@@ -163,29 +193,18 @@ def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     found: dict[Job, Outcome] = {}
     for num_processes in RUNS:
         table = []
-        for job in [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED]:
+        for job in [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED, *BF16]:
             if job.num_processes != num_processes:
                 continue
             outcome = found[job] = Outcome(job, home / str(len(found)), references[job.model])
             outcome.home.mkdir()
-            arguments = f"--backend fsdp2 --dtype fp32 --quiet {job.flags}".split()
             where = ["--model", str(folders[job.model]), "--log-folder", str(outcome.log)]
             table.append(
-                {"arguments": [*arguments, *where], "gradients": str(outcome.gradients)}
+                {"arguments": [*COMMON, *job.flags.split(), *where], "gradients": str(outcome.gradients)}
                 | ({"sabotage": job.sabotage} if job.sabotage else {})
                 | ({"shapes": str(outcome.home / "shapes.json")} if job.shapes else {})
             )
-        jobs = home / f"jobs{num_processes}.json"
-        jobs.write_text(json.dumps(table))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        done = subprocess.run(
-            [*launcher, "-m", "tests.gradient_worker", str(jobs), "2"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        replay_all(table, home / f"jobs{num_processes}.json", num_processes=num_processes, tp=2)
     return found
 
 
@@ -199,6 +218,12 @@ def test_losses_and_gradients_are_the_reference_s(job: Job, outcomes: dict[Job, 
     outcome.check_losses()
     outcome.check_norms()
     outcome.check_gradients()
+
+
+@pytest.mark.parametrize("job", BF16, ids=lambda job: job.name)
+def test_bf16_stays_within_its_bound(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    outcomes[job].check_losses(BF16_BOUND)
+    outcomes[job].check_norms(BF16_NORM_BOUND)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -253,6 +278,24 @@ def test_the_whole_logits_never_exist(job: Job, outcomes: dict[Job, Outcome]) ->
 def test_whole_logits_are_noticed(outcomes: dict[Job, Outcome]) -> None:
     outcomes[GATHERED].check_losses()
     assert widest(outcomes[GATHERED], SIZES["vocab_size"])
+
+
+def test_a_sequence_shorter_than_the_number_of_ranks_leaves_some_without_a_share(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", 0, {"model_type": "llama", "num_key_value_heads": 4})
+    folder = tmp_path / "inputs"
+    captures = [
+        write_pass(folder, step=step, num_rows=1, length=5, num_real=length, num_actions=4, vocabulary=264)
+        for step, length in enumerate((3, 5))  # on 4 ranks: 1, 1, 1, 0 and 2, 2, 1, 0
+    ]
+    where = ["--model", str(tmp_path / "model"), "--inputs", str(folder)]
+    arguments = [*COMMON, "--tp", "4", "--sequence-parallel", *where, "--log-folder", str(tmp_path / "log")]
+    job = {"arguments": arguments, "gradients": str(tmp_path / "gradients.pt")}
+    replay_all([job], tmp_path / "jobs.json", num_processes=4, tp=4)
+    reference = Reference(tmp_path / "model")
+    for record in records_of(tmp_path / "log"):
+        assert record.loss == pytest.approx(reference.answer(captures[record.index]).loss, rel=LOSS_BOUND)
+    windows = [[capture] for capture in captures]
+    assert_gradients_are_the_reference_s(tmp_path / "gradients.pt", windows, reference)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_what_no_plan_fits_is_refused(model_type: str, expected: str, wanted: Tp
 
 
 def test_a_style_that_is_not_known_is_named() -> None:
-    with pytest.raises(UsageError, match="gives model.layers.0.self_attn.q_proj the style colwise_gather_output"):
+    with pytest.raises(UsageError, match=r"gives model\.layers\.0\.self_attn\.q_proj the style colwise_gather_output"):
         find_plan(model_of("olmo2"), TpPlan.MODEL)
 
 
