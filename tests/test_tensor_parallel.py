@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
-UNEVEN = {"vocab_size": 265, "pad_token_id": 7}  # 133 and 132 a rank; the embedding's row 7 gets no gradient
+UNEVEN = {"vocab_size": 265, "pad_token_id": 32}  # 133 and 132 a rank; the space's row gets no gradient as an embedding
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama, tied, biases, uneven": {"model_type": "llama", "tie_word_embeddings": True, **BIASES, **UNEVEN},
