@@ -64,9 +64,16 @@ class Reference:
         """Of those gradients together."""
         return float(torch.stack([gradient.norm() for gradient in self.gradients(paths).values()]).norm())
 
-    def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:
-        """Loss and norm before clipping of each capture in turn, AdamW stepping in between. Changes the model."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+    def clipped_steps(
+        self,
+        paths: list[Path],
+        *,
+        learning_rate: float,
+        max_norm: float,
+        kind: type[torch.optim.AdamW | torch.optim.SGD] = torch.optim.AdamW,
+    ) -> list[tuple[float, float]]:
+        """Loss and norm before clipping of each capture, the optimizer stepping after each. Changes the model."""
+        optimizer = kind(self.model.parameters(), lr=learning_rate)
         found = []
         for path in paths:
             log_probs_BA = self.log_probs(read_micro_batch(path))

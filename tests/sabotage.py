@@ -9,7 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.func import functional_call
 
 from actor_init.packing import ActorInputs, actor_inputs
 from actor_init.world import World
@@ -50,6 +52,38 @@ def head_norms_not_summed(world: World) -> Iterator[None]:
         yield
 
 
+class OwnTokensNorm(SequenceParallel):
+    """A norm whose weight's gradient is that of a rank's own tokens alone: to_local() takes it for the whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicated: Any = super()._apply(module, device_mesh)
+        forward = replicated.forward
+
+        def local(tokens: Any) -> DTensor:
+            own = {name: parameter.to_local() for name, parameter in replicated.named_parameters()}
+            replicated.forward = forward
+            try:
+                normed = functional_call(module, own, (tokens.to_local(),))
+            finally:
+                replicated.forward = local
+            layout = {"shape": tokens.shape, "stride": tokens.stride()}
+            return DTensor.from_local(normed, device_mesh, self.sequence_sharding, run_check=False, **layout)
+
+        replicated.forward = local
+        return module
+
+    @staticmethod
+    def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        return inputs[0]
+
+
+@contextmanager
+def sequence_norms_not_summed(world: World) -> Iterator[None]:
+    """The gradients of norms on the sharded sequence are those of a rank's own tokens alone."""
+    with patch("actor_init.tensor_parallel.SequenceParallel", OwnTokensNorm):
+        yield
+
+
 @contextmanager
 def whole_logits(world: World) -> Iterator[None]:
     """The head's shards are gathered, as transformers' plans have it. Right, but the whole logits are there."""
@@ -64,5 +98,11 @@ def whole_logits(world: World) -> Iterator[None]:
 
 SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
     sabotage.__name__: sabotage
-    for sabotage in (column_for_a_row, different_inputs, head_norms_not_summed, whole_logits)
+    for sabotage in (
+        column_for_a_row,
+        different_inputs,
+        head_norms_not_summed,
+        sequence_norms_not_summed,
+        whole_logits,
+    )
 }
