@@ -5,9 +5,11 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from actor_init.packing import ActorInputs
 from actor_init.ring import sum_over_ring
+from actor_init.vocab_parallel import log_probs_of_shards
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
@@ -33,8 +35,11 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
         use_cache=False,
         **packed,
     ).logits
-    logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
-    log_probs_N = -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
+    if isinstance(logits, DTensor):  # of a head that is sharded on the vocabulary
+        log_probs_N = log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
+    else:
+        logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
+        log_probs_N = -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
     if inputs.ring is not None:
         flat = sum_over_ring(flat, inputs.ring.group)

@@ -65,6 +65,12 @@ class OptimizerName(StrEnum):
     NONE = "none"
 
 
+class TpPlan(StrEnum):
+    AUTO = "auto"
+    MODEL = "model"
+    BUILTIN = "builtin"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSpec:
     """How many ranks share one replica of the model: along its layers' weights (tp) and along the sequence (ring)."""
@@ -72,6 +78,18 @@ class ParallelSpec:
     tp: int = option(1, "Ranks that share each layer's weights (fsdp2).", min=1)
     ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
     ring_head_stride: int = option(1, "Key-value heads that ring attention gathers at once.", min=1)
+    tp_plan: TpPlan = option(
+        TpPlan.AUTO,
+        "Which layers --tp splits how (fsdp2). model: transformers' plan for the model; builtin: ours for Llama, Qwen "
+        "and Gemma, and for models built like Llama; auto: the model's own if it is complete, else ours.",
+    )
+    sequence_parallel: bool = option(False, "Shard norms and residuals along the sequence over --tp (fsdp2).")
+
+    def __post_init__(self) -> None:
+        if self.tp == 1 and self.sequence_parallel:
+            raise UsageError("--sequence-parallel shards over the ranks of --tp. Try: --tp 2 --sequence-parallel")
+        if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
+            raise UsageError(f"--tp-plan {self.tp_plan} is a plan for --tp. Try: --tp 2 --tp-plan {self.tp_plan}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +150,10 @@ class ActorSpec:
             )
         if self.backend is BackendName.FSDP2 and self.compile is Compile.DEEPCOMPILE:
             raise UsageError("--deepcompile belongs to deepspeed. Try: --backend deepspeed --deepcompile, or --compile")
+        if self.backend is BackendName.DEEPSPEED and self.parallel.sequence_parallel:
+            raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
+        if self.backend is BackendName.DEEPSPEED and self.parallel.tp_plan is not TpPlan.AUTO:
+            raise UsageError(f"--tp-plan {self.parallel.tp_plan} is fsdp2's. Try: --backend fsdp2, or no --tp-plan")
         if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
             raise UsageError(
                 f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"

@@ -1,79 +1,131 @@
-"""Tensor parallelism for FSDP2: transformers' own plan for a model, carried out with DTensor over the tp axis."""
+"""Tensor parallelism for FSDP2: a plan carried out with DTensor over the tp axis, and the sequence along with it."""
 
-from collections.abc import Collection, Mapping
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actor_init.model import blocks_of
 from actor_init.spec import UsageError
+from actor_init.tp_plan import Plan, Split
+from actor_init.vocab_parallel import VocabularyParallelEmbedding
+
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that some attention modules shape their heads by
+ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards a length that tp does not divide unevenly
 
 
 def check_divisible(config: PretrainedConfig, tp: int) -> None:
-    """Raises UsageError unless tp divides the heads and the key-value heads."""
+    """Raises UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % tp or key_value_heads % tp:
-        possible = [str(n) for n in range(1, key_value_heads + 1) if not (heads % n or key_value_heads % n)]
+    width = getattr(text, "intermediate_size", None) or 0
+    if heads % tp or key_value_heads % tp or width % tp:
+        possible = [
+            str(n) for n in range(1, key_value_heads + 1) if not (heads % n or key_value_heads % n or width % n)
+        ]
         raise UsageError(
-            f"--tp {tp} does not divide the model's {heads} heads and {key_value_heads} key-value heads. "
-            f"Try: --tp with one of {', '.join(possible)}"
+            f"--tp {tp} does not divide the model's {heads} heads, {key_value_heads} key-value heads and MLP width of "
+            f"{width}. Try: --tp with one of {', '.join(possible)}"
         )
 
 
-def shard_over_tp(model: PreTrainedModel, mesh: DeviceMesh, *, prefix: str = "", but: Collection[str] = ()) -> None:
-    """Replace the parameters below `prefix`, and below none of `but`, by the shards that the model's plan gives them.
+def check_sequence(model: PreTrainedModel, plan: Plan) -> None:
+    """Raises UsageError where what the plan leaves whole is not on the residual stream itself."""
+    for prefix, block in blocks_of(model):
+        for name, module in block.named_modules():
+            if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
+                raise UsageError(
+                    f"--sequence-parallel knows the norms between attention and MLP, but {type(model).__name__} has "
+                    f"parameters in {prefix}.{name}, which every rank holds whole. Try: --no-sequence-parallel"
+                )
 
-    They are whole until then, and equal on every rank. Tied embeddings stay whole. Raises UsageError where the model
-    has no plan, or one with a style that is not known here.
+
+def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Replace the parameters of the transformer layer `name` by the shards that the plan gives them.
+
+    They are whole until then, and equal on every rank. With `sequence`, the residual stream is a DTensor sharded along
+    the sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
     """
-    names = [name for name, _ in model.named_modules() if _is_below(name, prefix)]
-    styles = {
-        name: _style(name, style)
-        for name in names
-        if not any(_is_below(name, other) for other in but) and (style := _planned(model, name)) is not None
-    }
-    parallelize_module(model, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same
+    styles: dict[str, ParallelStyle] = {}
+    for inner, module in block.named_modules():
+        split = plan.splits.get(f"{name}.{inner}")
+        if split is not None:
+            styles[inner] = _style(split, sequence=sequence)
+        elif sequence and list(module.parameters(recurse=False)):
+            styles[inner] = SequenceParallel()
+    for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
+        if sequence:
+            styles[child] = GatheredInput()
+        module = block.get_submodule(child)
+        for count in vars(module).keys() & HEAD_COUNTS:
+            setattr(module, count, getattr(module, count) // mesh.size())
+    _parallelize(block, mesh, styles)
 
 
-def _is_below(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")
-
-
-def _planned(model: PreTrainedModel, name: str) -> str | None:
-    plan: Mapping[str, str] = model.tp_plan or {}
-    if not plan:
-        raise UsageError(f"transformers has no tensor parallel plan for {type(model).__name__}. Try: --tp 1")
-    tied = {model.get_input_embeddings(), model.get_output_embeddings()}
-    if model.config.get_text_config().tie_word_embeddings and model.get_submodule(name) in tied:
-        return None
-    return next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
-
-
-def _style(name: str, style: str) -> ParallelStyle:
-    match style:
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel()
-        case "embedding_rowwise":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "replicated_with_grad_allreduce":
-            return ReplicatedOverHeads()
-        case other:
-            raise UsageError(
-                f"the tensor parallel plan gives {name} the style {other}, which is not known. Try: --tp 1"
+def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Shard embedding and head on the vocabulary (one weight where they are tied), and what is left of the norms."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    prefixes = tuple(f"{prefix}." for prefix, _ in blocks_of(model))
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if module is embedding:
+            styles[name] = VocabularyParallelEmbedding(
+                ALONG_SEQUENCE if sequence else Replicate(), use_local_output=not sequence
             )
+        elif module is head:
+            styles[name] = ColwiseParallel(
+                input_layouts=ALONG_SEQUENCE if sequence else Replicate(), use_local_output=False
+            )
+        elif sequence and not f"{name}.".startswith(prefixes) and list(module.parameters(recurse=False)):
+            styles[name] = SequenceParallel()
+    _parallelize(model, mesh, styles)
+    if tied:
+        head.weight = embedding.weight
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same
+
+
+def _style(split: Split, *, sequence: bool) -> ParallelStyle:
+    match split:
+        case Split.COLUMNS:
+            return ColwiseParallel()
+        case Split.ROWS if sequence:
+            return RowwiseParallel(output_layouts=ALONG_SEQUENCE, use_local_output=False)
+        case Split.ROWS:
+            return RowwiseParallel()
+        case Split.PER_HEAD:
+            return ReplicatedOverHeads()
+
+
+class GatheredInput(ParallelStyle):
+    """The sequence's shards are gathered once, for all the column-parallel layers in the module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return tuple(_gathered(value) for value in args), {key: _gathered(value) for key, value in kwargs.items()}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+def _gathered(value: Any) -> Any:
+    return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
 
 
 class ReplicatedOverHeads(ParallelStyle):

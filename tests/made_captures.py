@@ -21,8 +21,12 @@ def write_pass(
     length: int = 10,
     num_real: int = 8,
     num_actions: int = 3,
+    vocabulary: int | None = None,
 ) -> Path:
-    """Rows of `length` tokens, of which the first `num_real` are real and the last `num_actions` are actions."""
+    """Rows of `length` tokens, of which the first `num_real` are real and the last `num_actions` are actions.
+
+    They are token 7, or random ones of a vocabulary.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     mask_BS = torch.zeros(num_rows, length, dtype=torch.bool)
     mask_BS[:, :num_real] = True
@@ -35,8 +39,9 @@ def write_pass(
         model_name="tiny",
         versions={"torch": "2.13.0"},
     )
+    size, generator = (num_rows, length), torch.Generator().manual_seed(step)
     tensors = {
-        "sequences": torch.full((num_rows, length), 7),
+        "sequences": torch.randint(vocabulary, size, generator=generator) if vocabulary else torch.full(size, 7),
         "attention_mask": mask_BS,
         "action_mask": torch.ones(num_rows, num_actions, dtype=torch.bool),
     }

@@ -1,5 +1,6 @@
 """The independent reference: a plain Hugging Face model, unsharded, fp32, fed each row alone and without padding."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from capture.micro_batch import MicroBatch
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     loss: float
-    gradient: Tensor  # of all parameters, flattened, fp64
+    gradients: dict[str, Tensor]  # fp64, by parameter name
 
 
 class Reference:
@@ -50,17 +51,29 @@ class Reference:
             loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
             self.model.zero_grad()
             torch.autograd.backward(loss)
-            gradient = torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
-            self._answers[path] = Answer(loss=loss.item(), gradient=gradient)
+            gradients = {name: p.grad.double() for name, p in self.model.named_parameters()}
+            self._answers[path] = Answer(loss=loss.item(), gradients=gradients)
         return self._answers[path]
 
-    def gradient_norm(self, paths: list[Path]) -> float:
-        """Of the mean over `paths` of their losses' gradients: what data ranks and an accumulation window average."""
-        return float(torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0).norm())
+    def gradients(self, paths: Sequence[Path]) -> dict[str, Tensor]:
+        """By name, the mean over `paths` of their losses' gradients: what data ranks and a window average."""
+        each = [self.answer(path).gradients for path in paths]
+        return {name: torch.stack([gradients[name] for gradients in each]).mean(dim=0) for name in each[0]}
 
-    def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:
-        """Loss and norm before clipping of each capture in turn, AdamW stepping in between. Changes the model."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+    def gradient_norm(self, paths: Sequence[Path]) -> float:
+        """Of those gradients together."""
+        return float(torch.stack([gradient.norm() for gradient in self.gradients(paths).values()]).norm())
+
+    def clipped_steps(
+        self,
+        paths: list[Path],
+        *,
+        learning_rate: float,
+        max_norm: float,
+        kind: type[torch.optim.AdamW | torch.optim.SGD] = torch.optim.AdamW,
+    ) -> list[tuple[float, float]]:
+        """Loss and norm before clipping of each capture, the optimizer stepping after each. Changes the model."""
+        optimizer = kind(self.model.parameters(), lr=learning_rate)
         found = []
         for path in paths:
             log_probs_BA = self.log_probs(read_micro_batch(path))

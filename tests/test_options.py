@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actor_init.spec import ActorSpec, Attention, BackendName, Compile, ParallelSpec, UsageError
+from actor_init.spec import ActorSpec, Attention, BackendName, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import app
 from replay.options import command_line, spec_from_dict, spec_to_dict, toggles
 from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec
@@ -70,6 +70,7 @@ def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tu
         ("--max-inputs 2.5", "a whole number"),
         ("--zero-stage 4", "from 0 to 3"),
         ("--zero-stage -1", "from 0 to 3"),
+        ("--tp-plan theirs", "auto, model, builtin"),
         ("--max-norm nan", "finite"),
         ("--max-norm inf", "finite"),
         ("--max-norm=-1", "at least 0"),
@@ -89,7 +90,14 @@ def test_a_field_without_help_is_no_option() -> None:
 
 
 FULL = RunSpec(
-    actor=ActorSpec(backend=BackendName.FSDP2, compile=Compile.BLOCKS, packing=False, max_norm=0.5, zero_stage=2),
+    actor=ActorSpec(
+        backend=BackendName.FSDP2,
+        compile=Compile.BLOCKS,
+        packing=False,
+        max_norm=0.5,
+        zero_stage=2,
+        parallel=ParallelSpec(tp=2, tp_plan=TpPlan.BUILTIN, sequence_parallel=True),
+    ),
     inputs=InputsSpec(inputs=Path("in puts"), max_inputs=7, shuffle_inputs=True, random_seed=123),
     measure=MeasureSpec(backward=False, warmup=0, quiet=True, log_folder=Path("/elsewhere"), name="night"),
 )

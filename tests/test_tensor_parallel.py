@@ -1,20 +1,36 @@
-"""Tensor parallelism gives the loss and the gradient norm of the unsharded model, for every kind of plan."""
+"""Tensor parallelism gives the loss and every gradient of the unsharded model; the comparison sees wrong plans."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replay.logbook import read_log
+from replay.records import PassRecord
 from replay.selection import default_folder
+from tests.gradients import (
+    GRADIENT_BOUND,
+    assert_gradients_are_the_reference_s,
+    gradient_errors,
+    windows_in,
+)
+from tests.made_captures import write_pass
 from tests.reference import Reference
 from tests.test_commands import ROOT, run
-from tests.test_contract import LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
+from tests.test_contract import (
+    BF16_BOUND,
+    BF16_NORM_BOUND,
+    LEARNING_RATE,
+    LOSS_BOUND,
+    MAX_NORM,
+    NORM_BOUND,
+    records_of,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -27,95 +43,294 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,  # so that a wrong shard shows
     "pad_token_id": None,
 }
+BIASES = {"attention_bias": True, "mlp_bias": True}
+UNEVEN = {"vocab_size": 265, "pad_token_id": 32}  # 133 and 132 a rank; the space's row gets no gradient as an embedding
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "llama, tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama, tied, biases, uneven": {"model_type": "llama", "tie_word_embeddings": True, **BIASES, **UNEVEN},
     "qwen2, biases": {"model_type": "qwen2"},
     "qwen3, norms on heads": {"model_type": "qwen3"},
-    "gemma3, sliding window": {"model_type": "gemma3_text", "sliding_window": 16, "attention_bias": False},
+    "gemma3, sliding window, softcap": {
+        "model_type": "gemma3_text",
+        "sliding_window": 16,
+        "attention_bias": False,
+        "final_logit_softcapping": 5.0,
+    },
 }
-STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma"},
+    "stablelm, no plan of its own": {"model_type": "stablelm", "use_qkv_bias": True},
+}
+COMMON = ["--backend", "fsdp2", "--dtype", "fp32", "--quiet"]
+FEW = "--max-inputs 4"
+ALL = "--max-inputs 32"  # every training pass of the sample
+STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} {FEW}"
+SGD_RATE = 0.1
+SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} {FEW}"
+STEPS = [STEPPING, SGD_STEPPING, f"{SGD_STEPPING} --sequence-parallel"]  # AdamW hardly sees the size of a gradient
 RUNS = {  # processes: flags
-    2: ["--tp 2", "--tp 2 --gradient-checkpointing", "--tp 2 --zero-stage 2 --no-packing", STEPPING],
-    4: ["--tp 2 --grad-accumulation 2"],
+    2: [
+        f"--tp 2 {ALL}",
+        f"--tp 2 --sequence-parallel {ALL}",
+        f"--tp 2 --sequence-parallel --gradient-checkpointing --no-packing {FEW}",
+        f"--tp 2 --tp-plan builtin --gradient-checkpointing --zero-stage 2 --no-packing {FEW}",
+    ],
+    4: [f"--tp 2 {ALL}", f"--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2 {FEW}"],
 }
-NUM_INPUTS = 4
-COMMON = ["--backend", "fsdp2", "--dtype", "fp32", "--quiet", "--max-inputs", str(NUM_INPUTS)]
+
+
+class Job(NamedTuple):
+    model: str
+    num_processes: int
+    flags: str
+    sabotage: str = ""
+    shapes: bool = False
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.model, f"on {self.num_processes}", self.flags, self.sabotage]).strip()
+
+
+STANDING = [Job(model, n, flags) for n, every in RUNS.items() for flags in every for model in MODELS] + [
+    Job("gemma", 2, f"--tp 2 --tp-plan builtin --sequence-parallel {FEW}"),
+    Job("stablelm, no plan of its own", 2, f"--tp 2 --sequence-parallel {FEW}"),
+    Job("qwen3, norms on heads", 2, "--tp 2 --sequence-parallel --compile --max-inputs 1"),
+]
+STEPPED = [Job(model, 2, flags) for model in MODELS for flags in STEPS]
+WRONG = [
+    Job("llama", 2, f"--tp 2 {FEW}", "column_for_a_row"),
+    Job("gemma3, sliding window, softcap", 2, f"--tp 2 --sequence-parallel {FEW}", "column_for_a_row"),
+    Job("llama", 2, f"--tp 2 {FEW}", "different_inputs"),
+    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {FEW}", "different_inputs"),
+]
+UNSUMMED = {  # and which gradients have to be found wrong, and no others
+    **{
+        Job(model, 2, f"--tp 2 {FEW}", "head_norms_not_summed"): ("q_norm", "k_norm")
+        for model in ("qwen3, norms on heads", "gemma3, sliding window, softcap")
+    },
+    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {FEW}", "sequence_norms_not_summed"): ("norm",),
+}
+SEEN = [
+    Job(model, 2, f"--tp 2 --max-inputs 2 {flags}".strip(), shapes=True)
+    for model in ("llama", "llama, tied, biases, uneven", "gemma3, sliding window, softcap")
+    for flags in ("", "--sequence-parallel")
+]
+GATHERED = Job("llama", 2, "--tp 2 --max-inputs 2", "whole_logits", shapes=True)
+BF16 = [
+    Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
+]
+
+
+class Outcome(NamedTuple):
+    """What a job left behind, and the answers it is held to."""
+
+    job: Job
+    home: Path
+    reference: Reference
+
+    @property
+    def log(self) -> Path:
+        return self.home / "log"
+
+    @property
+    def gradients(self) -> Path:
+        return self.home / "gradients.pt"
+
+    def windows(self) -> list[list[PassRecord]]:
+        accumulation = 2 if "accumulation" in self.job.flags else 1
+        records = records_of(self.log)
+        last = max(record.index for record in records) // accumulation
+        return [[r for r in records if r.index // accumulation == number] for number in range(last + 1)]
+
+    def check_losses(self, bound: float = LOSS_BOUND) -> None:
+        for record in (record for window in self.windows() for record in window):
+            expected = self.reference.answer(default_folder() / record.source).loss
+            assert record.loss == pytest.approx(expected, rel=bound), record.source
+
+    def check_norms(self, bound: float = NORM_BOUND) -> None:
+        for window in self.windows():
+            norms = [record.grad_norm for record in window if record.grad_norm is not None]
+            expected = self.reference.gradient_norm(_sources(window))
+            assert norms == pytest.approx([expected] * self.job.num_processes, rel=bound)
+
+    def check_gradients(self) -> None:
+        sources = [_sources(window) for window in self.windows()]
+        assert_gradients_are_the_reference_s(self.gradients, sources, self.reference)
+
+
+def _sources(window: list[PassRecord]) -> list[Path]:
+    return [default_folder() / source for source in sorted({record.source for record in window})]
+
+
+def save_model(folder: Path, seed: int, config: dict[str, Any]) -> None:
+    """A checkpoint with Hugging Face's own weights, but for norms and biases, which are not constant."""
+    torch.manual_seed(seed)
+    values = {**SIZES, **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+def replay_all(jobs: list[dict[str, Any]], table: Path, *, num_processes: int, tp: int) -> None:
+    table.write_text(json.dumps(jobs))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.gradient_worker", str(table), str(tp)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each model with weights of Hugging Face's own making."""
     made = {}
-    for number, (name, config) in enumerate(MODELS.items()):
+    for number, (name, config) in enumerate({**MODELS, **OTHERS}.items()):
         made[name] = tmp_path_factory.mktemp(f"model{number}")
-        torch.manual_seed(number)
-        model_type = config["model_type"]
-        rest = {**SIZES, **{key: value for key, value in config.items() if key != "model_type"}}
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **rest)).save_pretrained(made[name])
+        save_model(made[name], number, config)
     return made
 
 
 @pytest.fixture(scope="module")
-def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Path]:
+def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Outcome]:
     home = tmp_path_factory.mktemp("logs")
-    found: dict[tuple[str, int, str], Path] = {}
-    for num_processes, flag_sets in RUNS.items():
-        commands = []
-        for flags in flag_sets:
-            for name, folder in folders.items():
-                log_folder = found[name, num_processes, flags] = home / str(len(found))
-                where = ["--model", str(folder), "--log-folder", str(log_folder)]
-                commands.append([*COMMON, *flags.split(), *where])
-        table = home / f"commands{num_processes}.json"
-        table.write_text(json.dumps(commands))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        done = subprocess.run(
-            [*launcher, "-m", "tests.replay_worker", str(table), "2"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    references = {name: Reference(folder) for name, folder in folders.items()}
+    found: dict[Job, Outcome] = {}
+    for num_processes in RUNS:
+        table = []
+        for job in [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED, *BF16]:
+            if job.num_processes != num_processes:
+                continue
+            outcome = found[job] = Outcome(job, home / str(len(found)), references[job.model])
+            outcome.home.mkdir()
+            where = ["--model", str(folders[job.model]), "--log-folder", str(outcome.log)]
+            table.append(
+                {"arguments": [*COMMON, *job.flags.split(), *where], "gradients": str(outcome.gradients)}
+                | ({"sabotage": job.sabotage} if job.sabotage else {})
+                | ({"shapes": str(outcome.home / "shapes.json")} if job.shapes else {})
+            )
+        replay_all(table, home / f"jobs{num_processes}.json", num_processes=num_processes, tp=2)
     return found
 
 
-STANDING = [(n, flags) for n, every in RUNS.items() for flags in every if flags != STEPPING]
+@pytest.mark.parametrize("job", STANDING, ids=lambda job: job.name)
+def test_losses_and_gradients_are_the_reference_s(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    outcome = outcomes[job]
+    for window in outcome.windows():
+        of_rank = {(record.index, record.rank): record.source for record in window}
+        for (index, rank), source in of_rank.items():
+            assert source == of_rank[index, rank - rank % 2]  # tp ranks see the same micro-batch
+    outcome.check_losses()
+    outcome.check_norms()
+    outcome.check_gradients()
 
 
-@pytest.mark.parametrize(("num_processes", "flags"), STANDING)
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_and_norms_are_the_reference_s(
-    name: str, num_processes: int, flags: str, logs: dict[tuple[str, int, str], Path], folders: dict[str, Path]
-) -> None:
-    reference = Reference(folders[name])
-    records = records_of(logs[name, num_processes, flags])
-    accumulation = 2 if "accumulation" in flags else 1
-    num_data_ranks = num_processes // 2
-    assert len(records) == NUM_INPUTS * num_processes
-    for index in range(NUM_INPUTS):
-        ranks = [record for record in records if record.index == index]
-        assert len({record.source for record in ranks}) == num_data_ranks
-        for record in ranks:
-            expected = reference.answer(default_folder() / record.source).loss
-            assert record.loss == pytest.approx(expected, rel=LOSS_BOUND)
-        if (index + 1) % accumulation == 0:
-            window = {r.source for r in records if index - accumulation < r.index <= index}
-            norm = reference.gradient_norm([default_folder() / source for source in sorted(window)])
-            assert [record.grad_norm for record in ranks] == pytest.approx([norm] * len(ranks), rel=NORM_BOUND)
+@pytest.mark.parametrize("job", BF16, ids=lambda job: job.name)
+def test_bf16_stays_within_its_bound(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    outcomes[job].check_losses(BF16_BOUND)
+    outcomes[job].check_norms(BF16_NORM_BOUND)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_sample_input_is_seen(model: str, outcomes: dict[Job, Outcome]) -> None:
+    everything = [job for job in STANDING if job.model == model and ALL in job.flags]
+    assert len(everything) == 3
+    for job in everything:
+        assert len({record.source for window in outcomes[job].windows() for record in window}) == 32
+
+
+@pytest.mark.parametrize("job", STEPPED, ids=lambda job: job.name)
 def test_clipped_steps_lead_where_a_plain_loop_leads(
-    name: str, logs: dict[tuple[str, int, str], Path], folders: dict[str, Path]
+    job: Job, outcomes: dict[Job, Outcome], folders: dict[str, Path]
 ) -> None:
-    records = [record for record in records_of(logs[name, 2, STEPPING]) if record.rank == 0]
-    expected = Reference(folders[name]).clipped_steps(
-        [default_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM
+    records = [record for record in records_of(outcomes[job].log) if record.rank == 0]
+    sgd = "sgd" in job.flags
+    expected = Reference(folders[job.model]).clipped_steps(
+        [default_folder() / record.source for record in records],
+        learning_rate=SGD_RATE if sgd else LEARNING_RATE,
+        max_norm=MAX_NORM,
+        kind=torch.optim.SGD if sgd else torch.optim.AdamW,
     )
     assert [record.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
     assert [record.grad_norm for record in records] == pytest.approx([norm for _, norm in expected], rel=NORM_BOUND)
+
+
+@pytest.mark.parametrize("job", WRONG, ids=lambda job: job.name)
+def test_a_wrong_plan_fails_every_comparison(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    for check in (outcomes[job].check_losses, outcomes[job].check_norms, outcomes[job].check_gradients):
+        with pytest.raises(AssertionError):
+            check()
+
+
+@pytest.mark.parametrize("job", UNSUMMED, ids=lambda job: job.name)
+def test_a_wrong_gradient_of_small_parameters_is_seen(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    outcome = outcomes[job]
+    outcome.check_losses()
+    with pytest.raises(AssertionError):
+        outcome.check_gradients()
+    (first, *_), (records, *_) = windows_in(outcome.gradients), outcome.windows()
+    errors = gradient_errors(first, outcome.reference.gradients(_sources(records)))
+    wrong = {name for name, error in errors.items() if not error < GRADIENT_BOUND}
+    assert wrong == {name for name in errors if any(part in name for part in UNSUMMED[job])}
+
+
+def widest(outcome: Outcome, size: int) -> list[list[int]]:
+    """The shapes of plain floating tensors, of all that were made, that have a dimension of `size`."""
+    shapes = json.loads((outcome.home / "shapes.json").read_text())
+    assert len(shapes) > 20
+    return [shape for shape in shapes if size in shape]
+
+
+@pytest.mark.parametrize("job", SEEN, ids=lambda job: job.name)
+def test_the_whole_logits_never_exist(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    vocabulary = {**SIZES, **MODELS[job.model]}["vocab_size"]
+    assert widest(outcomes[job], -(-vocabulary // 2))
+    assert widest(outcomes[job], vocabulary) == []  # nor the whole embedding, nor its gradient
+
+
+def test_whole_logits_are_noticed(outcomes: dict[Job, Outcome]) -> None:
+    outcomes[GATHERED].check_losses()
+    assert widest(outcomes[GATHERED], SIZES["vocab_size"])
+
+
+def test_a_sequence_shorter_than_the_number_of_ranks_leaves_some_without_a_share(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", 0, {"model_type": "llama", "num_key_value_heads": 4})
+    folder = tmp_path / "inputs"
+    captures = [
+        write_pass(folder, step=step, num_rows=1, length=5, num_real=length, num_actions=4, vocabulary=264)
+        for step, length in enumerate((3, 5))  # on 4 ranks: 1, 1, 1, 0 and 2, 2, 1, 0
+    ]
+    where = ["--model", str(tmp_path / "model"), "--inputs", str(folder)]
+    arguments = [*COMMON, "--tp", "4", "--sequence-parallel", *where, "--log-folder", str(tmp_path / "log")]
+    job = {"arguments": arguments, "gradients": str(tmp_path / "gradients.pt")}
+    replay_all([job], tmp_path / "jobs.json", num_processes=4, tp=4)
+    reference = Reference(tmp_path / "model")
+    for record in records_of(tmp_path / "log"):
+        assert record.loss == pytest.approx(reference.answer(captures[record.index]).loss, rel=LOSS_BOUND)
+    windows = [[capture] for capture in captures]
+    assert_gradients_are_the_reference_s(tmp_path / "gradients.pt", windows, reference)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "origin"),
+    [
+        ("qwen3, norms on heads", f"--tp 2 {ALL}", "transformers' for Qwen3ForCausalLM"),
+        ("qwen3, norms on heads", RUNS[2][3], "builtin for qwen3"),
+        (
+            "stablelm, no plan of its own",
+            f"--tp 2 --sequence-parallel {FEW}",
+            "Llama-style fallback, not made for stablelm",
+        ),
+    ],
+)
+def test_the_log_says_whose_plan_it_was(model: str, flags: str, origin: str, outcomes: dict[Job, Outcome]) -> None:
+    (folder,) = outcomes[Job(model, 2, flags)].log.iterdir()
+    assert read_log(folder)[0]["facts"]["tp_plan"] == origin
 
 
 @pytest.mark.parametrize(
@@ -132,12 +347,12 @@ def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("flags", ["", "--compile"])
-def test_the_processes_that_are_missing_are_started(flags: str, tmp_path: Path) -> None:
-    done = run(f"torchrun replay --backend fsdp2 --tp 2 --max-inputs 2 {flags}", tmp_path)
+@pytest.mark.parametrize(("num_inputs", "flags"), [(2, ""), (1, "--compile")])
+def test_the_processes_that_are_missing_are_started(num_inputs: int, flags: str, tmp_path: Path) -> None:
+    done = run(f"torchrun replay --backend fsdp2 --tp 2 --max-inputs {num_inputs} {flags}", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "starting them" in done.stderr
     (folder,) = tmp_path.iterdir()
     log, records = read_log(folder)
     assert log["world_size"] == 2
-    assert len({record.source for record in records}) == 2
+    assert len({record.source for record in records}) == num_inputs

@@ -21,7 +21,8 @@ from actor_init.optimizer import TORCH_DTYPES, make_optimizer
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
-from actor_init.tensor_parallel import check_divisible, shard_over_tp
+from actor_init.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
+from actor_init.tp_plan import Plan, find_plan
 from actor_init.world import World
 
 
@@ -33,6 +34,7 @@ class FSDP2Backend:
     scaler: torch.amp.GradScaler
     attention: str
     num_parameters: int
+    tp_plan: Plan | None
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
@@ -47,6 +49,9 @@ class FSDP2Backend:
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
         )
         blocks = blocks_of(model)
+        plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
+        if plan and spec.parallel.sequence_parallel:
+            check_sequence(model, plan)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
@@ -54,8 +59,8 @@ class FSDP2Backend:
             compile_blocks((block for _, block in blocks), any_length=spec.parallel.tp == 1)
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name)
-            if spec.parallel.tp > 1:
-                shard_over_tp(model, world.weights_mesh["tp"], prefix=name)
+            if plan:
+                shard_block(block, name, plan, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
             fully_shard(
                 block,
                 mesh=world.weights_mesh["shard"],
@@ -63,8 +68,8 @@ class FSDP2Backend:
                 reshard_after_forward=spec.resolved_zero_stage == 3,
             )
         materialise(model, source.weights, world.device)
-        if spec.parallel.tp > 1:
-            shard_over_tp(model, world.weights_mesh["tp"], but=[name for name, _ in blocks])
+        if plan:
+            shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
         # None is torch's own rule: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
@@ -75,6 +80,7 @@ class FSDP2Backend:
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
             num_parameters=model.num_parameters(),
+            tp_plan=plan,
         )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
@@ -111,6 +117,7 @@ class FSDP2Backend:
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
+            **({"tp_plan": self.tp_plan.origin} if self.tp_plan else {}),
         }
 
     def close(self) -> None:

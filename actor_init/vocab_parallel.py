@@ -1,0 +1,108 @@
+"""Embedding and head sharded on the vocabulary; log-probs from the shards, so that no rank holds a whole row of logits.
+
+Shape letters: B rows, S tokens a row, N tokens whose log-prob is wanted, V this rank's share of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.func import functional_call
+
+
+class VocabularyParallelEmbedding(ParallelStyle):
+    """Each rank looks up its own share of the vocabulary; the sum over the ranks is laid out as `output`.
+
+    DTensor's own embedding computes the whole weight's gradient on every rank; this one computes its share.
+    """
+
+    def __init__(self, output: Placement, *, use_local_output: bool) -> None:
+        self.output = output
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        first, size = _share_of(module.num_embeddings, device_mesh)
+        shard = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.weight = nn.Parameter(shard, module.weight.requires_grad)
+        if module.padding_idx is not None:  # its row gets no gradient from the embedding, on the rank that has it
+            module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
+        own: Any = module  # mypy keeps methods from being replaced
+        forward = module.forward
+
+        def looked_up(ids_BS: Tensor) -> Tensor:
+            local_ids_BS, owned_BS = _localise(ids_BS, first, size)
+            own.forward = forward
+            try:
+                hidden = functional_call(module, {"weight": own.weight.to_local()}, (local_ids_BS,))
+            finally:
+                own.forward = looked_up
+            shares = hidden.masked_fill(~owned_BS.unsqueeze(-1), 0)
+            summed = DTensor.from_local(shares, device_mesh, [Partial()], run_check=False).redistribute(
+                placements=[self.output]
+            )
+            return summed.to_local() if self.use_local_output else summed
+
+        own.forward = looked_up
+        return module
+
+
+def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
+    """fp32 log-probs [N] of the targets under `logits` [B, S, vocabulary], sharded on its last dim over one mesh axis.
+
+    `predictor_N` indexes the flattened [B, S]; only those rows are brought to fp32.
+    """
+    assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
+    mesh = logits.device_mesh
+    first, size = _share_of(logits.shape[-1], mesh)
+    logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
+    local_ids_N, owned_N = _localise(target_ids_N, first, size)
+    log_probs_N: Tensor = _ShardedLogProbs.apply(  # type: ignore[no-untyped-call]
+        logits_NV, local_ids_N, owned_N, mesh.get_group()
+    )
+    return log_probs_N
+
+
+def _share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Where this rank's share begins and how many it is, as DTensor shards: like torch.chunk, the last ones smaller."""
+    chunk = -(-vocabulary // mesh.size())
+    first = min(mesh.get_local_rank() * chunk, vocabulary)
+    return first, min(chunk, vocabulary - first)
+
+
+def _localise(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Ids as indices into this rank's share, 0 for those of others; and which ones are its own."""
+    owned = (ids >= first) & (ids < first + size)
+    return (ids - first).masked_fill(~owned, 0), owned
+
+
+class _ShardedLogProbs(torch.autograd.Function):
+    """log softmax at the target, with its maximum, sum and target logit reduced over the shards.
+
+    The formula is that of Megatron-LM's megatron/core/tensor_parallel/cross_entropy.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, ids_N: Tensor, owned_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        max_N = logits_NV.amax(dim=-1).float()
+        dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=group)
+        target_N = logits_NV.gather(1, ids_N[:, None])[:, 0].float() - max_N
+        softmax_NV = (logits_NV - max_N[:, None]).exp_()
+        sums = torch.stack([softmax_NV.sum(dim=-1), target_N.masked_fill(~owned_N, 0)])
+        dist.all_reduce(sums, group=group)
+        sum_N, target_N = sums
+        ctx.save_for_backward(softmax_NV.div_(sum_N[:, None]), ids_N, owned_N)
+        ctx.dtype = logits_NV.dtype
+        log_probs_N: Tensor = target_N - sum_N.log()
+        return log_probs_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax_NV, ids_N, owned_N = ctx.saved_tensors
+        gradient_NV = softmax_NV * -gradient_N[:, None]
+        gradient_NV.scatter_add_(1, ids_N[:, None], (gradient_N * owned_N)[:, None])
+        return gradient_NV.to(ctx.dtype), None, None, None

@@ -1,0 +1,108 @@
+"""Wrong parallel plans, by name: a comparison with the reference that does not see them is worth nothing."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.func import functional_call
+
+from actor_init.packing import ActorInputs, actor_inputs
+from actor_init.world import World
+
+
+@contextmanager
+def column_for_a_row(world: World) -> Iterator[None]:
+    """Each rank takes a share of the output features of the square o_proj where one of its input features belongs."""
+    apply = RowwiseParallel._apply
+
+    def transposed(self: RowwiseParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+            module.weight = nn.Parameter(module.weight.detach().T.contiguous())
+        return apply(self, module, device_mesh)
+
+    with patch.object(RowwiseParallel, "_apply", transposed):
+        yield
+
+
+@contextmanager
+def different_inputs(world: World) -> Iterator[None]:
+    """The second of the tp ranks is fed other tokens, as many of them."""
+
+    def shifted(*args: Any, **kwargs: Any) -> ActorInputs:
+        inputs = actor_inputs(*args, **kwargs)
+        if not world.mesh.get_local_rank("tp"):
+            return inputs
+        return replace(inputs, input_ids=torch.roll(inputs.input_ids, 1, dims=-1))
+
+    with patch("replay.pass_runner.actor_inputs", shifted):
+        yield
+
+
+@contextmanager
+def head_norms_not_summed(world: World) -> Iterator[None]:
+    """The gradients of norms on heads are those of a rank's own heads alone."""
+    with patch("actor_init.tensor_parallel.sum_gradient", lambda tensor, group: tensor):
+        yield
+
+
+class OwnTokensNorm(SequenceParallel):
+    """A norm whose weight's gradient is that of a rank's own tokens alone: to_local() takes it for the whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicated: Any = super()._apply(module, device_mesh)
+        forward = replicated.forward
+
+        def local(tokens: Any) -> DTensor:
+            own = {name: parameter.to_local() for name, parameter in replicated.named_parameters()}
+            replicated.forward = forward
+            try:
+                normed = functional_call(module, own, (tokens.to_local(),))
+            finally:
+                replicated.forward = local
+            layout = {"shape": tokens.shape, "stride": tokens.stride()}
+            return DTensor.from_local(normed, device_mesh, self.sequence_sharding, run_check=False, **layout)
+
+        replicated.forward = local
+        return module
+
+    @staticmethod
+    def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        return inputs[0]
+
+
+@contextmanager
+def sequence_norms_not_summed(world: World) -> Iterator[None]:
+    """The gradients of norms on the sharded sequence are those of a rank's own tokens alone."""
+    with patch("actor_init.tensor_parallel.SequenceParallel", OwnTokensNorm):
+        yield
+
+
+@contextmanager
+def whole_logits(world: World) -> Iterator[None]:
+    """The head's shards are gathered, as transformers' plans have it. Right, but the whole logits are there."""
+    from actor_init import actor
+
+    gathered: Callable[..., Any] = lambda logits, rows, ids: torch.log_softmax(  # noqa: E731
+        logits.full_tensor().flatten(0, 1)[rows], dim=-1
+    ).gather(1, ids[:, None])[:, 0]
+    with patch.object(actor, "log_probs_of_shards", gathered):
+        yield
+
+
+SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
+    sabotage.__name__: sabotage
+    for sabotage in (
+        column_for_a_row,
+        different_inputs,
+        head_norms_not_summed,
+        sequence_norms_not_summed,
+        whole_logits,
+    )
+}
