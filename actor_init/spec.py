@@ -64,7 +64,7 @@ class OptimizerName(StrEnum):
 class ParallelSpec:
     """How many ranks share one replica of the model: along its layers' weights (tp) and along the sequence (ring)."""
 
-    tp: int = option(1, "Ranks that share each layer's weights (fsdp2).", min=1)
+    tp: int = option(1, "Ranks that share each layer's weights.", min=1)
     ring: int = 1
 
 
@@ -121,10 +121,6 @@ class ActorSpec:
             )
         if self.backend is BackendName.FSDP2 and self.compile is Compile.DEEPCOMPILE:
             raise UsageError("--deepcompile belongs to deepspeed. Try: --backend deepspeed --deepcompile, or --compile")
-        if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
-            raise UsageError(
-                f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"
-            )
         if self.attention is Attention.VARLEN and not self.packing:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
 

@@ -58,6 +58,13 @@ class Reference:
         """Of the mean over `paths` of their losses' gradients: what data ranks and an accumulation window average."""
         return float(torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0).norm())
 
+    def mean_gradients(self, paths: list[Path]) -> dict[str, Tensor]:
+        """By parameter, fp64, of the mean over `paths` of their losses."""
+        mean = torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0)
+        parameters = dict(self.model.named_parameters())
+        parts = mean.split([parameter.numel() for parameter in parameters.values()])
+        return {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
+
     def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:
         """Loss and norm before clipping of each capture in turn, AdamW stepping in between. Changes the model."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)

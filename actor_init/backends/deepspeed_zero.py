@@ -7,12 +7,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
+from actor_init.backends.deepspeed_autotp import autotp_config, check_autotp, norm_over_tp, split_linears
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
@@ -38,6 +40,7 @@ class DeepSpeedBackend:
     spec: ActorSpec
     engine: Any  # deepspeed.DeepSpeedEngine
     gate: Gate
+    tp_group: ProcessGroup
     attention: str
     num_parameters: int
 
@@ -54,6 +57,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device)
         config = _config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        check_autotp(model, spec.parallel.tp)
         num_parameters = model.num_parameters()
         blocks = blocks_of(model)
         if spec.gradient_checkpointing:
@@ -65,13 +69,14 @@ class DeepSpeedBackend:
         # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
-        if spec.resolved_zero_stage == 3:
-            for name, block in blocks:
-                materialise(model, source.weights, world.device, prefix=name)
-                deepspeed.zero.Init(module=block, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
-        materialise(model, source.weights, world.device)
-        if spec.resolved_zero_stage == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
+        for name, block in [*blocks, ("", model)]:
+            materialise(model, source.weights, world.device, prefix=name)
+            for module in _to_partition(spec, model, name, block):
+                deepspeed.zero.Init(
+                    module=module,
+                    config_dict_or_path=config | {"zero_optimization": {"stage": 3}},
+                    dtype=TORCH_DTYPES[spec.dtype],
+                )
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -87,7 +92,14 @@ class DeepSpeedBackend:
                     f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
                     "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
                 )
-        return cls(spec=spec, engine=engine, gate=gate, attention=attention, num_parameters=num_parameters)
+        return cls(
+            spec=spec,
+            engine=engine,
+            gate=gate,
+            tp_group=world.mesh["tp"].get_group(),
+            attention=attention,
+            num_parameters=num_parameters,
+        )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.engine.train(trains)
@@ -109,6 +121,8 @@ class DeepSpeedBackend:
         if self.engine.zero_optimization_stage() or self.engine.bfloat16_enabled() or self.engine.fp16_enabled():
             return None
         model: PreTrainedModel = self.engine.module
+        if self.spec.parallel.tp > 1:
+            return norm_over_tp(list(model.parameters()), self.tp_group)
         return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
@@ -139,6 +153,17 @@ def _refuse(spec: ActorSpec, world: World) -> None:
         )
 
 
+def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
+    """What is partitioned over all ranks once `module` is on the device.
+
+    Under ZeRO 3, all of it. Under other stages, what AutoTP will split: it gathers one weight at a time, keeps this
+    rank's part and an ordinary parameter, so that the model is never whole on a device.
+    """
+    if spec.resolved_zero_stage == 3:
+        return [module]
+    return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
+
+
 def _has_leaf_blocks(spec: ActorSpec) -> bool:
     """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block."""
     return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3
@@ -156,6 +181,7 @@ def _config(spec: ActorSpec) -> dict[str, Any]:
         "bf16": {"enabled": has_masters and spec.dtype is Dtype.BF16},
         "fp16": {"enabled": has_masters and spec.dtype is Dtype.FP16},
         "compile": {"deepcompile": spec.compile is Compile.DEEPCOMPILE},
+        **autotp_config(spec.parallel.tp),
     }
 
 
