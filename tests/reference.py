@@ -62,7 +62,7 @@ class Reference:
         """By parameter, fp64, of the mean over `paths` of their losses."""
         mean = torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0)
         parameters = dict(self.model.named_parameters())
-        parts = mean.split([parameter.numel() for parameter in parameters.values()])
+        parts = torch.split(mean, [parameter.numel() for parameter in parameters.values()])
         return {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
 
     def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:

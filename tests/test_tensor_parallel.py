@@ -122,7 +122,7 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
     ("arguments", "expected"),
     [
         ("--backend fsdp2 --tp 3", "Try: --tp with one of 1, 2"),
-        ("--tp 2", "Try: --backend fsdp2 --tp 2"),
+        ("--tp 3", "Try: --tp with one of 1, 2"),
     ],
 )
 def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What DeepSpeed's tensor parallelism, AutoTP, is asked for, and what it needs done around it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -27,28 +27,37 @@ def autotp_config(tp: int) -> dict[str, Any]:
 
 
 def check_autotp(model: PreTrainedModel, tp: int) -> None:
-    """Raises UsageError unless AutoTP splits `model` as transformers plans it, and sums every gradient that it has to.
-
-    Without a plan it would guess by names; it knows Linears alone, and sums the gradients of parameters called weight.
-    """
+    """Raises UsageError unless AutoTP can carry out transformers' plan for `model`, and nothing is left to a guess."""
     if tp == 1:
         return
     check_divisible(model.config, tp)
-    plan: Mapping[str, str] = model.tp_plan or {}
+    for complaint in _complaints(model, model.tp_plan or {}):
+        raise UsageError(f"AutoTP cannot split {type(model).__name__}: {complaint}. Try: --tp 1")
+
+
+def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
+    """What would be guessed, or give wrong gradients in silence."""
     if not plan:
-        raise UsageError(f"transformers has no tensor parallel plan for {type(model).__name__}. Try: --tp 1")
-    for pattern, style in plan.items():
-        if style not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
-            raise UsageError(f"AutoTP does not know the style {style}, which the plan gives {pattern}. Try: --tp 1")
-    for name, _ in model.named_parameters():
-        if _style(plan, name):
-            raise UsageError(f"AutoTP splits modules, and the plan names the parameter {name}. Try: --tp 1")
-    for name, module in model.named_modules():
-        style = _style(plan, name)
+        yield "transformers has no tensor parallel plan for it"
+    for pattern, planned in plan.items():
+        if planned not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
+            yield f"it does not know the style {planned}, which the plan gives {pattern}"
+    styles = {name: style for name, _ in model.named_modules() if (style := _style(plan, name))}
+    for name, style in styles.items():
+        module = model.get_submodule(name)
         if style in SPLIT_STYLES and not isinstance(module, nn.Linear):
-            raise UsageError(f"AutoTP splits Linears, and {name} is a {type(module).__name__}. Try: --tp 1")
+            yield f"it splits Linears, and {name} is a {type(module).__name__}"
         if style == SUMMED_STYLE and [own for own, _ in module.named_parameters()] != ["weight"]:
-            raise UsageError(f"AutoTP would not sum every gradient of {name} over its ranks. Try: --tp 1")
+            yield f"it sums the gradient of a weight over its ranks, and {name} has other parameters"
+    # between two split Linears each rank has its own part of the activations, and so of a whole parameter's gradient
+    parted = {_owner(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
+    for name, _ in model.named_parameters():
+        if _owner(name) not in styles and not parted.isdisjoint({_owner(name), _owner(_owner(name))}):
+            yield f"the plan does not say what becomes of {name} beside Linears that are split"
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
@@ -60,15 +69,33 @@ def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
             yield module
 
 
-def norm_over_tp(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
-    """The norm of their gradients over `group`: parts that ranks hold of a parameter all count, what is whole once."""
+def mark_split_gradients(model: nn.Module) -> None:
+    """Say of the gradients of split parameters what AutoTP says of the parameters.
+
+    Without ZeRO, DeepSpeed's bf16 and fp16 optimizer looks for that on the gradients, finds nothing, and leaves all but
+    the first tp rank out of the norm that it clips by: https://github.com/deepspeedai/DeepSpeed/issues/1839.
+    """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    split = [p.grad for p in parameters if p.grad is not None and is_model_parallel_parameter(p)]
-    whole = [p.grad for p in parameters if p.grad is not None and not is_model_parallel_parameter(p)]
-    squared = get_total_norm(split).float().square().to(whole[0].device)
-    dist.all_reduce(squared, group=group)
-    return torch.sqrt(squared + get_total_norm(whole).float().square())
+    for parameter in model.parameters():
+        gradient: Any = parameter.grad
+        if gradient is not None and is_model_parallel_parameter(parameter):
+            gradient.tensor_model_parallel = True
+
+
+def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
+    """The norm of marked gradients over `group`: of split parameters all parts count, and what is whole counts once."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = torch.stack(
+        [
+            get_total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
+            for is_split in (True, False)
+        ]
+    )
+    dist.all_reduce(squares[0], group=group)
+    return squares.sum().sqrt()
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:

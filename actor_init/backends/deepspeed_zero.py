@@ -1,5 +1,6 @@
 """The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -7,14 +8,19 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
-from actor_init.backends.deepspeed_autotp import autotp_config, check_autotp, norm_over_tp, split_linears
+from actor_init.backends.deepspeed_autotp import (
+    autotp_config,
+    check_autotp,
+    mark_split_gradients,
+    norm_over_tp,
+    split_linears,
+)
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
@@ -40,13 +46,12 @@ class DeepSpeedBackend:
     spec: ActorSpec
     engine: Any  # deepspeed.DeepSpeedEngine
     gate: Gate
-    tp_group: ProcessGroup
     attention: str
     num_parameters: int
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
-        """Under ZeRO 3 block after block is brought to the device and partitioned: never a second full copy.
+        """Under ZeRO 3 and AutoTP block after block is brought to the device and partitioned: never a second full copy.
 
         Raises UsageError for what DeepSpeed cannot do.
         """
@@ -80,11 +85,12 @@ class DeepSpeedBackend:
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=list(model.parameters()),
+            model_parameters=model.parameters(),
             optimizer=_gated(spec, gate),
             config=config,
             dist_init_required=False,
         )
+        gc.collect()  # what AutoTP replaced hangs in cycles, and would be in the first passes' memory
         if spec.compile is Compile.DEEPCOMPILE:
             engine.compile()
             if not engine.is_deepcompile_active():
@@ -96,7 +102,6 @@ class DeepSpeedBackend:
             spec=spec,
             engine=engine,
             gate=gate,
-            tp_group=world.mesh["tp"].get_group(),
             attention=attention,
             num_parameters=num_parameters,
         )
@@ -111,6 +116,8 @@ class DeepSpeedBackend:
             self.engine.step()  # counts the micro-batch
 
     def end_window(self, *, step: bool) -> float:
+        if self.spec.parallel.tp > 1:
+            mark_split_gradients(self.engine.module)
         norm = self._norm_of_plain_gradients()
         self.gate.is_open = step
         self.engine.step()
@@ -122,7 +129,7 @@ class DeepSpeedBackend:
             return None
         model: PreTrainedModel = self.engine.module
         if self.spec.parallel.tp > 1:
-            return norm_over_tp(list(model.parameters()), self.tp_group)
+            return norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
         return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
@@ -156,8 +163,8 @@ def _refuse(spec: ActorSpec, world: World) -> None:
 def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
     """What is partitioned over all ranks once `module` is on the device.
 
-    Under ZeRO 3, all of it. Under other stages, what AutoTP will split: it gathers one weight at a time, keeps this
-    rank's part and an ordinary parameter, so that the model is never whole on a device.
+    Under ZeRO 3, all of it. Else what AutoTP will split: it gathers one weight after the other and keeps this rank's
+    part as an ordinary parameter, so that a device holds its part of the model twice at most.
     """
     if spec.resolved_zero_stage == 3:
         return [module]
