@@ -75,7 +75,7 @@ class TpPlan(StrEnum):
 class ParallelSpec:
     """How many ranks share one replica of the model: along its layers' weights (tp) and along the sequence (ring)."""
 
-    tp: int = option(1, "Ranks that share each layer's weights (fsdp2).", min=1)
+    tp: int = option(1, "Ranks that share each layer's weights.", min=1)
     ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
     ring_head_stride: int = option(1, "Key-value heads that ring attention gathers at once.", min=1)
     tp_plan: TpPlan = option(
@@ -154,10 +154,6 @@ class ActorSpec:
             raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
         if self.backend is BackendName.DEEPSPEED and self.parallel.tp_plan is not TpPlan.AUTO:
             raise UsageError(f"--tp-plan {self.parallel.tp_plan} is fsdp2's. Try: --backend fsdp2, or no --tp-plan")
-        if self.backend is BackendName.DEEPSPEED and self.parallel.tp > 1:
-            raise UsageError(
-                f"--tp {self.parallel.tp} is not there for deepspeed. Try: --backend fsdp2 --tp {self.parallel.tp}"
-            )
         if self.parallel.ring > 1 and not self.packing:
             raise UsageError(
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "

@@ -7,13 +7,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.func import functional_call
 
-from actor_init.packing import ActorInputs, actor_inputs
+from actor_init.packing import ActorInputs, actor_inputs, sliced
+from actor_init.ring import RingSlice
 from actor_init.world import World
 
 
@@ -96,6 +97,40 @@ def whole_logits(world: World) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_keys_alone(world: World) -> Iterator[None]:
+    """A ring rank's queries see the keys of its own slice, and none of the others'."""
+    from actor_init import ring_attention
+
+    visible = ring_attention._visible_llama3
+
+    def own_visible(ring: RingSlice, sliding_window: int | None) -> Tensor:
+        keys = torch.arange(ring.first_key, ring.end_key)
+        return visible(ring, sliding_window) & (keys >= ring.own_index_L[0])
+
+    with patch.object(ring_attention, "_visible_llama3", own_visible):
+        yield
+
+
+@contextmanager
+def positions_from_zero(world: World) -> Iterator[None]:
+    """Each ring rank counts the positions of its slice from its own first token."""
+
+    def sliced_wrongly(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
+        own = sliced(inputs, ring)
+        return replace(own, position_ids=torch.arange(own.input_ids.shape[1]).unsqueeze(0))
+
+    with patch("replay.pass_runner.sliced", sliced_wrongly):
+        yield
+
+
+@contextmanager
+def ring_averaged(world: World) -> Iterator[None]:
+    """Gradients are averaged over the ring, as over data ranks, and not summed."""
+    with patch("actor_init.ring._SumOverRing.backward", staticmethod(lambda ctx, gradient: (gradient, None))):
+        yield
+
+
 SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
     sabotage.__name__: sabotage
     for sabotage in (
@@ -104,5 +139,8 @@ SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
         head_norms_not_summed,
         sequence_norms_not_summed,
         whole_logits,
+        own_keys_alone,
+        positions_from_zero,
+        ring_averaged,
     )
 }

@@ -1,17 +1,13 @@
 """Tensor parallelism gives the loss and every gradient of the unsharded model; the comparison sees wrong plans."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from replay.logbook import read_log
-from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.gradients import (
     GRADIENT_BOUND,
@@ -21,7 +17,21 @@ from tests.gradients import (
 )
 from tests.made_captures import write_pass
 from tests.reference import Reference
-from tests.test_commands import ROOT, run
+from tests.sharded import (
+    ALL,
+    COMMON,
+    FEW,
+    MODELS,
+    SIZES,
+    Job,
+    Outcome,
+    replay_all,
+    replay_jobs,
+    save_model,
+    save_models,
+    sources_of,
+)
+from tests.test_commands import run
 from tests.test_contract import (
     BF16_BOUND,
     BF16_NORM_BOUND,
@@ -32,38 +42,10 @@ from tests.test_contract import (
     records_of,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.1,  # so that a wrong shard shows
-    "pad_token_id": None,
-}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-UNEVEN = {"vocab_size": 265, "pad_token_id": 32}  # 133 and 132 a rank; the space's row gets no gradient as an embedding
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "llama, tied, biases, uneven": {"model_type": "llama", "tie_word_embeddings": True, **BIASES, **UNEVEN},
-    "qwen2, biases": {"model_type": "qwen2"},
-    "qwen3, norms on heads": {"model_type": "qwen3"},
-    "gemma3, sliding window, softcap": {
-        "model_type": "gemma3_text",
-        "sliding_window": 16,
-        "attention_bias": False,
-        "final_logit_softcapping": 5.0,
-    },
-}
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "stablelm, no plan of its own": {"model_type": "stablelm", "use_qkv_bias": True},
 }
-COMMON = ["--backend", "fsdp2", "--dtype", "fp32", "--quiet"]
-FEW = "--max-inputs 4"
-ALL = "--max-inputs 32"  # every training pass of the sample
 STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} {FEW}"
 SGD_RATE = 0.1
 SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} {FEW}"
@@ -77,18 +59,6 @@ RUNS = {  # processes: flags
     ],
     4: [f"--tp 2 {ALL}", f"--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2 {FEW}"],
 }
-
-
-class Job(NamedTuple):
-    model: str
-    num_processes: int
-    flags: str
-    sabotage: str = ""
-    shapes: bool = False
-
-    @property
-    def name(self) -> str:
-        return " ".join([self.model, f"on {self.num_processes}", self.flags, self.sabotage]).strip()
 
 
 STANDING = [Job(model, n, flags) for n, every in RUNS.items() for flags in every for model in MODELS] + [
@@ -121,110 +91,21 @@ BF16 = [
 ]
 
 
-class Outcome(NamedTuple):
-    """What a job left behind, and the answers it is held to."""
-
-    job: Job
-    home: Path
-    reference: Reference
-
-    @property
-    def log(self) -> Path:
-        return self.home / "log"
-
-    @property
-    def gradients(self) -> Path:
-        return self.home / "gradients.pt"
-
-    def windows(self) -> list[list[PassRecord]]:
-        accumulation = 2 if "accumulation" in self.job.flags else 1
-        records = records_of(self.log)
-        last = max(record.index for record in records) // accumulation
-        return [[r for r in records if r.index // accumulation == number] for number in range(last + 1)]
-
-    def check_losses(self, bound: float = LOSS_BOUND) -> None:
-        for record in (record for window in self.windows() for record in window):
-            expected = self.reference.answer(default_folder() / record.source).loss
-            assert record.loss == pytest.approx(expected, rel=bound), record.source
-
-    def check_norms(self, bound: float = NORM_BOUND) -> None:
-        for window in self.windows():
-            norms = [record.grad_norm for record in window if record.grad_norm is not None]
-            expected = self.reference.gradient_norm(_sources(window))
-            assert norms == pytest.approx([expected] * self.job.num_processes, rel=bound)
-
-    def check_gradients(self) -> None:
-        sources = [_sources(window) for window in self.windows()]
-        assert_gradients_are_the_reference_s(self.gradients, sources, self.reference)
-
-
-def _sources(window: list[PassRecord]) -> list[Path]:
-    return [default_folder() / source for source in sorted({record.source for record in window})]
-
-
-def save_model(folder: Path, seed: int, config: dict[str, Any]) -> None:
-    """A checkpoint with Hugging Face's own weights, but for norms and biases, which are not constant."""
-    torch.manual_seed(seed)
-    values = {**SIZES, **config}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-
-
-def replay_all(jobs: list[dict[str, Any]], table: Path, *, num_processes: int, tp: int) -> None:
-    table.write_text(json.dumps(jobs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.gradient_worker", str(table), str(tp)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for number, (name, config) in enumerate({**MODELS, **OTHERS}.items()):
-        made[name] = tmp_path_factory.mktemp(f"model{number}")
-        save_model(made[name], number, config)
-    return made
+    return save_models({**MODELS, **OTHERS}, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Outcome]:
-    home = tmp_path_factory.mktemp("logs")
-    references = {name: Reference(folder) for name, folder in folders.items()}
-    found: dict[Job, Outcome] = {}
-    for num_processes in RUNS:
-        table = []
-        for job in [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED, *BF16]:
-            if job.num_processes != num_processes:
-                continue
-            outcome = found[job] = Outcome(job, home / str(len(found)), references[job.model])
-            outcome.home.mkdir()
-            where = ["--model", str(folders[job.model]), "--log-folder", str(outcome.log)]
-            table.append(
-                {"arguments": [*COMMON, *job.flags.split(), *where], "gradients": str(outcome.gradients)}
-                | ({"sabotage": job.sabotage} if job.sabotage else {})
-                | ({"shapes": str(outcome.home / "shapes.json")} if job.shapes else {})
-            )
-        replay_all(table, home / f"jobs{num_processes}.json", num_processes=num_processes, tp=2)
-    return found
+    jobs = [*STANDING, *STEPPED, *WRONG, *UNSUMMED, *SEEN, GATHERED, *BF16]
+    return replay_jobs(jobs, folders, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.mark.parametrize("job", STANDING, ids=lambda job: job.name)
 def test_losses_and_gradients_are_the_reference_s(job: Job, outcomes: dict[Job, Outcome]) -> None:
     outcome = outcomes[job]
-    for window in outcome.windows():
-        of_rank = {(record.index, record.rank): record.source for record in window}
-        for (index, rank), source in of_rank.items():
-            assert source == of_rank[index, rank - rank % 2]  # tp ranks see the same micro-batch
+    outcome.check_inputs()
     outcome.check_losses()
     outcome.check_norms()
     outcome.check_gradients()
@@ -274,7 +155,7 @@ def test_a_wrong_gradient_of_small_parameters_is_seen(job: Job, outcomes: dict[J
     with pytest.raises(AssertionError):
         outcome.check_gradients()
     (first, *_), (records, *_) = windows_in(outcome.gradients), outcome.windows()
-    errors = gradient_errors(first, outcome.reference.gradients(_sources(records)))
+    errors = gradient_errors(first, outcome.reference.gradients(sources_of(records)))
     wrong = {name for name, error in errors.items() if not error < GRADIENT_BOUND}
     assert wrong == {name for name in errors if any(part in name for part in UNSUMMED[job])}
 
@@ -306,9 +187,19 @@ def test_a_sequence_shorter_than_the_number_of_ranks_leaves_some_without_a_share
         for step, length in enumerate((3, 5))  # on 4 ranks: 1, 1, 1, 0 and 2, 2, 1, 0
     ]
     where = ["--model", str(tmp_path / "model"), "--inputs", str(folder)]
-    arguments = [*COMMON, "--tp", "4", "--sequence-parallel", *where, "--log-folder", str(tmp_path / "log")]
+    arguments = [
+        "--backend",
+        "fsdp2",
+        *COMMON,
+        "--tp",
+        "4",
+        "--sequence-parallel",
+        *where,
+        "--log-folder",
+        str(tmp_path / "log"),
+    ]
     job = {"arguments": arguments, "gradients": str(tmp_path / "gradients.pt")}
-    replay_all([job], tmp_path / "jobs.json", num_processes=4, tp=4)
+    replay_all([job], tmp_path / "jobs.json", num_processes=4, parallel=(4, 1))
     reference = Reference(tmp_path / "model")
     for record in records_of(tmp_path / "log"):
         assert record.loss == pytest.approx(reference.answer(captures[record.index]).loss, rel=LOSS_BOUND)
@@ -337,7 +228,7 @@ def test_the_log_says_whose_plan_it_was(model: str, flags: str, origin: str, out
     ("arguments", "expected"),
     [
         ("--backend fsdp2 --tp 3", "Try: --tp with one of 1, 2"),
-        ("--tp 2", "Try: --backend fsdp2 --tp 2"),
+        ("--tp 3", "Try: --tp with one of 1, 2"),
     ],
 )
 def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path: Path) -> None:

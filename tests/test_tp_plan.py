@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from actor_init.spec import TpPlan, UsageError
 from actor_init.tensor_parallel import check_divisible, check_sequence
 from actor_init.tp_plan import BUILTIN, Split, find_plan
-from tests.test_tensor_parallel import SIZES
+from tests.sharded import SIZES
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"]
 

@@ -1,5 +1,6 @@
 """The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,13 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
+from actor_init.backends.deepspeed_autotp import (
+    autotp_config,
+    check_autotp,
+    mark_split_gradients,
+    norm_over_tp,
+    split_linears,
+)
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, make_optimizer
@@ -44,7 +52,7 @@ class DeepSpeedBackend:
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
-        """Under ZeRO 3 block after block is brought to the device and partitioned: never a second full copy.
+        """Under ZeRO 3 and AutoTP block after block is brought to the device and partitioned: never a second full copy.
 
         Raises UsageError for what DeepSpeed cannot do.
         """
@@ -56,6 +64,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device)
         config = _config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        check_autotp(model, spec.parallel.tp)
         num_parameters = model.num_parameters()
         blocks = blocks_of(model)
         if spec.gradient_checkpointing:
@@ -67,21 +76,23 @@ class DeepSpeedBackend:
         # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
-        if spec.resolved_zero_stage == 3:
-            for name, block in blocks:
-                materialise(model, source.weights, world.device, prefix=name)
-                deepspeed.zero.Init(module=block, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
-        materialise(model, source.weights, world.device)
-        if spec.resolved_zero_stage == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=TORCH_DTYPES[spec.dtype])
+        for name, block in [*blocks, ("", model)]:
+            materialise(model, source.weights, world.device, prefix=name)
+            for module in _to_partition(spec, model, name, block):
+                deepspeed.zero.Init(
+                    module=module,
+                    config_dict_or_path=config | {"zero_optimization": {"stage": 3}},
+                    dtype=TORCH_DTYPES[spec.dtype],
+                )
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=list(model.parameters()),
+            model_parameters=model.parameters(),
             optimizer=_gated(spec, gate),
             config=config,
             dist_init_required=False,
         )
+        gc.collect()  # what AutoTP replaced hangs in cycles, and would be in the first passes' memory
         if spec.compile is Compile.DEEPCOMPILE:
             engine.compile()
             if not engine.is_deepcompile_active():
@@ -89,7 +100,13 @@ class DeepSpeedBackend:
                     f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
                     "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
                 )
-        return cls(spec=spec, engine=engine, gate=gate, attention=attention, num_parameters=num_parameters)
+        return cls(
+            spec=spec,
+            engine=engine,
+            gate=gate,
+            attention=attention,
+            num_parameters=num_parameters,
+        )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.engine.train(trains)
@@ -101,6 +118,8 @@ class DeepSpeedBackend:
             self.engine.step()  # counts the micro-batch
 
     def end_window(self, *, step: bool) -> float:
+        if self.spec.parallel.tp > 1:
+            mark_split_gradients(self.engine.module)
         norm = self._norm_of_plain_gradients()
         self.gate.is_open = step
         self.engine.step()
@@ -111,6 +130,8 @@ class DeepSpeedBackend:
         if self.engine.zero_optimization_stage() or self.engine.bfloat16_enabled() or self.engine.fp16_enabled():
             return None
         model: PreTrainedModel = self.engine.module
+        if self.spec.parallel.tp > 1:
+            return norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
         return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
@@ -141,6 +162,17 @@ def _refuse(spec: ActorSpec, world: World) -> None:
         )
 
 
+def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
+    """What is partitioned over all ranks once `module` is on the device.
+
+    Under ZeRO 3, all of it. Else what AutoTP will split: it gathers one weight after the other and keeps this rank's
+    part as an ordinary parameter, so that a device holds its part of the model twice at most.
+    """
+    if spec.resolved_zero_stage == 3:
+        return [module]
+    return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
+
+
 def _has_leaf_blocks(spec: ActorSpec) -> bool:
     """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block."""
     return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3
@@ -158,6 +190,7 @@ def _config(spec: ActorSpec) -> dict[str, Any]:
         "bf16": {"enabled": has_masters and spec.dtype is Dtype.BF16},
         "fp16": {"enabled": has_masters and spec.dtype is Dtype.FP16},
         "compile": {"deepcompile": spec.compile is Compile.DEEPCOMPILE},
+        **autotp_config(spec.parallel.tp),
     }
 
 

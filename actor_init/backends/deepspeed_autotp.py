@@ -1,0 +1,102 @@
+"""What DeepSpeed's tensor parallelism, AutoTP, is asked for, and what it needs done around it."""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from transformers import PreTrainedModel
+
+from actor_init.spec import UsageError
+from actor_init.tensor_parallel import check_divisible
+
+SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
+SUMMED_STYLE = "replicated_with_grad_allreduce"
+WHOLE_STYLE = "embedding_rowwise"  # AutoTP leaves embeddings whole
+
+
+def autotp_config(tp: int) -> dict[str, Any]:
+    """The section for DeepSpeed's config; empty without tensor parallelism.
+
+    The vocabulary-parallel head, its default for tied embeddings, would leave each rank with logits of its own part.
+    """
+    return {"tensor_parallel": {"autotp_size": tp, "vocab_parallel_lm_head": False}} if tp > 1 else {}
+
+
+def check_autotp(model: PreTrainedModel, tp: int) -> None:
+    """Raises UsageError unless AutoTP can carry out transformers' plan for `model`, and nothing is left to a guess."""
+    if tp == 1:
+        return
+    check_divisible(model.config, tp)
+    for complaint in _complaints(model, model.tp_plan or {}):
+        raise UsageError(f"AutoTP cannot split {type(model).__name__}: {complaint}. Try: --tp 1")
+
+
+def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
+    """What would be guessed, or give wrong gradients in silence."""
+    if not plan:
+        yield "transformers has no tensor parallel plan for it"
+    for pattern, planned in plan.items():
+        if planned not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
+            yield f"it does not know the style {planned}, which the plan gives {pattern}"
+    styles = {name: style for name, _ in model.named_modules() if (style := _style(plan, name))}
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if style in SPLIT_STYLES and not isinstance(module, nn.Linear):
+            yield f"it splits Linears, and {name} is a {type(module).__name__}"
+        if style == SUMMED_STYLE and [own for own, _ in module.named_parameters()] != ["weight"]:
+            yield f"it sums the gradient of a weight over its ranks, and {name} has other parameters"
+    # between two split Linears each rank has its own part of the activations, and so of a whole parameter's gradient
+    parted = {_owner(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
+    for name, _ in model.named_parameters():
+        if _owner(name) not in styles and not parted.isdisjoint({_owner(name), _owner(_owner(name))}):
+            yield f"the plan does not say what becomes of {name} beside Linears that are split"
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
+    """The Linears below `prefix` that AutoTP will split: all that the plan splits, but a head tied to the embedding."""
+    embedding = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        is_below = not prefix or name.startswith(f"{prefix}.")
+        if is_below and _style(model.tp_plan or {}, name) in SPLIT_STYLES and module.weight is not embedding.weight:
+            yield module
+
+
+def mark_split_gradients(model: nn.Module) -> None:
+    """Say of the gradients of split parameters what AutoTP says of the parameters.
+
+    Without ZeRO, DeepSpeed's bf16 and fp16 optimizer looks for that on the gradients, finds nothing, and leaves all but
+    the first tp rank out of the norm that it clips by: https://github.com/deepspeedai/DeepSpeed/issues/1839.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    for parameter in model.parameters():
+        gradient: Any = parameter.grad
+        if gradient is not None and is_model_parallel_parameter(parameter):
+            gradient.tensor_model_parallel = True
+
+
+def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
+    """The norm of marked gradients over `group`: of split parameters all parts count, and what is whole counts once."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = torch.stack(
+        [
+            get_total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
+            for is_split in (True, False)
+        ]
+    )
+    dist.all_reduce(squares[0], group=group)
+    return squares.sum().sqrt()
+
+
+def _style(plan: Mapping[str, str], name: str) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
