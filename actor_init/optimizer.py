@@ -1,6 +1,6 @@
 """The optimizer that both backends hand their master weights to, and its learning rate's schedule."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
 from actor_init.spec import ActorSpec, Dtype, OptimizerName
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
@@ -48,3 +49,9 @@ def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
     """The learning rate of each step; its `last_epoch` is the number of steps taken. The first warm-up step has 0."""
     schedule: LambdaLR = get_constant_schedule_with_warmup(optimizer, spec.lr_warmup_steps)
     return schedule
+
+
+def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
+    """Take over `schedule.state_dict()`. All parameter groups have one rate, but tp makes more groups of them."""
+    num_groups = len(schedule.base_lrs)
+    schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})

@@ -1,8 +1,8 @@
 """Folders that are whole or not there at all, and a model as Hugging Face keeps it.
 
-    FOLDER/config.json, generation_config.json
-    FOLDER/model.safetensors                    or, above MAX_SHARD_SIZE,
-    FOLDER/model-00001-of-00004.safetensors ... and model.safetensors.index.json
+FOLDER/config.json, generation_config.json
+FOLDER/model.safetensors                    or, above MAX_SHARD_SIZE,
+FOLDER/model-00001-of-00004.safetensors ... and model.safetensors.index.json
 """
 
 import os
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel

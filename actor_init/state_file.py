@@ -1,6 +1,6 @@
 """state.json: what a state folder says of itself, and whether it can be loaded here.
 
-    {"format": 1, "backend": "deepspeed", "zero_stage": 1, "world_size": 2, "tp": 1, ..., "num_steps": 3, ...}
+{"format": 1, "backend": "deepspeed", "zero_stage": 1, "world_size": 2, "tp": 1, ..., "num_steps": 3, ...}
 """
 
 import json
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
-from actor_init.spec import ActorSpec, BackendName, UsageError
+from actor_init.spec import ActorSpec, BackendName, OptimizerName, UsageError
 from actor_init.world import World
 
 STATE_FILE = "state.json"
@@ -102,7 +102,7 @@ class SavedState:
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:
                 raise UsageError(
-                    f"--load-state {folder} was saved with {_typed(name, saved)}, and here it is {_typed(name, asked)}. "
+                    f"--load-state {folder} was saved with {_typed(name, saved)}, not with {_typed(name, asked)}. "
                     f"Try: {_typed(name, saved)}; or for its weights alone --save-model there and --model here"
                 )
         for key in sorted((self.model.keys() & here.model.keys()) - set(PASSING)):
@@ -111,12 +111,27 @@ class SavedState:
                     f"--load-state {folder} is the state of another model: its {key} is {self.model[key]}, and that of "
                     f"{source.name} is {here.model[key]}. Name its model, with --model and --num-layers"
                 )
-        if of_deepspeed and self.zero_stage and self.world_size != here.world_size:
-            raise UsageError(
-                f"--load-state {folder} was partitioned over {self.world_size} ranks by ZeRO stage {self.zero_stage}, "
-                f"and DeepSpeed loads it on as many alone, not on {here.world_size}. "
-                f"Try: torchrun --nproc-per-node {self.world_size} replay ..."
-            )
+        if of_deepspeed and not self.is_partitioned_over(world.world_size):
+            self._check_universal(folder, world.world_size)
+
+    def is_partitioned_over(self, world_size: int) -> bool:
+        """Whether DeepSpeed can load its files as they are on that many ranks. Stage 0 partitions nothing."""
+        return not self.zero_stage or self.world_size == world_size
+
+    def _check_universal(self, folder: Path, world_size: int) -> None:
+        """Raises UsageError unless DeepSpeed's universal format can carry this state to another number of ranks."""
+        reasons = {
+            f"is one of {self.optimizer}, not adamw": self.optimizer != OptimizerName.ADAMW,
+            "has taken no step": not self.num_steps,
+            "is split over tp as well": self.tp > 1,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(
+                    f"--load-state {folder} was partitioned over {self.world_size} ranks by ZeRO stage "
+                    f"{self.zero_stage}, and here are {world_size}. DeepSpeed's universal format does not take a state "
+                    f"that {reason}. Try: torchrun --nproc-per-node {self.world_size} replay ..."
+                )
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Console:
         log_folder: Path,
         *,
         memory_kind: str,
-        saved: Pairs = (),
+        saved: Pairs,
     ) -> None:
         """The table of passes, what failed, the summary, what was saved."""
         out = self._out

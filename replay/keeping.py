@@ -1,10 +1,9 @@
 """What a run loads before its first pass and saves after its last, and what it says of it.
 
-    saved      state in runs/a: 3 steps, the next with learning rate 0.0003
-    go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
+saved      state in runs/a: 3 steps, the next with learning rate 0.0003
+go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
 """
 
-import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from actor_init.world import World
 from replay.logbook import versions
 from replay.options import command_line
 from replay.spec import RunSpec, StateSpec
-from replay.wording import Pairs, counted, gibibytes
+from replay.wording import Pairs, counted, gibibytes, one_line
 
 
 class SavingError(RuntimeError):
@@ -72,8 +71,8 @@ def save(
 ) -> Pairs:
     """Write what was asked for, and return what there is to say about it. For all ranks to call.
 
-    A last accumulation window that is cut short moved nothing: its inputs are counted as not done. Raises SavingError
-    where there is one process; one of several ends them all.
+    A last accumulation window that is cut short moved nothing: its inputs are counted as not done. Raises SavingError,
+    and the other ranks may then wait for this one.
     """
     lines: Pairs = []
     try:
@@ -91,22 +90,22 @@ def save(
                         spec.actor, source, world, progress, num_inputs=num_inputs, versions=versions()
                     ).write(unfinished)
             steps = counted(progress.num_steps, "step")
-            lines.append(("saved", f"state in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}"))
+            lines.append(
+                ("saved", f"state in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}")
+            )
             if num_passes > num_settled:
                 open_window = counted(num_passes - num_settled, "pass")
                 lines.append(("not saved", f"the last {open_window}: their accumulation window was cut short"))
             lines.append(("go on", _go_on(spec, folder, num_inputs, world)))
     except Exception as error:
-        message = f"{folder} could not be saved, and is not there: {type(error).__name__}: {error}"
-        if world.world_size > 1:
-            raise SystemExit(message) from error
-        raise SavingError(message) from error
+        raise SavingError(f"{folder} could not be saved, and is not there: {one_line(str(error))}") from error
     return lines
 
 
 def not_saved(spec: StateSpec) -> Pairs:
     """For a run that failed or was interrupted."""
-    return [("not saved", f"{option} {folder}: the run did not succeed") for option, folder in _wanted(spec).items()]
+    missing = {option: folder for option, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
+    return [("not saved", f"{option} {folder}: the run did not succeed") for option, folder in missing.items()]
 
 
 def _wanted(spec: StateSpec) -> dict[str, Path]:
@@ -121,5 +120,5 @@ def _size(folder: Path) -> int:
 def _go_on(spec: RunSpec, folder: Path, num_inputs: int, world: World) -> str:
     inputs = replace(spec.inputs, skip_inputs=num_inputs)
     command = command_line(replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
-    launcher = [] if world.world_size == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    launcher = [] if world.world_size == 1 else ["torchrun", "--nproc-per-node", str(world.world_size)]
     return shlex.join([*launcher, "replay", *command])

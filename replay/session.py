@@ -78,6 +78,9 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         if not any(record.error for record in records):
             saved = save(spec, source, world, actor.backend, runner.num_settled, len(records) // world.world_size)
     except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
+        if isinstance(reason, SavingError) and world.world_size > 1:
+            logbook.fail_to_save(str(reason))
+            _leave_at_once(f"rank {world.rank}: {reason}. All ranks stop; the log is in {folder}")
         ended = reason
     exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
     if isinstance(ended, KeyboardInterrupt):
@@ -85,7 +88,9 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     if console:
         statistics = summarize(records)
         logbook.finish(statistics, exit_code=exit_code)
-        console.finish(records, statistics, selection, folder, memory_kind=meter.memory_kind, saved=saved or not_saved(spec.state))
+        console.finish(
+            records, statistics, selection, folder, memory_kind=meter.memory_kind, saved=saved or not_saved(spec.state)
+        )
     logbook.close()
     if ended:
         raise ended
@@ -143,11 +148,13 @@ def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:
     logbook.close()
     reason = "All ranks stop" if first == record.rank else f"That is because rank {first} failed before"
     shape = f"{record.rows} rows, {record.padded_tokens} tokens, {record.real_tokens} of them real"
-    print(
-        f"replay: rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
-        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}",
-        file=sys.stderr,
-        flush=True,
+    _leave_at_once(
+        f"rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
+        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}"
     )
+
+
+def _leave_at_once(message: str) -> NoReturn:
+    print(f"replay: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)  # no exit handlers: closing the process group would wait for the other ranks

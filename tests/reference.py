@@ -58,6 +58,29 @@ class Reference:
         """Of the mean over `paths` of their losses' gradients: what data ranks and an accumulation window average."""
         return float(torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0).norm())
 
+    def trained(
+        self, windows: list[list[Path]], *, learning_rate: float, max_norm: float, warmup_steps: int
+    ) -> list[tuple[dict[str, float], float]]:
+        """For each window of captures in turn: losses by file name, and the norm, before clipping, of their mean
+        gradient. AdamW steps after each, its rate rising linearly from 0. Changes the model."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        found = []
+        for number, paths in enumerate(windows):
+            optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, number / max(1, warmup_steps))
+            self._answers.clear()
+            losses = {path.name: self.answer(path).loss for path in paths}
+            gradient = torch.stack([self.answer(path).gradient for path in paths]).mean(dim=0)
+            norm = gradient.norm().item()
+            assert norm > max_norm  # so that clipping is in what is compared
+            at = 0
+            for parameter in self.model.parameters():
+                piece = gradient[at : at + parameter.numel()].view_as(parameter) * (max_norm / norm)
+                parameter.grad = piece.to(parameter.dtype)
+                at += parameter.numel()
+            optimizer.step()
+            found.append((losses, norm))
+        return found
+
     def clipped_steps(self, paths: list[Path], *, learning_rate: float, max_norm: float) -> list[tuple[float, float]]:
         """Loss and norm before clipping of each capture in turn, AdamW stepping in between. Changes the model."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)

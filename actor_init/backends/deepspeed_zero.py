@@ -18,12 +18,13 @@ from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule
+from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
 from actor_init.packing import ActorInputs
 from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.state_file import SavedState
+from actor_init.universal import universal
 from actor_init.world import World
-
 
 STATE_TAG = "state"  # of the one checkpoint in a state folder
 
@@ -156,8 +157,13 @@ class DeepSpeedBackend:
         self.engine.save_checkpoint(str(folder), tag=STATE_TAG, client_state={"schedule": self.schedule.state_dict()})
 
     def load_state(self, folder: Path) -> None:
-        _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
-        self.schedule.load_state_dict(rest["schedule"])
+        if SavedState.read(folder).is_partitioned_over(torch.distributed.get_world_size()):
+            _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
+        else:
+            with universal(folder / STATE_TAG) as converted:
+                self.engine._config.load_universal_checkpoint = True  # what "load_universal" in the config sets
+                _, rest = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
+        load_schedule(self.schedule, rest["schedule"])
 
     def progress(self) -> Progress:
         return Progress.of(self.schedule)

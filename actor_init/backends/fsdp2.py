@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +27,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule
+from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
 from actor_init.packing import ActorInputs
 from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
@@ -138,13 +144,16 @@ class FSDP2Backend:
             parts |= self._sharded_state()
         else:  # torch would make moments for an optimizer that never stepped, and call that its first step
             parts |= {"model": get_model_state_dict(self.model)}
-        dcp.save(parts, checkpoint_id=folder)
+        save(parts, checkpoint_id=folder)
 
     def load_state(self, folder: Path) -> None:
-        dcp.load(self._loop_state(), checkpoint_id=folder)
+        parts = self._loop_state()
+        load(parts, checkpoint_id=folder)
+        assert self.schedule is not None
+        load_schedule(self.schedule, parts["schedule"])
         if self.progress().num_steps:
             parts = self._sharded_state()
-            dcp.load(parts, checkpoint_id=folder)
+            load(parts, checkpoint_id=folder)
             assert self.optimizer is not None
             set_state_dict(
                 self.model,
@@ -154,10 +163,11 @@ class FSDP2Backend:
                 options=BY_PARAMETER,
             )
         else:
-            dcp.load({"model": get_model_state_dict(self.model)}, checkpoint_id=folder)  # in place
+            load({"model": get_model_state_dict(self.model)}, checkpoint_id=folder)  # in place
 
     def _loop_state(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "scaler": self.scaler}
+        assert self.schedule is not None
+        return {"schedule": self.schedule.state_dict(), "scaler": self.scaler}
 
     def _sharded_state(self) -> dict[str, Any]:
         assert self.optimizer is not None
