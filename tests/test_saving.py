@@ -48,6 +48,7 @@ MOVES = [  # saved in one world, loaded in another
     *[("2", f"deepspeed {stage}", "1", f"deepspeed {stage}") for stage in range(4)],
     ("1", "deepspeed 1", "2", "deepspeed 1"),
     ("1", "deepspeed 3", "2", "deepspeed 3"),
+    ("1", "fsdp2 3", "2", "fsdp2 3"),
     ("2", "fsdp2 3", "1", "fsdp2 2"),
     ("2", "fsdp2 3", "tp", "fsdp2 3 tp 2"),
     ("2", "fsdp2 3 tied", "tp", "fsdp2 3 tp 2 tied"),
