@@ -105,9 +105,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         commands = []
         for name in names:
             model, opened, first = (made.folder(kind, world, name) for kind in ("trained", "opened", "state"))
-            begin = made.folder("state0", world, name)
             commands += [
-                made.command("opened", world, name, f"--max-inputs 1 --save-model {opened} --save-state {begin}"),
+                made.command("opened", world, name, f"--max-inputs 1 --save-model {opened}"),
                 made.command("whole", world, name, f"{TRAINING} --max-inputs 6 --save-state {first}-6"),
                 made.command(
                     "first", world, name, f"{TRAINING} --max-inputs 3 --save-model {model} --save-state {first}"

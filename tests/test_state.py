@@ -87,6 +87,17 @@ def test_a_pass_that_broke_off_leaves_the_loaded_state_for_the_next(flags: str, 
     assert numbers(tmp_path, 2)[-1] == numbers(tmp_path, 1)[0]
 
 
+@pytest.mark.parametrize("flags", ["--zero-stage 0", "--zero-stage 3", *BACKENDS])
+def test_a_state_saved_before_the_first_step_begins_at_the_beginning(flags: str, tmp_path: Path) -> None:
+    """Nothing makes moments on the way, and no step is counted: AdamW's first step would be another."""
+    common = f"{flags} {TRAINING} --inputs {folder_of(tmp_path, LENGTHS)}"
+    assert replay(tmp_path, f"{common.replace('--step', '')} --max-inputs 2 --save-state {tmp_path}/state") == 0
+    assert json.loads((tmp_path / "state" / "state.json").read_text())["num_steps"] == 0
+    assert replay(tmp_path, common) == 0
+    assert replay(tmp_path, f"{common} --load-state {tmp_path}/state") == 0
+    assert numbers(tmp_path, 2) == numbers(tmp_path, 1)
+
+
 def test_a_state_saved_without_a_step_is_the_state_as_it_was_loaded(tmp_path: Path) -> None:
     common = f"--backend fsdp2 {TRAINING} --inputs {folder_of(tmp_path, LENGTHS)}"
     assert replay(tmp_path, f"{common} --max-inputs 3 --save-state {tmp_path}/a") == 0
