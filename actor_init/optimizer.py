@@ -1,12 +1,30 @@
-"""The optimizer that both backends hand their master weights to."""
+"""The optimizer that both backends hand their master weights to, and its learning rate's schedule."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_constant_schedule_with_warmup
 
 from actor_init.spec import ActorSpec, Dtype, OptimizerName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How many steps were taken, steps that fp16 skipped not counted, and the learning rate of the next one."""
+
+    num_steps: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, schedule: LambdaLR | None) -> "Progress":
+        if schedule is None:
+            return cls(num_steps=0, learning_rate=0.0)
+        return cls(num_steps=schedule.last_epoch, learning_rate=float(schedule.get_last_lr()[0]))
+
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32, Dtype.FP16: torch.float16}
 
@@ -25,3 +43,15 @@ def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | No
             return torch.optim.AdamW(
                 parameters, lr=spec.learning_rate, fused=True if torch.cuda.is_available() else None
             )
+
+
+def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
+    """The learning rate of each step; its `last_epoch` is the number of steps taken. The first warm-up step has 0."""
+    schedule: LambdaLR = get_constant_schedule_with_warmup(optimizer, spec.lr_warmup_steps)
+    return schedule
+
+
+def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
+    """Take over `schedule.state_dict()`. All parameter groups have one rate, but tp makes more groups of them."""
+    num_groups = len(schedule.base_lrs)
+    schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})

@@ -138,6 +138,9 @@ class ActorSpec:
         OptimizerName.ADAMW, "none keeps weights and gradients in the compute dtype, without master weights."
     )
     learning_rate: float = option(1e-6, "Used with --step.", min=0)
+    lr_warmup_steps: int = option(
+        0, "Steps over which the learning rate rises linearly from 0, as trainers do; constant after them.", min=0
+    )
     grad_accumulation: int = option(1, "Passes whose gradients are averaged before a step.", min=1)
     max_norm: float | None = option(None, "Clip the global gradient norm to this before a step.", min=0)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)

@@ -83,8 +83,9 @@ class Console:
         log_folder: Path,
         *,
         memory_kind: str,
+        saved: Pairs,
     ) -> None:
-        """The table of passes, what failed, the summary."""
+        """The table of passes, what failed, the summary, what was saved."""
         out = self._out
         if not self._quiet and records:
             self._overwrite("") if out.is_terminal else print_line(out)
@@ -95,7 +96,7 @@ class Console:
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
         print_pairs(out, wording.summary(statistics, memory_kind) + wording.left_behind(selection))
-        print_pairs(out, [("log", str(log_folder))])
+        print_pairs(out, [*saved, ("log", str(log_folder))])
 
     def _overwrite(self, line: str) -> None:
         width = self._out.width - 1

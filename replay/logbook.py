@@ -131,13 +131,20 @@ class Logbook:
 
         Returns the rank that is named there: the first to fail, whose end may be why others fail after it.
         """
+        failure = {"rank": record.rank, "index": record.index, "source": record.source, "error": record.error}
+        return self._fail(failure)
+
+    def fail_to_save(self, error: str) -> None:
+        """The same for what could not be saved after the last pass."""
+        self._fail({"rank": self.rank, "error": error})
+
+    def _fail(self, failure: Mapping[str, Any]) -> int:
         run = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
         if "failure" in run:
             return int(run["failure"]["rank"])
-        failure = {"rank": record.rank, "index": record.index, "source": record.source, "error": record.error}
         self._run = {**run, "status": "failed", "failure": failure, "exit_code": 1}
         self._write_run()
-        return record.rank
+        return self.rank
 
     def close(self) -> None:
         self._lines.close()

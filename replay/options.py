@@ -18,15 +18,22 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import typer
 
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from replay.spec import InputsSpec, MeasureSpec, RunSpec
+from replay.spec import InputsSpec, MeasureSpec, RunSpec, StateSpec
 
 PARTS: dict[str, type] = {  # of RunSpec, by the way there
     "actor": ActorSpec,
     "actor.parallel": ParallelSpec,
     "inputs": InputsSpec,
     "measure": MeasureSpec,
+    "state": StateSpec,
 }
-PANELS = {"actor": "Actor", "actor.parallel": "Ranks", "inputs": "Inputs", "measure": "Measuring"}
+PANELS = {
+    "actor": "Actor",
+    "actor.parallel": "Ranks",
+    "inputs": "Inputs",
+    "measure": "Measuring",
+    "state": "Saving and loading",
+}
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 

@@ -29,9 +29,16 @@ class ReopeningError(RuntimeError):
 class ReopenedActor:
     """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
 
-    def __init__(self, spec: ActorSpec, source: ModelSource, world: World) -> None:
+    def __init__(self, spec: ActorSpec, source: ModelSource, world: World, load_state: Path | None = None) -> None:
         self._arguments = (spec, source, world)
-        self.backend: Backend = open_backend(spec, source, world)
+        self._load_state = load_state
+        self.backend: Backend = self._opened()
+
+    def _opened(self) -> Backend:
+        backend = open_backend(*self._arguments)
+        if self._load_state is not None:
+            backend.load_state(self._load_state)
+        return backend
 
     def reopen(self) -> None:
         self.backend.close()
@@ -40,7 +47,7 @@ class ReopenedActor:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            self.backend = open_backend(*self._arguments)
+            self.backend = self._opened()
         except Exception as error:
             raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
 
@@ -54,6 +61,7 @@ class PassRunner:
         self.source = source
         self.actor = actor
         self.meter = meter
+        self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
 
@@ -82,7 +90,9 @@ class PassRunner:
                 "trains": batch.trains,
             }
             self._check_vocabulary(batch)
-            return PassRecord(**known, **self._measured(batch)), None
+            record = PassRecord(**known, **self._measured(batch))
+            self.num_settled = index + 1 if not self._num_in_window else self.num_settled
+            return record, None
         except Exception as error:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 

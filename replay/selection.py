@@ -75,6 +75,7 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
     if spec.input_file is not None:
         found = list(reader.read([_existing_file(spec.input_file)]))
         rounds, rest = [tuple(found * num_data_ranks)] * len(found), 0
+        rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
@@ -132,7 +133,8 @@ def _dealt(
             columns = [column_of[c.rank] for c in captures if c.rank is not None]
             dealing = "in recorded order, each data rank what one rank captured"
     table = _Rounds(captures, columns, num_data_ranks)
-    rounds = list(islice(table, spec.max_inputs))
+    end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
+    rounds = list(islice(table, spec.skip_inputs, end))
     return rounds, table.num_waiting() if table.exhausted else 0, dealing
 
 
@@ -161,12 +163,14 @@ class _Rounds:
 
 
 def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:
-    if num_left_over:
+    if num_left_over and not spec.skip_inputs:
         inputs = "input does" if num_left_over == 1 else "inputs do"
         return (
             f"{num_left_over} {spec.passes} {inputs} not suffice for {num_data_ranks} data ranks. "
             f"Start fewer processes, or give a folder with more inputs"
         )
+    if spec.skip_inputs:
+        return f"--skip-inputs {spec.skip_inputs} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
     return f"{where} holds no {spec.passes} pass, but {num_left_out} of kind {other}. Try: --passes {other}"

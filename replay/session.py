@@ -14,6 +14,7 @@ from actor_init.world import World
 from capture.capture_file import read_actor_config
 from capture.micro_batch import CaptureError
 from replay.console import Console
+from replay.keeping import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
@@ -21,7 +22,7 @@ from replay.records import PassRecord
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
-from replay.wording import counted
+from replay.wording import Pairs, counted
 
 
 def run(spec: RunSpec, *, show_traceback: bool) -> int:
@@ -36,10 +37,11 @@ def run(spec: RunSpec, *, show_traceback: bool) -> int:
 def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     """`run` in a world that is already open, and stays open."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
-    source = find_source(spec)
+    source = loaded_source(spec, find_source(spec), world)
+    refuse_folders(spec.state, world)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
     try:
-        actor = ReopenedActor(spec.actor, source, world)
+        actor = ReopenedActor(spec.actor, source, world, spec.state.load_state)
     except Exception:
         if world.rank == 0:
             folder.rmdir()
@@ -55,6 +57,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     world.gather(None)  # no rank fails before run.json is there
     runner = PassRunner(spec, world, source, actor, meter)
     records: list[PassRecord] = []
+    saved: Pairs = []
     ended: BaseException | None = None
     try:
         for index, path in enumerate(selection.inputs):
@@ -72,7 +75,12 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
                 break  # the weights of the steps so far are lost
             del error  # its frames hold the pass's tensors
             runner.mend()
-    except (KeyboardInterrupt, ReopeningError) as reason:
+        if not any(record.error for record in records):
+            saved = save(spec, source, world, actor.backend, runner.num_settled, len(records) // world.world_size)
+    except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
+        if isinstance(reason, SavingError) and world.world_size > 1:
+            logbook.fail_to_save(str(reason))
+            _leave_at_once(f"rank {world.rank}: {reason}. All ranks stop; the log is in {folder}")
         ended = reason
     exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
     if isinstance(ended, KeyboardInterrupt):
@@ -80,7 +88,9 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     if console:
         statistics = summarize(records)
         logbook.finish(statistics, exit_code=exit_code)
-        console.finish(records, statistics, selection, folder, memory_kind=meter.memory_kind)
+        console.finish(
+            records, statistics, selection, folder, memory_kind=meter.memory_kind, saved=saved or not_saved(spec.state)
+        )
     logbook.close()
     if ended:
         raise ended
@@ -141,11 +151,13 @@ def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:
     logbook.close()
     reason = "All ranks stop" if first == record.rank else f"That is because rank {first} failed before"
     shape = f"{record.rows} rows, {record.padded_tokens} tokens, {record.real_tokens} of them real"
-    print(
-        f"replay: rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
-        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}",
-        file=sys.stderr,
-        flush=True,
+    _leave_at_once(
+        f"rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
+        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}"
     )
+
+
+def _leave_at_once(message: str) -> NoReturn:
+    print(f"replay: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)  # no exit handlers: closing the process group would wait for the other ranks

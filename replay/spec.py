@@ -24,6 +24,7 @@ class InputsSpec:
 
     inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
+    skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
     max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
@@ -51,13 +52,39 @@ class MeasureSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """What is loaded before the first pass and saved after the last. A folder is new or empty, and written whole."""
+
+    load_state: Path | None = option(
+        None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."
+    )
+    save_state: Path | None = option(None, "Folder for weights, optimizer, schedule and step, to go on from.")
+    save_model: Path | None = option(None, "Folder for the weights in --dtype, as from_pretrained and --model open it.")
+
+    def __post_init__(self) -> None:
+        if self.save_state is not None and self.save_state == self.save_model:
+            raise UsageError(
+                f"--save-state and --save-model are both {self.save_state}. Try: --save-model {self.save_model}-model"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
     actor: ActorSpec = field(default_factory=ActorSpec)
     inputs: InputsSpec = field(default_factory=InputsSpec)
     measure: MeasureSpec = field(default_factory=MeasureSpec)
+    state: StateSpec = field(default_factory=StateSpec)
 
     def __post_init__(self) -> None:
         if self.measure.step and not self.measure.backward:
             raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
         if self.measure.step and self.actor.optimizer == "none":
             raise UsageError("--step needs an optimizer, but --optimizer none was given. Try: --optimizer adamw")
+        if self.actor.optimizer == "none" and (self.state.save_state or self.state.load_state):
+            option_given = "--load-state" if self.state.load_state else "--save-state"
+            raise UsageError(
+                f"{option_given} needs an optimizer, but --optimizer none was given. "
+                "Try: --save-model and --model for weights alone"
+            )
+        if self.state.load_state and self.actor.random_weights:
+            raise UsageError("--random-weights and --load-state exclude each other. Give one of the two")

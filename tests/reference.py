@@ -64,6 +64,25 @@ class Reference:
         """Of those gradients together."""
         return float(torch.stack([gradient.norm() for gradient in self.gradients(paths).values()]).norm())
 
+    def trained(
+        self, windows: list[list[Path]], *, learning_rate: float, max_norm: float, warmup_steps: int
+    ) -> list[tuple[dict[str, float], float]]:
+        """For each window of captures in turn: losses by file name, and the norm, before clipping, of their mean
+        gradient. AdamW steps after each, its rate rising linearly from 0. Changes the model."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        found = []
+        for number, paths in enumerate(windows):
+            optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, number / max(1, warmup_steps))
+            self._answers.clear()
+            losses = {path.name: self.answer(path).loss for path in paths}
+            gradients, norm = self.gradients(paths), self.gradient_norm(paths)
+            assert norm > max_norm  # so that clipping is in what is compared
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = (gradients[name] * (max_norm / norm)).to(parameter.dtype)
+            optimizer.step()
+            found.append((losses, norm))
+        return found
+
     def clipped_steps(
         self,
         paths: list[Path],

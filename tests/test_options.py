@@ -8,7 +8,7 @@ import pytest
 from actor_init.spec import ActorSpec, Attention, BackendName, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import app
 from replay.options import command_line, spec_from_dict, spec_to_dict, toggles
-from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec
+from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
 
 
 def parsed(*arguments: str) -> RunSpec:
@@ -39,6 +39,11 @@ def test_without_options_the_dataclasses_defaults_hold() -> None:
         ("--inputs some/folder", RunSpec(inputs=InputsSpec(inputs=Path("some/folder")))),
         ("--passes all --max-inputs 3", RunSpec(inputs=InputsSpec(passes=Passes.ALL, max_inputs=3))),
         ("--no-backward --warmup 0", RunSpec(measure=MeasureSpec(backward=False, warmup=0))),
+        ("--save-state runs/a", RunSpec(state=StateSpec(save_state=Path("runs/a")))),
+        (
+            "--skip-inputs 3 --load-state a",
+            RunSpec(inputs=InputsSpec(skip_inputs=3), state=StateSpec(load_state=Path("a"))),
+        ),
         ("--local_rank=1 --max-inputs 3", RunSpec(inputs=InputsSpec(max_inputs=3))),
         ("--local-rank 1", RunSpec()),
     ],
@@ -67,6 +72,8 @@ def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tu
     [
         ("--backend zero", "deepspeed, fsdp2"),
         ("--max-inputs 0", "at least 1"),
+        ("--skip-inputs=-1", "at least 0"),
+        ("--lr-warmup-steps few", "a whole number"),
         ("--max-inputs 2.5", "a whole number"),
         ("--zero-stage 4", "from 0 to 3"),
         ("--zero-stage -1", "from 0 to 3"),
@@ -98,8 +105,9 @@ FULL = RunSpec(
         zero_stage=2,
         parallel=ParallelSpec(tp=2, tp_plan=TpPlan.BUILTIN, sequence_parallel=True),
     ),
-    inputs=InputsSpec(inputs=Path("in puts"), max_inputs=7, shuffle_inputs=True, random_seed=123),
+    inputs=InputsSpec(inputs=Path("in puts"), skip_inputs=2, max_inputs=7, shuffle_inputs=True, random_seed=123),
     measure=MeasureSpec(backward=False, warmup=0, quiet=True, log_folder=Path("/elsewhere"), name="night"),
+    state=StateSpec(load_state=Path("a"), save_state=Path("b c"), save_model=Path("d")),
 )
 
 

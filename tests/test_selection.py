@@ -56,6 +56,15 @@ def test_all_data_ranks_stop_at_the_shortest_and_the_rest_is_counted(tmp_path: P
     assert [chosen.num_left_over for chosen in ranks] == [2, 2]
 
 
+def test_skipped_inputs_are_those_that_a_shorter_run_took(tmp_path: Path) -> None:
+    write_passes(tmp_path, {0: "tttrttt", 1: "ttttt"})
+    every = [chosen.inputs for chosen in on_all_ranks(2, InputsSpec(inputs=tmp_path))]
+    skipping = on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=3))
+    assert [chosen.inputs for chosen in skipping] == [inputs[3:] for inputs in every]
+    limited = on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=1, max_inputs=2))
+    assert [chosen.inputs for chosen in limited] == [inputs[1:3] for inputs in every]
+
+
 def test_max_inputs_counts_on_each_data_rank(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tttt"})
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, max_inputs=3))

@@ -1,11 +1,13 @@
 """What a backend is, and the choice between the two."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol, Self
 
 from torch import Tensor
 
 from actor_init.model import ModelSource
+from actor_init.optimizer import Progress
 from actor_init.packing import ActorInputs
 from actor_init.spec import ActorSpec, BackendName
 from actor_init.world import World
@@ -36,6 +38,31 @@ class Backend(Protocol):
 
     def facts(self) -> Mapping[str, str | int]:
         """What was resolved, for run.json."""
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Write the weights that the model computes with into the empty `folder`, as Hugging Face does; see saving.py.
+
+        For all ranks to call; they are gathered one by one, and rank 0 writes. Raises OSError.
+        """
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and loss scale into the empty `folder`, each rank its own share.
+
+        For all ranks to call, between two accumulation windows. Raises what the library raises.
+        """
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Take over what `save_state` wrote; state_file.py says beforehand whether that is possible here.
+
+        For all ranks to call, before the first pass. Unpickles. Raises what the library raises.
+        """
+        ...
+
+    def progress(self) -> Progress:
+        """How far the optimizer has come."""
         ...
 
     def close(self) -> None:

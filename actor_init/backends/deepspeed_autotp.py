@@ -98,5 +98,17 @@ def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     return squares.sum().sqrt()
 
 
+def whole_over_tp(parameter: Any) -> Tensor:
+    """A copy of `parameter`, put together from the tp ranks' parts where AutoTP has split it. For all ranks to call."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    own: Tensor = parameter.data
+    if is_model_parallel_parameter(parameter):
+        parameter.gather_params([parameter])
+    whole: Tensor = parameter.detach().clone()
+    parameter.data = own
+    return whole
+
+
 def _style(plan: Mapping[str, str], name: str) -> str | None:
     return next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)

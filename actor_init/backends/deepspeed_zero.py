@@ -3,13 +3,17 @@
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
@@ -20,14 +24,20 @@ from actor_init.backends.deepspeed_autotp import (
     mark_split_gradients,
     norm_over_tp,
     split_linears,
+    whole_over_tp,
 )
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, make_optimizer
+from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
+from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.state_file import SavedState
+from actor_init.universal import universal
 from actor_init.world import World
+
+STATE_TAG = "state"  # of the one checkpoint in a state folder
 
 
 @dataclass(slots=True)
@@ -45,8 +55,10 @@ class DeepSpeedBackend:
     """
 
     spec: ActorSpec
+    source: ModelSource
     engine: Any  # deepspeed.DeepSpeedEngine
     gate: Gate
+    schedule: LambdaLR  # not the engine's: that one would move without the optimizer
     attention: str
     num_parameters: int
 
@@ -102,8 +114,10 @@ class DeepSpeedBackend:
                 )
         return cls(
             spec=spec,
+            source=source,
             engine=engine,
             gate=gate,
+            schedule=make_schedule(spec, engine.basic_optimizer),
             attention=attention,
             num_parameters=num_parameters,
         )
@@ -123,6 +137,8 @@ class DeepSpeedBackend:
         norm = self._norm_of_plain_gradients()
         self.gate.is_open = step
         self.engine.step()
+        if step and self.engine.was_step_applied():
+            self.schedule.step()
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def _norm_of_plain_gradients(self) -> Tensor | None:
@@ -143,7 +159,33 @@ class DeepSpeedBackend:
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if _has_leaf_blocks(self.spec) else "none",
+            **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
         }
+
+    def save_model(self, folder: Path) -> None:
+        import deepspeed
+
+        def whole(tensor: Tensor) -> Tensor:
+            is_partitioned = hasattr(tensor, "ds_id")  # not so below stage 3, nor buffers
+            with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
+                return whole_over_tp(tensor) if self.spec.parallel.tp > 1 else tensor.detach().clone()
+
+        write_model(folder, self.source.config, self.spec.dtype, self.engine.module, whole)
+
+    def save_state(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag=STATE_TAG, client_state={"schedule": self.schedule.state_dict()})
+
+    def load_state(self, folder: Path) -> None:
+        if SavedState.read(folder).is_partitioned_over(torch.distributed.get_world_size()):
+            _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
+        else:
+            with universal(folder / STATE_TAG) as converted:
+                self.engine._config.load_universal_checkpoint = True  # what "load_universal" in the config sets
+                _, rest = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
+        load_schedule(self.schedule, rest["schedule"])
+
+    def progress(self) -> Progress:
+        return Progress.of(self.schedule)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -199,12 +241,12 @@ def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Op
 
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
         optimizer = make_optimizer(spec, parameters) or torch.optim.SGD(parameters, lr=0.0)
-        step = optimizer.step
+        step = type(optimizer).step
 
-        def gated_step(closure: Any = None) -> Any:
-            return step(closure) if gate.is_open else None
+        def gated_step(self: Any, closure: Any = None) -> Any:
+            return step(self, closure) if gate.is_open else None
 
-        optimizer.step = gated_step  # type: ignore[method-assign]
+        optimizer.step = MethodType(gated_step, optimizer)  # type: ignore[method-assign]
         return optimizer
 
     return build

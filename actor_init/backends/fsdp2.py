@@ -2,35 +2,51 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, make_optimizer
+from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
+from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.tp_plan import Plan, find_plan
 from actor_init.world import World
+
+# under tp the optimizer has its parameters in two groups, else in one: what is saved by parameter fits both
+BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP2Backend:
     spec: ActorSpec
     model: PreTrainedModel
+    source: ModelSource
     optimizer: Optimizer | None
+    schedule: LambdaLR | None
     scaler: torch.amp.GradScaler
     attention: str
     num_parameters: int
@@ -73,10 +89,13 @@ class FSDP2Backend:
         # None is torch's own rule: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
+        optimizer = make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)])
         return cls(
             spec=spec,
             model=model,
-            optimizer=make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)]),
+            source=source,
+            optimizer=optimizer,
+            schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
             num_parameters=model.num_parameters(),
@@ -103,8 +122,13 @@ class FSDP2Backend:
                 if self.spec.max_norm:
                     clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
+        scale = self.scaler.get_scale()
         if self.scaler.is_enabled():
             self.scaler.update()
+        overflowed = self.scaler.get_scale() < scale  # and the step was skipped
+        if step and not overflowed:
+            assert self.schedule is not None
+            self.schedule.step()
         self.model.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -120,8 +144,54 @@ class FSDP2Backend:
             **({"tp_plan": self.tp_plan.origin} if self.tp_plan else {}),
         }
 
+    def save_model(self, folder: Path) -> None:
+        write_model(folder, self.source.config, self.spec.dtype, self.model, _whole)
+
+    def save_state(self, folder: Path) -> None:
+        parts = self._loop_state()
+        if self.progress().num_steps:
+            parts |= self._sharded_state()
+        else:  # torch would make moments for an optimizer that never stepped, and call that its first step
+            parts |= {"model": get_model_state_dict(self.model)}
+        save(parts, checkpoint_id=folder)
+
+    def load_state(self, folder: Path) -> None:
+        parts = self._loop_state()
+        load(parts, checkpoint_id=folder)
+        assert self.schedule is not None
+        load_schedule(self.schedule, parts["schedule"])
+        if self.progress().num_steps:
+            parts = self._sharded_state()
+            load(parts, checkpoint_id=folder)
+            assert self.optimizer is not None
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=parts["model"],
+                optim_state_dict=parts["optimizer"],
+                options=BY_PARAMETER,
+            )
+        else:
+            load({"model": get_model_state_dict(self.model)}, checkpoint_id=folder)  # in place
+
+    def _loop_state(self) -> dict[str, Any]:
+        assert self.schedule is not None
+        return {"schedule": self.schedule.state_dict(), "scaler": self.scaler}
+
+    def _sharded_state(self) -> dict[str, Any]:
+        assert self.optimizer is not None
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_PARAMETER)
+        return {"model": model, "optimizer": optimizer}
+
+    def progress(self) -> Progress:
+        return Progress.of(self.schedule)
+
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:

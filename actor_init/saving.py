@@ -1,0 +1,100 @@
+"""Folders that are whole or not there at all, and a model as Hugging Face keeps it.
+
+FOLDER/config.json, generation_config.json
+FOLDER/model.safetensors                    or, above MAX_SHARD_SIZE,
+FOLDER/model-00001-of-00004.safetensors ... and model.safetensors.index.json
+"""
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from actor_init.model import build_on_meta
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.spec import Dtype, UsageError
+from actor_init.world import World
+
+MAX_SHARD_SIZE = "5GB"
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Raises UsageError unless `folder` can be made, or is there and empty."""
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise UsageError(
+                f"{option} {folder} is a folder with something in it, which is never written over. "
+                f"Try: {option} {folder}-2"
+            )
+    elif folder.exists():
+        raise UsageError(f"{option} {folder} is a file. Try: {option} {folder}-2")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option} {folder}: {error.strerror}. Give a folder where you may write") from None
+
+
+@contextmanager
+def whole_folder(folder: Path, world: World) -> Iterator[Path]:
+    """An empty folder for all ranks to write into, beside `folder`; it takes that name once the last rank has written.
+
+    Whoever fails removes it, and there is no `folder`. Raises OSError.
+    """
+    unfinished = None
+    if world.rank == 0:
+        unfinished = folder.parent / f".{folder.name}.unfinished-{uuid.uuid4().hex[:8]}"
+        unfinished.mkdir()
+    unfinished = world.from_first(unfinished)
+    assert unfinished is not None
+    try:
+        yield unfinished
+        world.gather(None)
+        if world.rank == 0:
+            os.replace(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    world.gather(None)  # nobody leaves before the name is there
+
+
+def write_model(
+    folder: Path, config: PretrainedConfig, dtype: Dtype, model: PreTrainedModel, whole: Callable[[Tensor], Tensor]
+) -> None:
+    """Write `model`'s weights in `dtype` into `folder`, where `from_pretrained` finds them. For all ranks to call.
+
+    `whole` makes a full tensor of a shard, with the other ranks' help. Each is copied to rank 0's host before the next
+    is made whole; the host has to hold them all. A tied parameter is written once. Raises OSError.
+    """
+    weights: dict[str, Tensor] = {}
+    kept_buffers = model.state_dict().keys()
+    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept_buffers}
+    for name, tensor in tensors.items():
+        full = whole(tensor).detach()
+        if dist.get_rank() == 0:
+            weights[name] = full.to("cpu", TORCH_DTYPES[dtype] if full.is_floating_point() else None, copy=True)
+        del full
+    if dist.get_rank() == 0:
+        empty = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[dtype])
+        with _no_progress_bar():
+            empty.save_pretrained(folder, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,145 @@
+"""state.json: what a state folder says of itself, and whether it can be loaded here.
+
+{"format": 1, "backend": "deepspeed", "zero_stage": 1, "world_size": 2, "tp": 1, ..., "num_steps": 3, ...}
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import PretrainedConfig
+
+from actor_init.model import ModelSource
+from actor_init.optimizer import Progress
+from actor_init.spec import ActorSpec, BackendName, OptimizerName, UsageError
+from actor_init.world import World
+
+STATE_FILE = "state.json"
+FORMAT = 1
+SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # what the libraries' files depend on
+OF_DEEPSPEED = ("zero_stage", "tp", "max_norm")  # DeepSpeed partitions by them, or would take the saved one
+PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedState:
+    """What was trained, how far, by how many ranks, and with what."""
+
+    backend: str
+    zero_stage: int
+    world_size: int
+    tp: int
+    ring: int
+    dtype: str
+    optimizer: str
+    learning_rate: float
+    lr_warmup_steps: int
+    max_norm: float | None
+    num_steps: int
+    next_learning_rate: float
+    num_inputs: int  # on each data rank, those that were skipped too
+    model: Mapping[str, Any]  # its config
+    versions: Mapping[str, str | None]
+
+    @classmethod
+    def of(
+        cls,
+        spec: ActorSpec,
+        source: ModelSource,
+        world: World,
+        progress: Progress,
+        *,
+        num_inputs: int,
+        versions: Mapping[str, str | None],
+    ) -> Self:
+        return cls(
+            backend=spec.backend.value,
+            zero_stage=spec.resolved_zero_stage,
+            world_size=world.world_size,
+            tp=spec.parallel.tp,
+            ring=spec.parallel.ring,
+            dtype=spec.dtype.value,
+            optimizer=spec.optimizer.value,
+            learning_rate=spec.learning_rate,
+            lr_warmup_steps=spec.lr_warmup_steps,
+            max_norm=spec.max_norm,
+            num_steps=progress.num_steps,
+            next_learning_rate=progress.learning_rate,
+            num_inputs=num_inputs,
+            model=_plain(source.config),
+            versions=versions,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Raises OSError."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
+        (folder / STATE_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises UsageError if `folder` is not what --save-state writes."""
+        try:
+            values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+            raise UsageError(
+                f"--load-state {folder}: {STATE_FILE} cannot be read: {reason}. Give a folder that --save-state wrote"
+            ) from error
+        known = {f.name for f in fields(cls)}
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT or set(values) != known:
+            raise UsageError(
+                f"--load-state {folder}: {STATE_FILE} is not of format {FORMAT}. Load it with the version that wrote it"
+            )
+        return cls(**values)
+
+    def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
+        """Raises UsageError, before anything is built, unless this state can be taken over exactly."""
+        here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
+        of_deepspeed = OF_DEEPSPEED if here.backend == BackendName.DEEPSPEED else ()
+        for name in (*SAME, *of_deepspeed):
+            saved, asked = getattr(self, name), getattr(here, name)
+            if saved != asked:
+                raise UsageError(
+                    f"--load-state {folder} was saved with {_typed(name, saved)}, not with {_typed(name, asked)}. "
+                    f"Try: {_typed(name, saved)}; or for its weights alone --save-model there and --model here"
+                )
+        for key in sorted((self.model.keys() & here.model.keys()) - set(PASSING)):
+            if self.model[key] != here.model[key]:
+                raise UsageError(
+                    f"--load-state {folder} is the state of another model: its {key} is {self.model[key]}, and that of "
+                    f"{source.name} is {here.model[key]}. Name its model, with --model and --num-layers"
+                )
+        if of_deepspeed and not self.is_partitioned_over(world.world_size):
+            self._check_universal(folder, world.world_size)
+
+    def is_partitioned_over(self, world_size: int) -> bool:
+        """Whether DeepSpeed can load its files as they are on that many ranks. Stage 0 partitions nothing."""
+        return not self.zero_stage or self.world_size == world_size
+
+    def _check_universal(self, folder: Path, world_size: int) -> None:
+        """Raises UsageError unless DeepSpeed's universal format can carry this state to another number of ranks."""
+        reasons = {
+            f"is one of {self.optimizer}, not adamw": self.optimizer != OptimizerName.ADAMW,
+            "has taken no step": not self.num_steps,
+            "is split over tp as well": self.tp > 1,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(
+                    f"--load-state {folder} was partitioned over {self.world_size} ranks by ZeRO stage "
+                    f"{self.zero_stage}, and here are {world_size}. DeepSpeed's universal format does not take a state "
+                    f"that {reason}. Try: torchrun --nproc-per-node {self.world_size} replay ..."
+                )
+
+
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    """As JSON gives it back."""
+    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return plain
+
+
+def _typed(name: str, value: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    return f"no {option}" if value is None else f"{option} {value}"
