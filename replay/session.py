@@ -1,10 +1,9 @@
 """One run: open the actor, feed it the inputs one by one, write down what each pass did."""
 
-import os
-import sys
+import shutil
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,13 +13,16 @@ from actor_init.world import World
 from capture.capture_file import read_actor_config
 from capture.micro_batch import CaptureError
 from replay.console import Console
+from replay.evidence import outlast
 from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.position import Phase
 from replay.records import PassRecord
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
+from replay.watch import Watch, watching
 from replay.wording import counted
 
 
@@ -38,12 +40,26 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     source = find_source(spec)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
+    with watching(world, folder, spec.measure.timeout, show_traceback=show_traceback) as watch:
+        return _run_watched(world, spec, selection, source, folder, watch, show_traceback)
+
+
+def _run_watched(
+    world: World,
+    spec: RunSpec,
+    selection: Selection,
+    source: ModelSource,
+    folder: Path,
+    watch: Watch,
+    show_traceback: bool,
+) -> int:
     try:
         actor = ReopenedActor(spec.actor, source, world)
-    except Exception:
-        if world.rank == 0:
-            folder.rmdir()
+    except Exception as reason:
+        if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
+    outlast(spec.measure.timeout)
     meter = Meter.for_device(world.device)
     logbook = Logbook(folder, world.rank)
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
@@ -53,7 +69,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
         console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
-    runner = PassRunner(spec, world, source, actor, meter)
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker)
     records: list[PassRecord] = []
     ended: BaseException | None = None
     try:
@@ -63,7 +79,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
             if error and show_traceback:
                 traceback.print_exception(error)
             if error and world.world_size > 1:
-                _stop_all_ranks(record, logbook)
+                watch.stop_all(error)
+            watch.tracker.at(Phase.GATHERING)
             ranks = world.gather(record)
             records += ranks
             if console:
@@ -72,6 +89,9 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
                 break  # the weights of the steps so far are lost
             del error  # its frames hold the pass's tensors
             runner.mend()
+        watch.tracker.has_passed(len(selection.inputs), Phase.OUT_OF_INPUTS)
+        watch.meet()
+        watch.tracker.has_passed(len(selection.inputs), Phase.CLOSING)
     except (KeyboardInterrupt, ReopeningError) as reason:
         ended = reason
     exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
@@ -130,19 +150,3 @@ def _header(
 def _shown(path: Path) -> Path:
     """As one would type it here."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:
-    """Leave at once: a rank that goes on alone would leave the others waiting. The launcher ends them."""
-    first = logbook.fail(record)
-    logbook.close()
-    reason = "All ranks stop" if first == record.rank else f"That is because rank {first} failed before"
-    shape = f"{record.rows} rows, {record.padded_tokens} tokens, {record.real_tokens} of them real"
-    print(
-        f"replay: rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
-        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}",
-        file=sys.stderr,
-        flush=True,
-    )
-    sys.stdout.flush()
-    os._exit(1)  # no exit handlers: closing the process group would wait for the other ranks
