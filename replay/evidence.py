@@ -94,11 +94,18 @@ def raised_in_collective(error: BaseException) -> bool:
 
 
 def _standing_at(innermost: FrameType) -> str:
-    """`python3.11/threading.py:327 in wait, called from mine/loader.py:12 in pull`, and whether a compiler is at work."""
+    """`python3.11/threading.py:327 in wait, below mine/loader.py:12 in pull`, and whether a compiler is at work."""
     frames = list(_outwards(innermost))
-    caller = next((f for f in frames if f.f_code.co_filename != innermost.f_code.co_filename), innermost)
+    library = _library(innermost)
+    caller = next((f for f in frames if _library(f) != library), innermost)
     compiles = any(f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py") for f in frames)
-    return f"{_line(innermost)}, called from {_line(caller)}" + ", compiling" * compiles
+    return _line(innermost) + f", below {_line(caller)}" * (caller is not innermost) + ", compiling" * compiles
+
+
+def _library(frame: FrameType) -> str:
+    """All of torch is one, any other folder is one by itself."""
+    path = frame.f_code.co_filename
+    return "torch" if "/torch/" in path else str(Path(path).parent)
 
 
 def _line(frame: FrameType) -> str:

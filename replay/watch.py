@@ -34,9 +34,9 @@ from replay.position import Tracker, last_position
 from replay.signals import Terminations
 from replay.wording import one_line
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 0.25
 GRACE_SECONDS = 1.0  # in which the news of a death overtakes the errors that come of it
-ANSWER_SECONDS = 1.0  # for a thread that only has to wake up
+ANSWER_SECONDS = 0.75  # for a thread that only has to wake up
 HELD_SECONDS = 1.5  # beyond the timeout, after which Python counts as held
 LEAVE_SECONDS = 2.5  # for a main thread to end as another rank's did
 TERMINATED = 128 + signal.SIGTERM

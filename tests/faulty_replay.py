@@ -1,6 +1,7 @@
-"""A replay with a fault on one rank: `[torchrun|deepspeed ...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
+"""A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
-KIND is a key of FAULTS; PHASE is forward or backward, of RANK's second pass.
+KIND is a key of FAULTS; PHASE is forward or backward, of RANK's second pass. Starting up may take long on a busy
+machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 """
 
 import ctypes
@@ -9,17 +10,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import replay.pass_runner
+import replay.session
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
+from replay.watch import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
+HANG_SECONDS = 3.0
+
+
+def nothing() -> None:
+    pass
 
 
 def killed() -> None:
@@ -87,6 +97,7 @@ def compiling() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
+        nothing,
         killed,
         crashed,
         raised,
@@ -108,22 +119,35 @@ FAULTS: dict[str, Callable[[], None]] = {
 def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
-    if int(os.environ.get("RANK", 0)) == int(rank):
-        vars(replay.pass_runner)["negated_mean"] = _faulty(FAULTS[kind], phase)
+    watches: list[Watch] = []
+    vars(replay.session)["watching"] = partial(_watched, watches)
+    has_fault = int(os.environ.get("RANK", 0)) == int(rank)
+    vars(replay.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
     run_and_leave()
 
 
-def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
+@contextmanager
+def _watched(watches: list[Watch], *arguments: Any, **given: Any) -> Iterator[Watch]:
+    with watching(*arguments, **given) as watch:
+        watches.append(watch)
+        yield watch
+
+
+def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Callable[..., Any]:
     """`negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
     num_calls = 0
 
     def strike(*_: Any) -> None:
-        print(f"FAULT {time.time()}", flush=True)
+        if fault is not nothing:
+            print(f"FAULT {time.time()}", flush=True)
         fault()
 
     def loss(log_probs_BA: Any, inputs: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
+        if num_calls == FAULTY_PASS:
+            watches[0].timeout = HANG_SECONDS
+            watches[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
         if num_calls == FAULTY_PASS and phase == "forward":
             strike()
         if num_calls == FAULTY_PASS and phase == "backward":
