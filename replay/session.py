@@ -64,10 +64,11 @@ def _run_watched(
     logbook = Logbook(folder, world.rank)
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
+    num_inputs = world.gather(len(selection.inputs))
     if console:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
         logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
-        console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
+        console.header(_header(spec, source, facts, selection, devices, num_inputs), num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
     runner = PassRunner(spec, world, source, actor, meter, watch.tracker)
     records: list[PassRecord] = []
@@ -124,7 +125,12 @@ def _inputs_folder(spec: InputsSpec) -> Path:
 
 
 def _header(
-    spec: RunSpec, source: ModelSource, facts: dict[str, Any], selection: Selection, devices: list[str]
+    spec: RunSpec,
+    source: ModelSource,
+    facts: dict[str, Any],
+    selection: Selection,
+    devices: list[str],
+    num_inputs: list[int],
 ) -> dict[str, str]:
     layers = source.config.get_text_config().num_hidden_layers
     toggles = [
@@ -137,7 +143,9 @@ def _header(
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.grad_accumulation) > 1 else []),
     ]
-    num_each = counted(len(selection.inputs), "input") + (" a rank" if len(devices) > 1 else "")
+    num_each = counted(num_inputs[0], "input") + (" a rank" if len(devices) > 1 else "")
+    if len(set(num_inputs)) > 1:
+        num_each = f"{', '.join(map(str, num_inputs))} inputs by rank"
     return {
         "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
         f"weights {facts['weights']}",

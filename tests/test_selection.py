@@ -56,6 +56,24 @@ def test_all_data_ranks_stop_at_the_shortest_and_the_rest_is_counted(tmp_path: P
     assert [chosen.num_left_over for chosen in ranks] == [2, 2]
 
 
+def test_uneven_gives_each_data_rank_all_its_inputs(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path, {0: "tttt", 1: "tt"})
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True))
+    assert [chosen.inputs for chosen in ranks] == [paths[0], paths[1]]
+    assert [chosen.num_left_over for chosen in ranks] == [0, 0]
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, max_inputs=3))
+    assert [chosen.inputs for chosen in ranks] == [paths[0][:3], paths[1]]
+    ranks = on_all_ranks(4, InputsSpec(inputs=tmp_path, uneven=True))
+    assert [len(chosen.inputs) for chosen in ranks] == [2, 2, 1, 1]
+
+
+def test_uneven_changes_nothing_where_numbers_are_equal(tmp_path: Path) -> None:
+    write_passes(tmp_path, {0: "trtt", 1: "ttrt"})
+    for passes in Passes:
+        even, uneven = (on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=passes, uneven=u)) for u in (False, True))
+        assert uneven == even
+
+
 def test_max_inputs_counts_on_each_data_rank(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tttt"})
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, max_inputs=3))
