@@ -85,7 +85,7 @@ def _silent(sightings: Sequence[Sighting]) -> Verdict | None:
 def _ran_out(sightings: Sequence[Sighting]) -> Verdict | None:
     furthest = max((s.position.index for s in sightings if s.position.source is not None), default=-1)
     out = [s for s in sightings if s.position.phase is Phase.OUT_OF_INPUTS and s.position.index <= furthest]
-    has = "It has" if len(out) == 1 else "They have"
+    has = "it has" if len(out) == 1 else "they have"
     numbers = ", ".join(str(s.position.index) for s in out)
     return _apart(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
 

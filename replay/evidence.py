@@ -58,11 +58,25 @@ def was_held(folder: Path, rank: int) -> bool:
     return path.is_file() and path.read_text(errors="replace").startswith("Timeout (")
 
 
+def aborted_in_collective(folder: Path, rank: int) -> bool:
+    """Did native code end that rank inside a collective? So gloo does to a rank that gets data of another size."""
+    path = stack_file(folder, rank)
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    threads = [
+        block.splitlines()[1 : NUM_INNERMOST + 1] for block in text.split("\n\n") if "recent call first" in block
+    ]
+    inside = any(f'/{name}"' in line for lines in threads for line in lines for name in COLLECTIVE_CODE)
+    return text.startswith("Fatal Python error: Aborted") and inside
+
+
 def write_flight_recorder(folder: Path, rank: int, device: torch.device) -> None:
     """NCCL's last collectives as torch's `torchfrtrace` reads them. Nothing on a CPU."""
     if device.type == "cuda":
-        trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-        (folder / f"rank{rank}.nccl_trace.pkl").write_bytes(trace)
+        try:
+            trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+            (folder / f"rank{rank}.nccl_trace.pkl").write_bytes(trace)
+        except Exception as error:  # torch's own matter, and no reason to keep the others waiting
+            print(f"replay: rank {rank} has no dump of NCCL's flight recorder: {error}", file=sys.stderr, flush=True)
 
 
 def collectives_entered() -> dict[str, int]:

@@ -4,6 +4,7 @@ What can happen to a rank, and how the others hear of it:
 
     it fails (an exception, memory, sys.exit)   it says so itself, after GRACE_SECONDS without news of a death
     it is killed or crashes                     its connections close without a goodbye
+    a collective fails on it or aborts it       all are asked: another rank may have reached a different collective
     it is sent SIGTERM                          it says so itself, unless a death is why the launcher sent it
     it stands still, or waits for a rank        no rank goes on for --timeout seconds; all are asked, one is named
     its Python is held by native code           it does not answer; its watchdog in C leaves the stacks and ends it
@@ -13,7 +14,6 @@ Errors that follow from another's end, as a connection closed by the peer, are t
 
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,11 +25,18 @@ from typing import Any, NoReturn
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.diagnosis import Failure, Sighting, died, failed, hung, left_alone, terminated
+from replay.diagnosis import Sighting, died, failed, hung, left_alone, terminated
 from replay.ending import Ending
-from replay.evidence import StackFile, collectives_entered, raised_in_collective, standing, was_held
+from replay.evidence import (
+    StackFile,
+    aborted_in_collective,
+    collectives_entered,
+    raised_in_collective,
+    standing,
+    was_held,
+)
 from replay.logbook import INTERRUPTED
-from replay.peers import Message, Peers
+from replay.peers import Message, connected
 from replay.position import Tracker, last_position
 from replay.signals import Terminations
 from replay.wording import one_line
@@ -75,13 +82,15 @@ class Watch:
         self.timeout = timeout
         self.tracker = Tracker(folder, world.rank)
         self._stacks = StackFile(folder, world.rank)
-        self._peers = _connected(world)
+        self._peers = connected(world)
         self._ending = Ending(world, folder, self._stacks, self._peers)
         self._left: dict[int, int] = {}  # ranks that have said goodbye, and their exit codes
         self._terminated: set[int] = set()
         self._error: str | None = None  # of this rank's main thread
         self._collective_failed = False
         self._grace_ends: float | None = None  # for news that would explain what is known
+        self._trouble = ""  # what was noticed, if it is not that nothing goes on
+        self._dead: dict[int, Sighting] = {}  # ranks whose end is not the cause
         self._asked: float | None = None
         self._answers: dict[int, Sighting] = {}
         self._progress = (0, 0)
@@ -132,7 +141,7 @@ class Watch:
                     elif isinstance(message, dict):
                         self._heard(rank, message)
                     elif rank not in self._left and not self._closing:
-                        self._end(self._death_of(rank))
+                        self._lost(rank)
                 if not self._closing:
                     self._look(time.monotonic())
         except Exception:
@@ -179,7 +188,7 @@ class Watch:
         if self._error is not None:
             self._begin_grace()
         if self._asked is not None:
-            if len(self._answers) == len(self._peers.by_rank) or now >= self._asked + ANSWER_SECONDS:
+            if set(self._peers.by_rank) <= set(self._answers) or now >= self._asked + ANSWER_SECONDS:
                 self._judge(now)
         elif self._grace_ends is not None and now >= self._grace_ends:
             self._end_with_what_is_known(now)
@@ -189,15 +198,16 @@ class Watch:
     def _end_with_what_is_known(self, now: float) -> None:
         for rank, code in self._left.items():
             if code:
-                self._end(left_alone(rank, interrupted=code == INTERRUPTED), exit_code=code)
+                self._ending.speak(left_alone(rank, interrupted=code == INTERRUPTED), exit_code=code)
         if self._terminated:
             positions = {r: last_position(self.folder, r) for r in (self.world.rank, *self._peers.by_rank)}
-            self._end(terminated(sorted(self._terminated), positions), exit_code=TERMINATED)
+            self._ending.speak(terminated(sorted(self._terminated), positions), exit_code=TERMINATED)
         assert self._error is not None
         if self._collective_failed and self._peers.by_rank:
+            self._trouble = f"a collective failed on rank {self.world.rank} ({self._error})"
             self._ask(now)
         else:
-            self._end(failed(self.world.rank, self.tracker.position, self._error))
+            self._ending.speak(failed(self.world.rank, self.tracker.position, self._error))
 
     def _ask(self, now: float) -> None:
         self._asked = now
@@ -206,30 +216,31 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         """Everybody has had time to answer. A rank that went on meanwhile gives all of them another --timeout."""
-        sightings = [*self._answers.values(), self._own_sighting()]
-        silent = [rank for rank in self._peers.by_rank if rank not in self._answers]
-        sightings += [Sighting(rank=r, position=last_position(self.folder, r), answers=False) for r in silent]
-        idle = min(s.idle_seconds for s in sightings if s.answers)
-        if self._error is not None:
-            trouble = f"a collective failed on rank {self.world.rank} ({self._error})"
-            self._end(hung(sorted(sightings, key=lambda s: s.rank), trouble))
-        if idle >= self.timeout:
-            self._end(self._standstill(sightings))
-        self._asked, self._since = None, now - idle
+        seen = self._answers | self._dead | {self.world.rank: self._own_sighting()}
+        for rank in set(self._peers.by_rank) - set(self._answers):
+            seen[rank] = Sighting(rank=rank, position=last_position(self.folder, rank), answers=False)
+        idle = min(sighting.idle_seconds for sighting in seen.values() if sighting.answers)
+        if idle < self.timeout and not self._trouble:
+            self._asked, self._since = None, now - idle
+            return
+        trouble, advice = self._trouble, ""
+        if not trouble:
+            trouble = f"no progress for {self.timeout:g} s"
+            advice = f". If that is slow and not stuck, try: --timeout {10 * self.timeout:g}"
+        self._ending.speak(hung([seen[rank] for rank in sorted(seen)], trouble, advice))
 
-    def _standstill(self, sightings: list[Sighting]) -> Failure:
-        return hung(
-            sorted(sightings, key=lambda s: s.rank),
-            f"no progress for {self.timeout:g} s",
-            advice=f". If that is slow and not stuck, try: --timeout {10 * self.timeout:g}",
-        )
-
-    def _death_of(self, rank: int) -> Failure:
+    def _lost(self, rank: int) -> None:
+        """A rank is gone without a goodbye. It died, unless its own files say that it was ended for its standing."""
         position = last_position(self.folder, rank)
-        if not was_held(self.folder, rank):
-            return died(rank, position)
-        others = [Sighting(rank=r, position=last_position(self.folder, r)) for r in self._peers.by_rank]
-        return self._standstill([*others, self._own_sighting(), Sighting(rank=rank, position=position, answers=False)])
+        if was_held(self.folder, rank):
+            self._dead[rank] = Sighting(rank=rank, position=position, answers=False)
+            self._trouble = f"no progress for {self.timeout:g} s"
+        elif aborted_in_collective(self.folder, rank):
+            self._dead[rank] = Sighting(rank=rank, position=position, in_collective=True)
+            self._trouble = f"a collective aborted rank {rank}"
+        else:
+            self._ending.speak(died(rank, position))
+        self._ask(time.monotonic())
 
     def _own_sighting(self) -> Sighting:
         standing_at, in_collective = standing(threading.get_ident())
@@ -241,15 +252,3 @@ class Watch:
             in_collective=in_collective or self._collective_failed,
             standing_at=standing_at,
         )
-
-    def _end(self, failure: Failure, *, exit_code: int = 1) -> NoReturn:
-        self._ending.speak(failure, exit_code=exit_code)
-
-
-def _connected(world: World) -> Peers:
-    try:
-        return Peers.connect(world)
-    except OSError as error:
-        if world.rank == 0:
-            print(f"replay: a rank that dies or hangs will not be named: {error}", file=sys.stderr, flush=True)
-        return Peers()

@@ -89,6 +89,11 @@ def extra_collective() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def mismatched_collective() -> None:
+    """Meets the others' all_reduce of one number, which then fails on the ranks that did nothing wrong."""
+    dist.all_reduce(torch.zeros(4096))
+
+
 def compiling() -> None:
     """The compiler is at work for ever, on this rank alone."""
     torch.compile(lambda x: x + 1, backend=lambda graph, inputs: blocked())(torch.zeros(1))
@@ -111,6 +116,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         holding_python,
         stopped,
         extra_collective,
+        mismatched_collective,
         compiling,
     )
 }

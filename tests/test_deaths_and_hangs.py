@@ -29,6 +29,7 @@ FAILED = "replay: rank {rank} failed in pass 2 on {source} ({shape}), phase {pha
 HUNG = "replay: no progress for 3 s: rank {rank} did not arrive: "
 OTHER_PHASE = HUNG + "it has not reached the phase of the others"
 OWN_COLLECTIVE = HUNG + "it waits in a collective of its own"
+ABORTED = "replay: a collective aborted rank {other}: rank {rank} did not arrive: it waits in a collective of its own"
 SILENT = HUNG + "it does not answer"
 RAN_OUT = HUNG + "it has run out of inputs after 2 passes, and others are in a later one"
 
@@ -91,6 +92,8 @@ def table() -> Iterator[Case]:
         ("torchrun", "blocked", "backward", 1, HUNG),
         ("torchrun", "blocked_after_collective", "forward", 0, HUNG),
         ("torchrun", "holding_python", "forward", 1, SILENT),
+        ("torchrun", "mismatched_collective", "forward", 0, ABORTED),
+        ("deepspeed", "mismatched_collective", "forward", 1, ABORTED),
         ("deepspeed", "stopped", "forward", 0, SILENT),
     ):
         yield Case(launcher=launcher, kind=kind, phase=phase, rank=rank, says=says)
@@ -187,7 +190,7 @@ def test_the_run_ends_and_names_the_rank_its_input_and_its_phase(
     length = 22 + case.rank
     shape = f"2 rows, {2 * length} tokens, {2 * length} of them real"
     phase = case.found_in or case.phase
-    expected = case.says.format(rank=case.rank, source=source, shape=shape, phase=phase)
+    expected = case.says.format(rank=case.rank, other=1 - case.rank, source=source, shape=shape, phase=phase)
     assert outcome.output.count(expected) == 1, outcome.output[-6000:]
     said = [line for line in outcome.output.splitlines() if line.startswith("replay: ")]
     assert len(said) == 2, said
