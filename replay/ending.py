@@ -28,7 +28,7 @@ class Ending:
         self.peers = peers
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
 
-    def speak(self, failure: Failure, *, exit_code: int) -> NoReturn:
+    def speak(self, failure: Failure, *, exit_code: int = 1) -> NoReturn:
         """Say on stderr, in failure.txt and run.json what happened, unless another rank did, and end with all."""
         text = failure.text(self.folder)
         first = self.world.rank if failure.rank is None else failure.rank
