@@ -5,6 +5,7 @@ Each case is a real run of two ranks with a fault in the second pass of one. Two
 
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tests.test_trouble import folder_of
 NUM_AT_ONCE = 2
 LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node 2 -m tests.faulty_replay {fault} --backend fsdp2",
-    "deepspeed": "deepspeed --num_gpus=2 --module tests.faulty_replay {fault}",
+    "deepspeed": "deepspeed --num_gpus=2 --master_port {port} --module tests.faulty_replay {fault}",
 }
 DIED = "replay: rank {rank} died in pass 2 on {source} ({shape}), phase {phase}: its process ended without a word"
 FAILED = "replay: rank {rank} failed in pass 2 on {source} ({shape}), phase {phase}: "
@@ -122,7 +123,7 @@ def replayed(case: Case, home: Path) -> Outcome:
         longer.rename(folder / longer.name)
     else:
         folder = folder_of(home, lengths, num_ranks=2)
-    command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}")
+    command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}", port=free_port())
     arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 60".split()
     with subprocess.Popen(
         [*arguments, *["--uneven"] * case.uneven],
@@ -149,6 +150,14 @@ def replayed(case: Case, home: Path) -> Outcome:
         seconds_after_fault=time.time() - struck[0] if struck else None,
         processes_left=processes_with(str(folder)),
     )
+
+
+def free_port() -> int:
+    """deepspeed takes the same port for each of its runs, and here two are under way."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def processes_with(argument: str) -> list[str]:
