@@ -1,6 +1,7 @@
 """The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
 
-run.json is there from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
+A run that broke off on one of several ranks also has failure.txt and what `replay/ending.py` leaves. run.json is there
+from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
 is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
 
     {"status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
