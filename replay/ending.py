@@ -14,7 +14,7 @@ from replay.evidence import StackFile, write_flight_recorder
 from replay.logbook import claim_failure
 from replay.peers import Peers
 
-PATIENCE_SECONDS = 2.0  # with ranks that leave no stack; the watchdog of one that is held strikes within it
+PATIENCE_SECONDS = 1.5  # with ranks that leave no stack; the watchdog of one that is held strikes within it
 
 
 class Ending:
