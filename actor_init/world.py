@@ -47,6 +47,8 @@ class World:
             )
         device = _device(local_rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl":
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder holds
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
         else:

@@ -10,7 +10,9 @@ loop again, is the control: what two equal things differ by here.
 import argparse
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from capture.micro_batch import MicroBatch
 from replay.cli import app
 from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor
+from replay.position import Tracker
 from replay.records import PassRecord
 from replay.selection import select
 from replay.session import find_source
@@ -42,7 +45,8 @@ def main() -> int:
     with World.from_env(ParallelSpec()) as world:
         source = find_source(spec)
         actor = ReopenedActor(spec.actor, source, world)
-        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device))
+        tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
+        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker)
         paths = select(spec.inputs, 0, 1).inputs
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}

@@ -1,6 +1,7 @@
 """The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
 
-run.json is there from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
+A run that broke off on one of several ranks also has failure.txt and what `replay/ending.py` leaves. run.json is there
+from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
 is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
 
     {"status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actor_init.spec import UsageError
+from replay.diagnosis import Failure
 from replay.options import command_line, spec_to_dict
 from replay.records import PassRecord, PhaseCost
 from replay.selection import Selection
@@ -34,6 +36,7 @@ from replay.summary import Statistics
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 RUN_FILE = "run.json"
+FAILURE_FILE = "failure.txt"
 INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
@@ -126,34 +129,45 @@ class Logbook:
         }
         self._write_run()
 
-    def fail(self, record: PassRecord) -> int:
-        """Say in run.json which rank and input ended a run of several ranks, for any rank to call.
-
-        Returns the rank that is named there: the first to fail, whose end may be why others fail after it.
-        """
-        failure = {"rank": record.rank, "index": record.index, "source": record.source, "error": record.error}
-        return self._fail(failure)
-
-    def fail_to_save(self, error: str) -> None:
-        """The same for what could not be saved after the last pass."""
-        self._fail({"rank": self.rank, "error": error})
-
-    def _fail(self, failure: Mapping[str, Any]) -> int:
-        run = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
-        if "failure" in run:
-            return int(run["failure"]["rank"])
-        self._run = {**run, "status": "failed", "failure": failure, "exit_code": 1}
-        self._write_run()
-        return self.rank
-
     def close(self) -> None:
         self._lines.close()
 
     def _write_run(self) -> None:
-        path = self.folder / RUN_FILE
-        unfinished = path.with_suffix(f".rank{self.rank}.tmp")
-        unfinished.write_text(json.dumps(to_json(self._run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        _replace_run(self.folder, self._run)
+
+
+def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
+    """Say in run.json which rank and input ended a run, and `text` in failure.txt; for any rank to call.
+
+    False if another rank did so before: its failure may be why this one fails, and nothing is written.
+    """
+    try:
+        with (folder / FAILURE_FILE).open("x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        return False
+    path = folder / RUN_FILE
+    run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
+    position = failure.position
+    named = {
+        "kind": failure.kind,
+        "rank": failure.rank,
+        "index": position and position.index,
+        "source": position and position.source,
+        "phase": position and position.phase,
+        "error": failure.error,
+        "ranks": [asdict(sighting) for sighting in failure.sightings],
+    }
+    status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
+    _replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})
+    return True
+
+
+def _replace_run(folder: Path, run: Mapping[str, Any]) -> None:
+    path = folder / RUN_FILE
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(to_json(run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def to_json(value: Any) -> Any:

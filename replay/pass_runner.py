@@ -17,6 +17,7 @@ from capture.capture_file import read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
+from replay.position import Phase, Tracker
 from replay.records import PassRecord
 from replay.spec import RunSpec
 from replay.wording import one_line
@@ -55,12 +56,15 @@ class ReopenedActor:
 class PassRunner:
     """One pass after the other through the actor, and where the accumulation window stands."""
 
-    def __init__(self, spec: RunSpec, world: World, source: ModelSource, actor: ReopenedActor, meter: Meter) -> None:
+    def __init__(
+        self, spec: RunSpec, world: World, source: ModelSource, actor: ReopenedActor, meter: Meter, tracker: Tracker
+    ) -> None:
         self.spec = spec
         self.world = world
         self.source = source
         self.actor = actor
         self.meter = meter
+        self.tracker = tracker
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
@@ -80,6 +84,7 @@ class PassRunner:
             "data_rank": self.world.data_rank,
             "warmup": index < self.spec.measure.warmup,
         }
+        self.tracker.begins(index, path.name)
         try:
             batch = tokens_for(self.spec.measure.loss, read_micro_batch(path))
             known |= {
@@ -89,10 +94,14 @@ class PassRunner:
                 "row_tokens": batch.attention_mask_BS.sum(dim=1).tolist(),
                 "trains": batch.trains,
             }
+            self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
             record = PassRecord(**known, **self._measured(batch))
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
             return record, None
+        except SystemExit as error:
+            left = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+            return PassRecord(**known, error=str(left), error_type="SystemExit"), left
         except Exception as error:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 
@@ -104,25 +113,30 @@ class PassRunner:
         graphs_before = num_graphs()
         self.world.meet()
         try:
+            self.tracker.at(Phase.FORWARD)
             self.meter.start_pass()
             with torch.set_grad_enabled(batch.trains):
                 with self.meter.phase("forward"):
                     log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
                     loss = negated_mean(log_probs_BA, inputs)
+                self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
                     with self.meter.phase("wait"):
                         self.world.meet()
                 if backward:
+                    self.tracker.at(Phase.BACKWARD)
                     with self.meter.phase("backward"):
                         self.actor.backend.backward(loss)
                 grad_norm = None
                 if step:
+                    self.tracker.at(Phase.STEP)
                     with self.meter.phase("step"):
                         grad_norm = self.actor.backend.end_window(step=True)
+            self.tracker.at(Phase.ENDING)
             phases, seconds = self.meter.end_pass()
             if last_of_window and not step:
                 grad_norm = self.actor.backend.end_window(step=False)
-        except Exception:
+        except (Exception, SystemExit):
             self._num_in_window = 0
             self._broke_off = True
             raise

@@ -69,23 +69,33 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
 
     Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave
     out the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
-    otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank.
+    otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank. With
+    --uneven, inputs that found no partners come after the rounds.
     """
     reader = Reader(passes=spec.passes)
+    rest: list[list[Captured]] = []
     if spec.input_file is not None:
         found = list(reader.read([_existing_file(spec.input_file)]))
-        rounds, rest = [tuple(found * num_data_ranks)] * len(found), 0
+        rounds = [tuple(found * num_data_ranks)] * len(found)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
         rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks)
-    if not rounds and not reader.damaged:
-        raise UsageError(_nothing_to_replay(spec, reader.num_left_out, rest, num_data_ranks))
+    num_left_over = sum(len(captures) for captures in rest)
+    if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
+        raise UsageError(_nothing_to_replay(spec, reader.num_left_out, num_left_over, num_data_ranks))
+    inputs = [members[data_rank].path for members in rounds]
+    if spec.uneven and spec.input_file is None:
+        end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
+        more = [captured.path for captured in rest[data_rank]] if rest else []
+        inputs = [*inputs, *more][spec.skip_inputs : end]
+        dealing += "; uneven: none is left over" if num_left_over else ""
+        num_left_over = 0
     return Selection(
-        inputs=[members[data_rank].path for members in rounds],
+        inputs=inputs,
         num_left_out_passes=reader.num_left_out,
-        num_left_over=rest,
+        num_left_over=num_left_over,
         damaged=reader.damaged,
         dealing=dealing,
     )
@@ -114,8 +124,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _dealt(
     spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int
-) -> tuple[list[tuple[Captured, ...]], int, str]:
-    """The rounds, how many inputs stay over, and a sentence about it."""
+) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
+    """The rounds, what stays over of each data rank's inputs, and a sentence about it."""
     paths = list(paths)
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(paths)
@@ -134,8 +144,8 @@ def _dealt(
             dealing = "in recorded order, each data rank what one rank captured"
     table = _Rounds(captures, columns, num_data_ranks)
     end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
-    rounds = list(islice(table, spec.skip_inputs, end))
-    return rounds, table.num_waiting() if table.exhausted else 0, dealing
+    rounds = list(table) if spec.uneven else list(islice(table, spec.skip_inputs, end))
+    return rounds, table.left_over() if table.exhausted else [], dealing
 
 
 class _Rounds:
@@ -158,8 +168,9 @@ class _Rounds:
                 yield tuple(queue.popleft() for queue in queues)
         self.exhausted = True
 
-    def num_waiting(self) -> int:
-        return sum(len(queue) for queues in self.waiting.values() for queue in queues)
+    def left_over(self) -> list[list[Captured]]:
+        """By data rank, once every capture has been looked at."""
+        return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
 
 
 def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:

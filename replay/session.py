@@ -1,10 +1,9 @@
 """One run: open the actor, feed it the inputs one by one, write down what each pass did."""
 
-import os
-import sys
+import shutil
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,14 +13,17 @@ from actor_init.world import World
 from capture.capture_file import read_actor_config
 from capture.micro_batch import CaptureError
 from replay.console import Console
+from replay.evidence import outlast
 from replay.keeping import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.position import Phase
 from replay.records import PassRecord
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
+from replay.watch import Watch, watching
 from replay.wording import Pairs, counted
 
 
@@ -40,22 +42,37 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     source = loaded_source(spec, find_source(spec), world)
     refuse_folders(spec.state, world)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
+    with watching(world, folder, spec.measure.timeout, show_traceback=show_traceback) as watch:
+        return _run_watched(world, spec, selection, source, folder, watch, show_traceback)
+
+
+def _run_watched(
+    world: World,
+    spec: RunSpec,
+    selection: Selection,
+    source: ModelSource,
+    folder: Path,
+    watch: Watch,
+    show_traceback: bool,
+) -> int:
     try:
         actor = ReopenedActor(spec.actor, source, world, spec.state.load_state)
-    except Exception:
-        if world.rank == 0:
-            folder.rmdir()
+    except Exception as reason:
+        if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
+    outlast(spec.measure.timeout)
     meter = Meter.for_device(world.device)
     logbook = Logbook(folder, world.rank)
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
+    num_inputs = world.gather(len(selection.inputs))
     if console:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
         logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
-        console.header(_header(spec, source, facts, selection, devices), num_passes=len(selection.inputs))
+        console.header(_header(spec, source, facts, selection, devices, num_inputs), num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
-    runner = PassRunner(spec, world, source, actor, meter)
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker)
     records: list[PassRecord] = []
     saved: Pairs = []
     ended: BaseException | None = None
@@ -66,7 +83,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
             if error and show_traceback:
                 traceback.print_exception(error)
             if error and world.world_size > 1:
-                _stop_all_ranks(record, logbook)
+                watch.stop_all(error)
+            watch.tracker.at(Phase.GATHERING)
             ranks = world.gather(record)
             records += ranks
             if console:
@@ -75,12 +93,15 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
                 break  # the weights of the steps so far are lost
             del error  # its frames hold the pass's tensors
             runner.mend()
+        watch.tracker.has_passed(len(selection.inputs), Phase.OUT_OF_INPUTS)
+        watch.meet()
+        watch.tracker.has_passed(len(selection.inputs), Phase.SAVING)
         if not any(record.error for record in records):
             saved = save(spec, source, world, actor.backend, runner.num_settled, len(records) // world.world_size)
+        watch.tracker.has_passed(len(selection.inputs), Phase.CLOSING)
     except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
         if isinstance(reason, SavingError) and world.world_size > 1:
-            logbook.fail_to_save(str(reason))
-            _leave_at_once(f"rank {world.rank}: {reason}. All ranks stop; the log is in {folder}")
+            raise  # the others wait for this rank
         ended = reason
     exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
     if isinstance(ended, KeyboardInterrupt):
@@ -114,7 +135,12 @@ def _inputs_folder(spec: InputsSpec) -> Path:
 
 
 def _header(
-    spec: RunSpec, source: ModelSource, facts: dict[str, Any], selection: Selection, devices: list[str]
+    spec: RunSpec,
+    source: ModelSource,
+    facts: dict[str, Any],
+    selection: Selection,
+    devices: list[str],
+    num_inputs: list[int],
 ) -> dict[str, str]:
     layers = source.config.get_text_config().num_hidden_layers
     toggles = [
@@ -130,7 +156,9 @@ def _header(
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.grad_accumulation) > 1 else []),
     ]
-    num_each = counted(len(selection.inputs), "input") + (" a rank" if len(devices) > 1 else "")
+    num_each = counted(num_inputs[0], "input") + (" a rank" if len(devices) > 1 else "")
+    if len(set(num_inputs)) > 1:
+        num_each = f"{', '.join(map(str, num_inputs))} inputs by rank"
     return {
         "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
         f"weights {facts['weights']}",
@@ -143,21 +171,3 @@ def _header(
 def _shown(path: Path) -> Path:
     """As one would type it here."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _stop_all_ranks(record: PassRecord, logbook: Logbook) -> NoReturn:
-    """Leave at once: a rank that goes on alone would leave the others waiting. The launcher ends them."""
-    first = logbook.fail(record)
-    logbook.close()
-    reason = "All ranks stop" if first == record.rank else f"That is because rank {first} failed before"
-    shape = f"{record.rows} rows, {record.padded_tokens} tokens, {record.real_tokens} of them real"
-    _leave_at_once(
-        f"rank {record.rank} failed in pass {record.index + 1} on {record.source} ({shape}): "
-        f"{record.error_type}: {record.error}. {reason}; the log is in {logbook.folder}"
-    )
-
-
-def _leave_at_once(message: str) -> NoReturn:
-    print(f"replay: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)  # no exit handlers: closing the process group would wait for the other ranks

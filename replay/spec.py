@@ -26,6 +26,9 @@ class InputsSpec:
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
     skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
     max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    uneven: bool = option(
+        False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
+    )
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
@@ -46,6 +49,9 @@ class MeasureSpec:
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
+    timeout: float = option(
+        120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1
+    )
     quiet: bool = option(False, "Print the summary alone.")
     log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
     name: str = option("replay", "Last part of that folder's name.")

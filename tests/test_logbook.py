@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import pytest
 
 from actor_init.spec import UsageError
-from replay.logbook import Logbook, create_folder, read_log, versions
+from replay.diagnosis import failed
+from replay.logbook import Logbook, claim_failure, create_folder, read_log, versions
 from replay.options import spec_from_dict
+from replay.position import Phase, Position
 from replay.selection import Selection
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
 from replay.summary import summarize
@@ -87,7 +89,10 @@ def test_a_run_with_a_failed_pass_has_failed(logbook: Logbook) -> None:
 
 
 def test_any_rank_can_say_that_it_ended_the_run(logbook: Logbook) -> None:
-    Logbook(logbook.folder, rank=1).fail(record(3, rank=1, error="broken", error_type="RuntimeError"))
+    position = Position(index=3, phase=Phase.BACKWARD, source="input_3.pkl")
+    assert claim_failure(logbook.folder, failed(1, position, "broken"), "rank 1 failed")
+    assert not claim_failure(logbook.folder, failed(0, position, "connection closed by peer"), "rank 0 failed")
+    assert (logbook.folder / "failure.txt").read_text() == "rank 1 failed\n"
     run = run_json(logbook.folder)
     assert (run["status"], run["exit_code"]) == ("failed", 1)
     assert (run["failure"]["rank"], run["failure"]["source"], run["failure"]["error"]) == (1, "input_3.pkl", "broken")

@@ -65,6 +65,26 @@ def test_skipped_inputs_are_those_that_a_shorter_run_took(tmp_path: Path) -> Non
     assert [chosen.inputs for chosen in limited] == [inputs[1:3] for inputs in every]
 
 
+def test_uneven_gives_each_data_rank_all_its_inputs(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path, {0: "tttt", 1: "tt"})
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True))
+    assert [chosen.inputs for chosen in ranks] == [paths[0], paths[1]]
+    assert [chosen.num_left_over for chosen in ranks] == [0, 0]
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, max_inputs=3))
+    assert [chosen.inputs for chosen in ranks] == [paths[0][:3], paths[1]]
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, skip_inputs=1, max_inputs=2))
+    assert [chosen.inputs for chosen in ranks] == [paths[0][1:3], paths[1][1:]]
+    ranks = on_all_ranks(4, InputsSpec(inputs=tmp_path, uneven=True))
+    assert [len(chosen.inputs) for chosen in ranks] == [2, 2, 1, 1]
+
+
+def test_uneven_changes_nothing_where_numbers_are_equal(tmp_path: Path) -> None:
+    write_passes(tmp_path, {0: "trtt", 1: "ttrt"})
+    for passes in Passes:
+        even, uneven = (on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=passes, uneven=u)) for u in (False, True))
+        assert uneven == even
+
+
 def test_max_inputs_counts_on_each_data_rank(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tttt"})
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, max_inputs=3))

@@ -231,7 +231,7 @@ def test_a_crash_on_one_rank_ends_all_and_names_it(launcher: str, crashing_rank:
     lengths[2 + crashing_rank] = TOO_LONG  # the second pass of that rank
     folder = folder_of(tmp_path, lengths, num_ranks=2)
     done = run(f"{launcher} --inputs {folder}", tmp_path / "logs")
-    assert done.returncode != 0
+    assert done.returncode != 0, done.stdout[-2000:] + done.stderr[-4000:]
     source = capture_files(folder)[crashing_rank * 2 + 1].name
     assert f"replay: rank {crashing_rank} failed in pass 2 on {source}" in done.stderr + done.stdout
     (home,) = (tmp_path / "logs").iterdir()

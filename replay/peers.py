@@ -1,0 +1,156 @@
+"""A connection of our own between every two ranks. It does not go through torch: it is for when torch stands still.
+
+The kernel closes the sockets of a process that ends, however it ends, so the others hear of it at once.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from actor_init.world import World
+
+CONNECT_SECONDS = 20.0  # for all ranks; each has opened its port before any other calls it
+SEND_SECONDS = 1.0
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Peer:
+    rank: int
+    connection: socket.socket
+    unread: bytes = b""
+
+    def receive(self) -> list[Message | None]:
+        """What has come in; None says that the other end is gone."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        return [*(json.loads(line) for line in lines), *([] if data else [None])]
+
+
+@dataclass(slots=True)
+class Peers:
+    """All other ranks, and a bell: bytes written to it come back from `receive` as messages of no rank."""
+
+    by_rank: dict[int, Peer] = field(default_factory=dict)
+    bell: socket.socket = field(init=False)
+    _ears: socket.socket = field(init=False)
+    _selector: selectors.DefaultSelector = field(init=False, default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self) -> None:
+        self.bell, self._ears = socket.socketpair()
+        self.bell.setblocking(False)  # as signal.set_wakeup_fd wants it
+        self._selector.register(self._ears, selectors.EVENT_READ, None)
+        for peer in self.by_rank.values():
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    @classmethod
+    def connect(cls, world: World) -> Self:
+        """Every rank calls this together. Raises OSError on all of them if two could not be connected."""
+        if world.world_size == 1:
+            return cls()
+        address = _own_address()
+        trouble, connections = None, {}
+        token = world.from_first(secrets.token_hex(16) if world.rank == 0 else None)
+        with socket.socket(address[0], socket.SOCK_STREAM) as listener:
+            listener.bind((address[1], 0))
+            listener.listen(world.world_size)
+            addresses = world.gather((*address, listener.getsockname()[1]))
+            try:
+                for rank, (family, host, port) in enumerate(addresses[: world.rank]):
+                    connections[rank] = _call(family, host, port, f"{token} {world.rank}\n")
+                while len(connections) + 1 < world.world_size:
+                    connections.update(_answer(listener, token))
+            except OSError as error:
+                trouble = f"rank {world.rank} at {address[1]}: {error}"
+        if found := [text for text in world.gather(trouble) if text]:
+            for connection in connections.values():
+                connection.close()
+            raise OSError("; ".join(found))
+        return cls({rank: Peer(rank, connection) for rank, connection in connections.items()})
+
+    def send(self, message: Message, *, to: int | None = None) -> None:
+        """To one rank or to all. One that is gone is passed over: `receive` tells of it."""
+        line = json.dumps(message).encode() + b"\n"
+        for peer in list(self.by_rank.values()) if to is None else [self.by_rank[to]]:
+            try:
+                peer.connection.sendall(line)
+            except OSError:
+                continue
+
+    def receive(self, seconds: float) -> list[tuple[int | None, Message | int | None]]:
+        """What has come in from each rank (None: it is gone), or within `seconds` nothing; bytes of the bell."""
+        heard: list[tuple[int | None, Message | int | None]] = []
+        for key, _ in self._selector.select(seconds):
+            peer: Peer | None = key.data
+            if peer is None:
+                heard += [(None, byte) for byte in self._ears.recv(4096)]
+                continue
+            messages = peer.receive()
+            heard += [(peer.rank, message) for message in messages]
+            if messages and messages[-1] is None:
+                self._selector.unregister(peer.connection)
+                peer.connection.close()
+                del self.by_rank[peer.rank]
+        return heard
+
+    def ring(self) -> None:
+        """Wake up `receive`."""
+        self.bell.send(b"\0")
+
+    def close(self) -> None:
+        self._selector.close()
+        for each in (self.bell, self._ears, *(peer.connection for peer in self.by_rank.values())):
+            each.close()
+
+
+def connected(world: World) -> Peers:
+    """`Peers.connect`, or nobody, said once, where two machines cannot reach each other: a run goes on without."""
+    try:
+        return Peers.connect(world)
+    except OSError as error:
+        if world.rank == 0:
+            print(f"replay: a rank that dies or hangs will not be named: {error}", file=sys.stderr, flush=True)
+        return Peers()
+
+
+def _own_address() -> tuple[int, str]:
+    """Family and address under which the other ranks can reach this machine: those that lead from here to rank 0's."""
+    first = os.environ.get("MASTER_ADDR", "localhost")
+    family, kind, protocol, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+        return int(family), str(probe.getsockname()[0])
+
+
+def _call(family: int, host: str, port: int, greeting: str) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(CONNECT_SECONDS)
+    connection.connect((host, port))
+    connection.sendall(greeting.encode())
+    connection.settimeout(SEND_SECONDS)
+    return connection
+
+
+def _answer(listener: socket.socket, token: str) -> dict[int, socket.socket]:
+    """The next caller by its rank; nobody if it does not know the token."""
+    listener.settimeout(CONNECT_SECONDS)
+    connection, _ = listener.accept()
+    connection.settimeout(CONNECT_SECONDS)
+    greeting = b""
+    while not greeting.endswith(b"\n") and len(greeting) < 100 and (byte := connection.recv(1)):
+        greeting += byte
+    word, _, rank = greeting.decode(errors="replace").strip().partition(" ")
+    if word != token or not rank.isdigit():
+        connection.close()
+        return {}
+    connection.settimeout(SEND_SECONDS)
+    return {int(rank): connection}

@@ -1,0 +1,117 @@
+"""Where a rank is: in which pass, on which input, in which phase. The main thread says it, others read it.
+
+It is kept in `rank<k>.position.json` too, mapped into memory: what a rank said last is there, whatever killed it.
+"""
+
+import json
+import mmap
+import time
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+WIDTH = 4096  # bytes of the position file; a source is a file name, of at most 255 characters
+
+
+class Phase(StrEnum):
+    """In the order in which a rank goes through them."""
+
+    OPENING = "opening the actor"
+    READING = "reading"
+    STARTING = "waiting to start"
+    FORWARD = "forward"
+    WAITING = "waiting after forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    ENDING = "ending the pass"
+    GATHERING = "gathering the records"
+    OUT_OF_INPUTS = "out of inputs"
+    SAVING = "saving"
+    CLOSING = "closing"
+
+
+ORDER = {phase: number for number, phase in enumerate(Phase)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """`index` counts the passes before this one; -1 before the first, all of them after the last."""
+
+    index: int = -1
+    phase: Phase = Phase.OPENING
+    source: str | None = None
+    rows: int = 0
+    padded_tokens: int = 0
+    real_tokens: int = 0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Position":
+        return cls(**{**values, "phase": Phase(values["phase"])})
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Comes before the place of a rank that is further on."""
+        return self.index, ORDER[self.phase]
+
+    def described(self) -> str:
+        """`pass 2 on a.pkl (2 rows, 40 tokens, 38 of them real), phase forward`."""
+        if self.source is None:
+            after = f" after {self.index} passes" if self.index >= 0 else ""
+            return f"phase {self.phase}{after}"
+        shape = (
+            f" ({self.rows} rows, {self.padded_tokens} tokens, {self.real_tokens} of them real)" if self.rows else ""
+        )
+        return f"pass {self.index + 1} on {self.source}{shape}, phase {self.phase}"
+
+
+FIELDS = [field.name for field in fields(Position)]
+
+
+class Tracker:
+    """One rank's position, kept up to date by its main thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.position = Position()
+        self.num_borders = 0
+        self.since = time.monotonic()
+        self._path = position_file(folder, rank)
+        self._path.write_bytes(b" " * WIDTH)
+        with self._path.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), WIDTH)  # a store, no call of the system: this is inside the clock
+        self._move(self.position)
+
+    def at(self, phase: Phase) -> None:
+        self._move(replace(self.position, phase=phase))
+
+    def begins(self, index: int, source: str) -> None:
+        self._move(Position(index=index, phase=Phase.READING, source=source))
+
+    def has_read(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
+        """The shapes of the input at hand, which now waits for the others' to be read."""
+        self.position = replace(self.position, rows=rows, padded_tokens=padded_tokens, real_tokens=real_tokens)
+        self.at(Phase.STARTING)
+
+    def has_passed(self, num_passes: int, phase: Phase) -> None:
+        """All passes are behind this rank."""
+        self._move(Position(index=num_passes, phase=phase))
+
+    def close(self) -> None:
+        """Take the file away: it is of use where a run broke off."""
+        self._shared.close()
+        self._path.unlink(missing_ok=True)
+
+    def _move(self, position: Position) -> None:
+        self.position = position
+        self.num_borders += 1
+        self.since = time.monotonic()
+        self._shared[:] = json.dumps({name: getattr(position, name) for name in FIELDS}).encode().ljust(WIDTH)[:WIDTH]
+
+
+def position_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.position.json"
+
+
+def last_position(folder: Path, rank: int) -> Position:
+    """What a rank said last, from its file."""
+    return Position.from_dict(json.loads(position_file(folder, rank).read_bytes()))

@@ -1,0 +1,22 @@
+"""SIGTERM as a message to a thread: inside a collective the main thread runs no handler of Python's."""
+
+import signal
+import socket
+import threading
+from typing import Any
+
+
+class Terminations:
+    """While open, SIGTERM ends nothing: its number comes out of the other end of `bell`. For the main thread alone."""
+
+    def __init__(self, bell: socket.socket) -> None:
+        self._before: tuple[Any, int] | None = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.signal(signal.SIGTERM, lambda *_: None)
+            self._before = handler, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        if self._before is not None:
+            handler, wakeup = self._before
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGTERM, handler)

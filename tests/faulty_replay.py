@@ -1,0 +1,167 @@
+"""A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
+
+KIND is a key of FAULTS; PHASE is forward or backward, of RANK's second pass. Starting up may take long on a busy
+machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import replay.pass_runner
+import replay.session
+from replay.cli import run_and_leave
+from replay.loss import negated_mean
+from replay.watch import HELD_SECONDS, Watch, watching
+
+FAULTY_PASS = 2
+HANG_SECONDS = 3.0
+
+
+def nothing() -> None:
+    pass
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashed() -> None:
+    ctypes.string_at(0)
+
+
+def raised() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory on purpose")
+
+
+def out_of_host_memory() -> None:
+    bytearray(1 << 62)
+
+
+def left() -> None:
+    sys.exit(0)
+
+
+def left_hard() -> None:
+    os._exit(0)
+
+
+def terminated() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGTERM)
+    blocked()
+
+
+def blocked() -> NoReturn:
+    threading.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+def blocked_after_collective() -> None:
+    """The others pass one border more than this rank, which has entered as many collectives."""
+    dist.all_reduce(torch.zeros(1))
+    blocked()
+
+
+def holding_python() -> None:
+    """Blocked in native code that keeps Python's lock: no other thread of this process runs."""
+    ctypes.PyDLL(None).pause()
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def extra_collective() -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+def mismatched_collective() -> None:
+    """Meets the others' all_reduce of one number, which then fails on the ranks that did nothing wrong."""
+    dist.all_reduce(torch.zeros(4096))
+
+
+def compiling() -> None:
+    """The compiler is at work for ever, on this rank alone."""
+    torch.compile(lambda x: x + 1, backend=lambda graph, inputs: blocked())(torch.zeros(1))
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        nothing,
+        killed,
+        crashed,
+        raised,
+        out_of_memory,
+        out_of_host_memory,
+        left,
+        left_hard,
+        terminated,
+        blocked,
+        blocked_after_collective,
+        holding_python,
+        stopped,
+        extra_collective,
+        mismatched_collective,
+        compiling,
+    )
+}
+
+
+def main() -> NoReturn:
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
+    kind, phase, rank, *sys.argv[1:] = arguments
+    watches: list[Watch] = []
+    vars(replay.session)["watching"] = partial(_watched, watches)
+    has_fault = int(os.environ.get("RANK", 0)) == int(rank)
+    vars(replay.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
+    run_and_leave()
+
+
+@contextmanager
+def _watched(watches: list[Watch], *arguments: Any, **given: Any) -> Iterator[Watch]:
+    with watching(*arguments, **given) as watch:
+        watches.append(watch)
+        yield watch
+
+
+def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Callable[..., Any]:
+    """`negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
+    num_calls = 0
+
+    def strike(*_: Any) -> None:
+        if fault is not nothing:
+            print(f"FAULT {time.time()}", flush=True)
+        fault()
+
+    def loss(log_probs_BA: Any, inputs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == FAULTY_PASS:
+            watches[0].timeout = HANG_SECONDS
+            watches[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
+        if num_calls == FAULTY_PASS and phase == "forward":
+            strike()
+        if num_calls == FAULTY_PASS and phase == "backward":
+            log_probs_BA.register_hook(strike)
+        return negated_mean(log_probs_BA, inputs)
+
+    return loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Which rank the others wait for: a table of what three or more ranks may look like when nothing goes on."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from replay.diagnosis import Sighting, hung, terminated, who_did_not_arrive
+from replay.position import Phase, Position
+
+
+def seen(
+    rank: int,
+    phase: Phase = Phase.FORWARD,
+    *,
+    index: int = 4,
+    counts: Mapping[str, int] | None = None,
+    inside: bool = True,
+    answers: bool = True,
+) -> Sighting:
+    source = f"input_{rank}.pkl" if phase not in (Phase.OPENING, Phase.OUT_OF_INPUTS) else None
+    position = Position(index=index, phase=phase, source=source, rows=2, padded_tokens=40, real_tokens=38)
+    return Sighting(
+        rank=rank,
+        position=position,
+        answers=answers,
+        idle_seconds=5.0,
+        collectives=counts or {},
+        in_collective=inside,
+        standing_at="torch/x.py:1 in wait",
+    )
+
+
+CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
+    "the only rank": ([seen(0)], (0,)),
+    "one does not answer, whatever the others do": (
+        [seen(0, Phase.READING, inside=False), seen(1, answers=False, inside=False), seen(2, Phase.WAITING)],
+        (1,),
+    ),
+    "one still reads its file": (
+        [seen(0, Phase.STARTING), seen(1, Phase.READING, inside=False), seen(2, Phase.STARTING)],
+        (1,),
+    ),
+    "one is a whole pass behind": ([seen(0, index=4), seen(1, index=3, inside=False), seen(2, index=4)], (1,)),
+    "one opens the actor, the others wait to begin": (
+        [
+            seen(0, Phase.OPENING, index=-1, inside=False),
+            seen(1, Phase.STARTING, index=0),
+            seen(2, Phase.STARTING, index=0),
+        ],
+        (0,),
+    ),
+    "one ran out of inputs": (
+        [
+            seen(0, Phase.STARTING, index=5),
+            seen(1, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            seen(2, Phase.STARTING, index=5),
+        ],
+        (1,),
+    ),
+    "two ran out of inputs, at different times": (
+        [
+            seen(0, Phase.OUT_OF_INPUTS, index=3, inside=False),
+            seen(1, Phase.OUT_OF_INPUTS, index=4, inside=False),
+            seen(2, Phase.STARTING, index=4),
+        ],
+        (0, 1),
+    ),
+    "one is still in the last pass, the others are through": (
+        [
+            seen(0, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            seen(1, Phase.GATHERING, index=4, inside=False),
+            seen(2, Phase.OUT_OF_INPUTS, index=5, inside=False),
+        ],
+        (1,),
+    ),
+    "two behind, of whom one waits for the other": (
+        [seen(0), seen(1, inside=False), seen(2, Phase.WAITING), seen(3, Phase.WAITING)],
+        (1,),
+    ),
+    "one went past a collective in which the others wait": (
+        [seen(0), seen(1), seen(2, Phase.BACKWARD)],
+        (2,),
+    ),
+    "one waits in a collective that the others never reach": (
+        [seen(0, Phase.BACKWARD), seen(1), seen(2, Phase.BACKWARD)],
+        (1,),
+    ),
+    "fewer collectives in the same phase": (
+        [seen(0, counts={"0": 8}), seen(1, counts={"0": 7}, inside=False), seen(2, counts={"0": 8})],
+        (1,),
+    ),
+    "fewer collectives in a group of which one rank is no member": (
+        [seen(0, counts={"a": 8}), seen(1, counts={"a": 7}), seen(2, counts={"b": 3}), seen(3, counts={"b": 3})],
+        (1,),
+    ),
+    "a rank that complains first has arrived, and is not named": (
+        [seen(0, counts={"0": 9}), seen(1, counts={"0": 8}, inside=False), seen(2, counts={"0": 9})],
+        (1,),
+    ),
+    "equal numbers, and one outside": (
+        [seen(0, counts={"0": 8}), seen(1, counts={"0": 8}), seen(2, counts={"0": 8}, inside=False)],
+        (2,),
+    ),
+    "contradicting numbers, all inside": (
+        [seen(0, counts={"0": 8, "1": 3}), seen(1, counts={"0": 7, "1": 4}), seen(2, counts={"0": 8, "1": 4})],
+        (),
+    ),
+    "no difference": ([seen(0, counts={"0": 8}), seen(1, counts={"0": 8}), seen(2, counts={"0": 8})], ()),
+    "none answers but for one's own": ([seen(0), seen(1, answers=False), seen(2, answers=False)], (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_that_did_not_arrive_is_named(name: str) -> None:
+    sightings, expected = CASES[name]
+    assert who_did_not_arrive(sightings).ranks == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_in_which_ranks_are_heard_decides_nothing(name: str) -> None:
+    sightings, expected = CASES[name]
+    assert tuple(sorted(who_did_not_arrive(sightings[::-1]).ranks)) == expected
+
+
+def test_where_it_cannot_be_told_nobody_is_named() -> None:
+    failure = hung([seen(0), seen(1)], "no progress for 120 s")
+    assert failure.rank is None
+    assert "which rank did not arrive cannot be told" in failure.headline
+    assert "did not arrive: " not in failure.headline
+
+
+def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
+    failure = hung(
+        [seen(0, Phase.WAITING), seen(1, inside=False)], "no progress for 120 s", advice=". Try: --timeout 600"
+    )
+    assert failure.text("logs/x").splitlines() == [
+        "replay: no progress for 120 s: rank 1 did not arrive: it has not reached the phase of the others "
+        "(waiting after forward). Try: --timeout 600",
+        "  rank 0: pass 5 on input_0.pkl (2 rows, 40 tokens, 38 of them real), phase waiting after forward, "
+        "in a collective, at torch/x.py:1 in wait",
+        "  rank 1: pass 5 on input_1.pkl (2 rows, 40 tokens, 38 of them real), phase forward, at torch/x.py:1 in wait",
+        "replay: the run ends; finished passes and rank<k>.stack.txt are in logs/x",
+    ]
+
+
+def test_a_signal_to_all_ranks_names_none_of_them() -> None:
+    positions = {rank: seen(rank).position for rank in range(3)}
+    assert terminated([0, 1, 2], positions).rank is None
+    assert terminated([1], positions).rank == 1
+    assert terminated([0], {0: seen(0).position}).rank == 0

@@ -1,0 +1,187 @@
+"""The watch where no fault matrix is needed: one process, Ctrl-C, its connections, what it leaves of a good run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.cli import main
+from replay.peers import Peers
+from replay.position import Phase, Position, Tracker, last_position
+from replay.watch import watching
+from tests.test_commands import BIN, LIMIT, ROOT
+from tests.test_deaths_and_hangs import processes_with
+from tests.test_trouble import folder_of
+
+
+def start(home: Path, launcher: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *launcher.split(),
+            "--inputs",
+            str(folder_of(home, [20, 22, 24, 26], num_ranks=2)),
+            "--log-folder",
+            str(home / "logs"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_of(home: Path) -> dict[str, Any]:
+    [folder] = (home / "logs").iterdir()
+    run: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return run
+
+
+def until_the_fault(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("FAULT"):
+            return
+    raise AssertionError("".join(lines[-50:]))
+
+
+def test_a_single_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
+    with start(tmp_path, f"{sys.executable} -u -m tests.faulty_replay blocked backward 0") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert "replay: no progress for 3 s in pass 2 on actor_inputs_rank0_" in output
+    assert "(2 rows, 48 tokens, 48 of them real), phase backward, at python3" in output
+    assert "tests/faulty_replay.py" in output
+    assert "Try: --timeout 30" in output.replace("try", "Try")
+    assert run_of(tmp_path)["failure"]["phase"] == "backward"
+    [stack] = (tmp_path / "logs").glob("*/rank0.stack.txt")
+    assert "in blocked" in stack.read_text()
+
+
+def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path) -> None:
+    with start(tmp_path, f"{sys.executable} -u -m tests.faulty_replay blocked forward 0") as process:
+        until_the_fault(process)
+        process.terminate()
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "replay: rank 0 was ended from outside (SIGTERM) in pass 2 on actor_inputs_rank0_" in output
+    assert run_of(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
+    launcher = f"torchrun --nproc-per-node 2 -m tests.faulty_replay blocked forward {faulty_rank} --backend fsdp2"
+    with start(tmp_path, launcher) as process:
+        until_the_fault(process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert run_of(tmp_path)["status"] == "interrupted"
+    assert processes_with(str(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("one_world")
+def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = []
+
+    def noted(world: Any, folder: Any, timeout: float, **given: Any) -> Any:
+        timeouts.append(timeout)
+        return watching(world, folder, timeout, **given)
+
+    monkeypatch.setattr("replay.session.watching", noted)
+    handlers = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    threads = threading.active_count()
+    arguments = ["--inputs", str(folder_of(tmp_path, [20, 22])), "--log-folder", str(tmp_path / "logs")]
+    assert main([*arguments, "--timeout", "33", "--uneven"]) == 0
+    assert timeouts == [33.0]
+    [folder] = (tmp_path / "logs").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.jsonl", "run.json"]
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers
+    assert threading.active_count() == threads
+
+
+def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, rank=3)
+    assert last_position(tmp_path, 3) == Position(index=-1, phase=Phase.OPENING)
+    tracker.begins(11, "a" * 240 + "ü.pkl")
+    tracker.has_read(2, 40, 38)
+    tracker.at(Phase.BACKWARD)
+    expected = Position(
+        index=11, phase=Phase.BACKWARD, source="a" * 240 + "ü.pkl", rows=2, padded_tokens=40, real_tokens=38
+    )
+    assert last_position(tmp_path, 3) == expected
+    tracker.has_passed(12, Phase.OUT_OF_INPUTS)
+    assert last_position(tmp_path, 3).described() == "phase out of inputs after 12 passes"
+
+
+class Threads:
+    """A world whose ranks are threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._values: dict[int, Any] = {}
+        self._barrier = threading.Barrier(world_size)
+
+    def on_rank(self, rank: int) -> Any:
+        return _Thread(self, rank)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait(LIMIT)
+        values = [self._values[r] for r in range(self.world_size)]
+        self._barrier.wait(LIMIT)
+        return values
+
+
+class _Thread:
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.rank = rank
+        self.world_size = threads.world_size
+        self.gather: Callable[[Any], list[Any]] = lambda value: threads.exchange(rank, value)
+        self.from_first: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
+
+
+def connected(world_size: int) -> list[Peers]:
+    threads = Threads(world_size)
+    peers: dict[int, Peers] = {}
+
+    def connect(rank: int) -> None:
+        peers[rank] = Peers.connect(threads.on_rank(rank))
+
+    workers = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    return [peers[rank] for rank in range(world_size)]
+
+
+def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
+    first, second, third = connected(3)
+    assert [sorted(peers.by_rank) for peers in (first, second, third)] == [[1, 2], [0, 2], [0, 1]]
+    third.send({"kind": "first word"})
+    third.send({"kind": "second word"}, to=0)
+    third.close()
+    heard: list[Any] = []
+    while (2, None) not in heard:
+        heard += first.receive(LIMIT)
+    assert heard == [(2, {"kind": "first word"}), (2, {"kind": "second word"}), (2, None)]
+    assert sorted(first.by_rank) == [1]
+    heard = []
+    while (2, None) not in heard:
+        heard += second.receive(LIMIT)
+    assert heard == [(2, {"kind": "first word"}), (2, None)]
+    second.ring()
+    assert second.receive(LIMIT) == [(None, 0)]
+    first.close()
+    second.close()
