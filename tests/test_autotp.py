@@ -23,7 +23,7 @@ from tests.test_contract import BF16_NORM_BOUND, LEARNING_RATE, LOSS_BOUND, MAX_
 
 NUM_INPUTS = 4
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
-CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 49}}
+CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 50}}
 QWEN3 = "qwen3, norms on heads"
 SOME = [QWEN3, "llama, tied, biases, uneven", "llama, all biases, odd sizes"]
 TWO = "--grad-accumulation 2 --max-inputs 2"
@@ -128,7 +128,7 @@ def test_the_norm_in_bf16_has_every_rank_in_it(
 @pytest.mark.parametrize(
     ("config", "tp", "complaint"),
     [
-        ({"model_type": "llama"}, 4, "4 heads and 2 key-value heads. Try: --tp with one of 1, 2"),
+        ({"model_type": "llama"}, 4, "4 heads, 2 key-value heads and MLP width of 48. Try: --tp with one of 1, 2"),
         ({"model_type": "gpt2"}, 2, "transformers has no tensor parallel plan for it. Try: --tp 1"),
         ({"model_type": "phi3"}, 2, "does not know the style rowwise_split_input"),
         ({"model_type": "apertus"}, 2, "does not say what becomes of model.layers.0.mlp.act_fn.alpha_p"),
