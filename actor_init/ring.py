@@ -18,9 +18,13 @@ from transformers import PretrainedConfig
 from actor_init.spec import ParallelSpec, UsageError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingSlice:
-    """What one rank holds of a packed row, and which keys its queries need."""
+    """What one rank holds of a packed row, and which keys its queries need.
+
+    Two are equal if they hold the same tokens. A pickled one has no group: DeepSpeed's AutoTP sends the arguments of
+    the first forward to its peers, to compare them with theirs.
+    """
 
     group: dist.ProcessGroup
     head_stride: int  # key-value heads gathered at once (llama3)
@@ -33,6 +37,21 @@ class RingSlice:
     max_length_k: int
     first_key: int  # of the whole row, where the document of this rank's first token begins
     end_key: int  # where this rank's own tokens end
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RingSlice) and all(
+            torch.equal(mine.cpu(), theirs.cpu())
+            for mine, theirs in ((self.own_index_L, other.own_index_L), (self.cu_seq_lens_k, other.cu_seq_lens_k))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "group"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
 
     def to(self, device: torch.device) -> "RingSlice":
         moved: dict[str, Any] = {
