@@ -224,8 +224,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert expected in lines[0]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun --nproc-per-node 2 replay", "deepspeed --num_gpus=2 replay"])
-@pytest.mark.parametrize("crashing_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher", "crashing_rank"),
+    [("torchrun --nproc-per-node 2 replay --backend fsdp2", 1), ("deepspeed --num_gpus=2 replay", 0)],
+)
 def test_a_crash_on_one_rank_ends_all_and_names_it(launcher: str, crashing_rank: int, tmp_path: Path) -> None:
     lengths = [20, 24, 28, 30]
     lengths[2 + crashing_rank] = TOO_LONG  # the second pass of that rank
