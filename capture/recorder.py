@@ -9,7 +9,7 @@ The job pays for copying a forward's arguments to the host, and for nothing else
 import atexit
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,17 +22,45 @@ from torch import Tensor, nn
 from capture.call_arguments import forward_signature, take_apart
 from capture.capture_file import write_call
 from capture.job import prepare_folder, rank_and_world_size, versions
+from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
 from capture.writer import BackgroundWriter, warn
 
 MAX_FLUSH_SECONDS = 60.0
 
 
-def recording(model: nn.Module, folder: str | Path, *, max_queued: int = 64) -> "Recorder":
-    """Writes every forward of `model`, one file a pass, until the recorder is closed, or the process ends.
+def recording(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    every: int = 1,
+    steps: str | range | tuple[int, int] | None = None,
+    ranks: str | int | Iterable[int] | None = None,
+    passes: Passes = "all",
+    max_files: int | None = None,
+    max_bytes: int | None = None,
+    keep: WhichEnd = "first",
+    ring: int | None = None,
+    slow_step: float | None = None,
+    reproduce: bool | None = None,
+    max_queued: int = 64,
+) -> "Recorder":
+    """Writes the forwards of `model`, one file a pass, until the recorder is closed, or the process ends.
 
     model       what the job calls: the bare model or its wrapper (DDP, DeepSpeed's engine, torch.compile's)
     folder      made if it is not there, with mode 0700; several ranks share it
+    every       every Nth pass, of those that `steps`, `ranks` and `passes` allow
+    steps       numbers of forwards, as `100:200` (without 200), a range or a pair; `100:` has no end
+    ranks       ranks that record, as `0,3` or numbers
+    passes      `train` (autograd on), `rollout` (autograd off) or `all`
+    max_files, max_bytes   for each rank by itself, and for all its files in the folder, also of earlier recordings;
+                1 KiB a file is set aside for the manifest
+    keep        what a full folder does: `first` takes no more, `last` gives up its oldest files
+    ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
+                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (which the job survives), a slow step
+    slow_step   a step, from one forward to the next, of more than this many times the median is trouble
+    reproduce   keep what it takes to do a pass again: random states (10 kB), outputs, environment. By default: with a
+                ring. A pass then is complete, and without a ring written, when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
@@ -42,7 +70,19 @@ def recording(model: nn.Module, folder: str | Path, *, max_queued: int = 64) -> 
         raise TypeError(f"recording needs a torch.nn.Module to tap, not {type(model).__name__}")
     if max_queued < 1:
         raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
-    return Recorder(model, Path(folder).absolute(), max_queued=max_queued)
+    kept = keep_of(
+        every=every,
+        steps=steps,
+        ranks=ranks,
+        passes=passes,
+        max_files=max_files,
+        max_bytes=max_bytes,
+        keep=keep,
+        ring=ring,
+        slow_step=slow_step,
+        reproduce=reproduce,
+    )
+    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +108,9 @@ class Recorder:
     failure      why capturing stopped before `close`, or None
     """
 
-    def __init__(self, model: nn.Module, folder: Path, *, max_queued: int) -> None:
+    def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
         self.folder = folder
+        self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
         self._depth = 0
@@ -111,6 +152,13 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None) -> None:
+        """What the job computed from the latest pass: numbers or tensors on any device, which are not waited for.
+
+        loss, grad_norm  one number each; one that is not finite is trouble
+        log_probs        of a row's actions; kept as sums by row and a checksum
+        """
 
     def close(self) -> None:
         """Un-taps the model and waits for the files, up to a minute. A second call does nothing."""
