@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from capture.capture_file import FORMAT, Call, capture_files, read_call, write_atomically
+from capture.atomic import write_atomically
+from capture.capture_file import FORMAT, Call, capture_files, read_call
 from capture.micro_batch import CaptureError
 
 MAX_MANIFEST_BYTES = 64 * 2**20

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from capture.call_arguments import forward_signature, take_apart
 from capture.capture_file import write_call
+from capture.host_copy import copy_to_host
 from capture.job import prepare_folder, rank_and_world_size, versions
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
@@ -57,7 +58,7 @@ def recording(
                 1 KiB a file is set aside for the manifest
     keep        what a full folder does: `first` takes no more, `last` gives up its oldest files
     ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
-                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (which the job survives), a slow step
+                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
     reproduce   keep what it takes to do a pass again: random states (10 kB), outputs, environment. By default: with a
                 ring. A pass then is complete, and without a ring written, when the next one begins
@@ -241,21 +242,3 @@ class Recorder:
             origin=taken.origin,
             left_out=taken.left_out,
         )
-
-
-def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-    """Copies that the job's later changes do not reach; those from CUDA are complete once the events have happened."""
-    copies = {name: _copy_to_host(tensor.detach()) for name, tensor in tensors.items()}
-    events = []
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return copies, events
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
-    return tensor.to("cpu", copy=True)
