@@ -7,7 +7,9 @@ A file is two pickles, one after the other, that name no class (protocol 5):
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
 The second may also have what it takes to do the pass again (`capture/reproduction.py`): "outputs": {name: value},
-"random": {generator: {name: value}} and "environment": {name: text}. Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
+"random": {generator: {name: value}} and "environment": {name: text}.
+
+Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
 

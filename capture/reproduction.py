@@ -126,7 +126,7 @@ def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
 
 
 def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Sorts what a job noted into tensors to copy and plain values. Of a DTensor only the type: its value is collective.
+    """Sorts what a job noted into tensors to copy and plain values. Of a DTensor the type: its value is collective.
 
     Raises TypeError or ValueError for what is no number.
     """
