@@ -1,6 +1,6 @@
 """One rank's files in the folder: room is made before a file is written, the manifest after it."""
 
-import json
+import contextlib
 import re
 import zlib
 from collections import deque
@@ -35,6 +35,7 @@ class RankFiles:
         found = sorted(path for path in folder.iterdir() if own.fullmatch(path.name))
         self._oldest_first = deque((path, self._charge(path.stat().st_size)) for path in found)
         self._num_bytes = sum(charge for _, charge in self._oldest_first)
+        self._listed = self._listed_before() if keep.keep == "last" else set()
 
     def _charge(self, num_bytes: int) -> int:
         return num_bytes + MANIFEST_BYTES_A_FILE
@@ -78,12 +79,22 @@ class RankFiles:
         if self._entries:
             write_manifest(self._folder, list(self._entries.values()), rank=self.rank, time=self._stamp)
             self._num_listed = len(self._entries)
+            self._listed.update(self._entries)
+
+    def _listed_before(self) -> set[str]:
+        names: set[str] = set()
+        for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
+            with contextlib.suppress(CaptureError):  # damaged, and `capture check` says so
+                names.update(entry.name for entry in read_manifest(manifest))
+        return names
 
     def _give_up_oldest(self) -> None:
         """Out of the manifest first: a folder whose recording is cut short in between has no file too few."""
         path, charge = self._oldest_first[0]
-        for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
-            self._unlist(manifest, path.name)
+        if path.name in self._listed:
+            for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
+                self._unlist(manifest, path.name)
+            self._listed.remove(path.name)
         path.unlink(missing_ok=True)
         self._oldest_first.popleft()
         self._num_bytes -= charge
@@ -91,14 +102,13 @@ class RankFiles:
             self.num_given_up += 1
 
     def _unlist(self, manifest: Path, name: str) -> None:
-        if json.dumps(name).encode() not in manifest.read_bytes():
-            return
         try:
-            rest = [entry for entry in read_manifest(manifest) if entry.name != name]
-        except CaptureError:  # damaged, and `capture check` says so
+            entries = read_manifest(manifest)
+        except CaptureError:
             return
-        if rest:
-            rewrite_manifest(manifest, rest)
-        else:
+        rest = [entry for entry in entries if entry.name != name]
+        if not rest:
             manifest.unlink()
+        elif len(rest) < len(entries):
+            rewrite_manifest(manifest, rest)
         self._num_listed = 0

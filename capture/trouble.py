@@ -111,7 +111,7 @@ def _read(path: Path) -> TroubleRecord:
         "message": str,
         "traceback": str,
     }
-    kinds |= {"files": list, "num_unreached": int}
+    kinds |= {"traceback": str, "files": list, "num_unreached": int}
     assert kinds.keys() == {f.name for f in fields(Trouble)}
     if (
         not isinstance(content, dict)
