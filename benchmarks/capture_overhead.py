@@ -26,6 +26,7 @@ from capture import Recorder, capture_files, recording
 from capture.host_copy import copy_to_host
 
 VOCABULARY = 32_000
+STEPS_A_ROUND = 4
 KINDS = ("bare", "control", "files", "ring")
 
 
@@ -89,28 +90,25 @@ def main() -> None:
 
 
 def compare_steps(job: Job, num_steps: int, folder: Path) -> None:
-    """Every round has a step of each kind; its recorder is opened for the step's length alone."""
+    """Every round has a few steps of each kind, and a first one that is not counted."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for round_ in range(num_steps + 3):
-        turn = KINDS[round_ % len(KINDS) :] + KINDS[: round_ % len(KINDS)]
-        for kind in turn:
-            if kind in ("bare", "control"):
-                taken = job.step(None)
-            else:
+    for round_ in range(-(-num_steps // STEPS_A_ROUND)):
+        for kind in KINDS[round_ % len(KINDS) :] + KINDS[: round_ % len(KINDS)]:
+            recorder = None
+            if kind in ("files", "ring"):
                 recorder = recording(job.model, folder / kind, ring=64 if kind == "ring" else None)
-                taken = job.step(recorder)
+            seconds[kind] += [job.step(recorder) for _ in range(1 + STEPS_A_ROUND)][1:]
+            if recorder is not None:
                 recorder.close()
-            if round_ >= 3:
-                seconds[kind].append(taken)
     bare = seconds.pop("bare")
     print(
-        f"bare       median {median(bare) * 1e3:.2f} ms, p99 {p99(bare) * 1e3:.2f} ms, {num_steps} steps of each kind"
+        f"bare       median {median(bare) * 1e3:.2f} ms, p99 {p99(bare) * 1e3:.2f} ms, {len(bare)} steps of each kind"
     )
-    for kind, taken in seconds.items():
-        paired = [one / other for one, other in zip(taken, bare, strict=True)]
+    for kind, all_taken in seconds.items():
+        paired = [one / other for one, other in zip(all_taken, bare, strict=True)]
         print(
-            f"{kind:<10} median {median(taken) / median(bare):.4f}, of pairs {median(paired):.4f}, "
-            f"p99 {p99(taken) / p99(bare):.3f} of bare"
+            f"{kind:<10} median {median(all_taken) / median(bare):.4f}, of pairs {median(paired):.4f}, "
+            f"p99 {p99(all_taken) / p99(bare):.3f} of bare"
         )
 
 

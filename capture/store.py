@@ -1,6 +1,7 @@
 """What becomes of a pass whose copy is on the host: written, held in the ring, or let go. For the writer's thread."""
 
 import math
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.encoded_call import EncodedCall, encode_call
+from capture.encoded_call import EncodedCall, encode_call, utc_time
 from capture.keep import Keep
 from capture.manifest import stamp_of
 from capture.micro_batch import CaptureError, Origin
 from capture.rank_files import RankFiles
 from capture.reproduction import RandomSnapshot, environment, plain_outputs
+from capture.spool import SHARED_MEMORY, Spool, remains_of
 from capture.trouble import Trouble, trouble, write_troubles
+from capture.writer import warn
 
 MAX_TROUBLES_OF_A_KIND = 8  # a job that goes on after each would fill the disk
 MAX_TROUBLES_ASKED_FOR = 64
@@ -66,6 +69,8 @@ class Store:
         self._opened = opened
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
+        self._spool: Spool | None = None
+        self._wants_spool = keep.ring is not None and SHARED_MEMORY.is_dir()
         self._files: dict[int, RankFiles] = {}
         self._rank = 0
         self._num_committed = 0
@@ -123,6 +128,8 @@ class Store:
         finally:
             self.num_lost += len(self._held)
             self._held.clear()
+            if self._spool is not None:
+                self._spool.close()
 
     def _take(self, taken: Pass) -> None:
         self._settle(taken.origin.rank or 0)
@@ -141,8 +148,9 @@ class Store:
         self._held.append(encoded)
         if self._keep.ring is not None:
             while len(self._held) > self._keep.ring:
-                self._held.popleft()
+                self._unspool(self._held.popleft())
                 self._num_let_go += 1
+            self._put_in_spool(encoded)
         elif not self._keep.reproduce:
             try:
                 self._commit_held()
@@ -159,6 +167,7 @@ class Store:
         if self._keep.reproduce and self._held and self._held[-1].step == came.step:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
+            self._put_in_spool(self._held[-1])
         for name in _CHECKED:
             value = outputs.get(name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -168,7 +177,7 @@ class Store:
         written = []
         while self._held:
             path = self._files[self._held[0].rank].write(self._held[0])
-            self._held.popleft()
+            self._unspool(self._held.popleft())
             if path is None:
                 self._num_let_go += 1
                 self.is_full = self._keep.keep == "first" and self._keep.ring is None
@@ -181,7 +190,31 @@ class Store:
         """A job may learn its rank after the recording was opened."""
         self._rank = rank
         if rank not in self._files:
+            salvage(self._folder, self._keep, rank=rank)
             self._files[rank] = RankFiles(self._folder, self._keep, rank=rank, stamp=self._opened)
+
+    def _put_in_spool(self, encoded: EncodedCall) -> None:
+        if not self._wants_spool:
+            return
+        try:
+            if self._spool is None:
+                self._spool = Spool(self._folder, self._rank)
+            self._spool.put(encoded)
+        except OSError as error:
+            self._do_without_spool(error)
+
+    def _unspool(self, encoded: EncodedCall) -> None:
+        try:
+            if self._spool is not None:
+                self._spool.remove(encoded)
+        except OSError as error:
+            self._do_without_spool(error)
+
+    def _do_without_spool(self, error: OSError) -> None:
+        if self._spool is not None:
+            self._spool.close()
+        self._spool, self._wants_spool = None, False
+        warn(f"capture: a ring that SIGKILL cannot reach needs {SHARED_MEMORY}: {error}. The ring is in memory alone")
 
     def _write_records(self) -> None:
         if self._troubles:
@@ -210,3 +243,23 @@ class Store:
         except (RuntimeError, TimeoutError) as error:
             self._num_unreached += 1
             raise CaptureError(f"its copy to the host was not finished: {error}") from None
+
+
+def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
+    """Puts into the folder what processes of this host that died without a word had in their rings.
+
+    rank  whose; None: everybody's. Returns how many passes. Raises OSError.
+    """
+    num_saved = 0
+    for found in remains_of(folder, rank):
+        stamp = utc_time()
+        files = RankFiles(folder, keep, rank=found.rank, stamp=stamp)
+        names = [path.name for encoded in found.calls if (path := files.write(encoded)) is not None]
+        if found.calls or found.num_torn:
+            last = max((encoded.step for encoded in found.calls), default=None)
+            died = replace(trouble("died", "without a word", last), files=names, num_unreached=found.num_torn)
+            write_troubles(folder, [died], num_uncounted=0, rank=found.rank, stamp=stamp_of(stamp))
+            files.write_manifest()
+        shutil.rmtree(found.directory)
+        num_saved += len(names)
+    return num_saved

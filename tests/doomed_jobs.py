@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from capture import Recorder, recording
+from capture.keep import Keep
+from capture.store import salvage
 from capture.trouble import read_troubles
 
 NUM_PASSES = 6
@@ -44,6 +46,11 @@ def wait_for_a_signal(ready: Callable[[], None]) -> NoReturn:
 
 def waits(folder: Path, ready: Callable[[], None]) -> None:
     record(folder)
+    wait_for_a_signal(ready)
+
+
+def waits_for_the_disk(folder: Path, ready: Callable[[], None]) -> None:
+    record(folder).flush()
     wait_for_a_signal(ready)
 
 
@@ -112,6 +119,13 @@ def leaves_at_once(folder: Path, ready: Callable[[], None]) -> None:
     os._exit(5)
 
 
+def aborts(folder: Path, ready: Callable[[], None]) -> None:
+    """As a process group's watchdog does."""
+    record(folder).flush()
+    ready()
+    os.abort()
+
+
 def leaves_without_closing(folder: Path, ready: Callable[[], None]) -> None:
     model = TinyModel()
     recording(model, folder)
@@ -130,6 +144,8 @@ JOBS = {
     "child": (has_a_child_that_is_ended, None),
     "uncaught": (breaks_uncaught, None),
     "os._exit": (leaves_at_once, None),
+    "SIGABRT": (aborts, None),
+    "SIGKILL": (waits_for_the_disk, signal.SIGKILL),
     "left open": (leaves_without_closing, None),
 }
 
@@ -151,6 +167,7 @@ def main() -> None:
             os.kill(process, number)
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
+        salvage(folder / name, Keep())
         endings[name] = f"signal {-code}" if code < 0 else f"exit {code}"
     print(json.dumps(endings), file=sys.__stdout__)
 

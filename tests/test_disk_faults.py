@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import capture.atomic
+import capture.store
 from capture import Recorder, capture_files, read_micro_batch, recording
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
@@ -140,6 +141,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
     kind: str, stays_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capture.store, "SHARED_MEMORY", tmp_path / "none")  # its trouble is not the folder's
     undisturbed, _ = train(None)
     with monkeypatch.context() as patch:
         whole = BadDisk(tmp_path / "whole", range(0))

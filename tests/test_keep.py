@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import capture.spool
 import capture.store
 import capture.trouble
 from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
@@ -22,6 +24,7 @@ from capture.keep import Keep, keep_of
 from capture.manifest import check_folder
 from capture.reproduction import restore_random_states
 from capture.slow_step import StepWatch
+from capture.spool import remains_of
 from capture.trouble import read_troubles, scrubbed
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -399,3 +402,57 @@ def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_p
     assert hears == [False]
     assert [found.where for found in read_troubles(tmp_path)[0].troubles] == ["another thread"]
     assert steps_in(tmp_path) == [3, 4]
+
+
+def test_the_next_recording_saves_the_ring_of_a_process_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.spool, capture.store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    model, folder = TinyModel(), tmp_path / "run"
+    with recording(model, folder, ring=3) as recorder:
+        for _ in range(5):
+            model(IDS_BS)
+            recorder.note(grad_norm=0.5)
+        recorder.flush()
+        [spool] = shared.iterdir()
+        assert spool.stat().st_mode & 0o777 == 0o700
+        assert len(list(spool.iterdir())) == 3
+        assert list(remains_of(folder)) == []
+        copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
+        shutil.copytree(spool, copy)
+        torn = max(copy.iterdir())
+        torn.write_bytes(torn.read_bytes()[:-9])
+    assert list(shared.iterdir()) == [copy]
+    with recording(model, folder) as recorder:
+        model(IDS_BS)
+    assert list(shared.iterdir()) == []
+    assert steps_in(folder) == [0, 2, 3]
+    [found] = read_troubles(folder)[0].troubles
+    assert (found.what, found.step, len(found.files), found.num_unreached) == ("died", 3, 2, 1)
+    assert read_call(folder / found.files[0]).outputs["grad_norm"] == 0.5
+    assert check_folder(folder).uncommitted == []
+    assert recorder.num_written == 1
+
+
+def test_a_ring_without_shared_memory_is_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.spool, capture.store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    model = TinyModel()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path / "run", ring=3) as recorder:
+            model(IDS_BS)
+            recorder.flush()
+            shutil.rmtree(shared)
+            for _ in range(3):
+                model(IDS_BS)
+            recorder.note(loss=math.nan)
+    assert len(caught) == 1
+    assert "The ring is in memory alone" in str(caught[0].message)
+    assert steps_in(tmp_path / "run") == [1, 2, 3]
+    assert_all_counted(recorder)
