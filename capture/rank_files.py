@@ -1,6 +1,5 @@
 """One rank's files in the folder: room is made before a file is written, the manifest after it."""
 
-import contextlib
 import re
 import zlib
 from collections import deque
@@ -84,8 +83,7 @@ class RankFiles:
     def _listed_before(self) -> set[str]:
         names: set[str] = set()
         for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
-            with contextlib.suppress(CaptureError):  # damaged, and `capture check` says so
-                names.update(entry.name for entry in read_manifest(manifest))
+            names.update(entry.name for entry in _entries_of(manifest))
         return names
 
     def _give_up_oldest(self) -> None:
@@ -102,13 +100,22 @@ class RankFiles:
             self.num_given_up += 1
 
     def _unlist(self, manifest: Path, name: str) -> None:
-        try:
-            entries = read_manifest(manifest)
-        except CaptureError:
-            return
+        entries = _entries_of(manifest)
         rest = [entry for entry in entries if entry.name != name]
-        if not rest:
-            manifest.unlink()
-        elif len(rest) < len(entries):
+        if len(rest) == len(entries):
+            return
+        if rest:
             rewrite_manifest(manifest, rest)
+        else:
+            manifest.unlink()
         self._num_listed = 0
+
+
+def _entries_of(manifest: Path) -> list[Entry]:
+    """None of a manifest that is damaged, as `capture check` says. Raises OSError for one that cannot be read."""
+    try:
+        return read_manifest(manifest)
+    except CaptureError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        return []

@@ -102,7 +102,7 @@ def _encoded(path: Path) -> EncodedCall:
 
 
 def _prefix(folder: Path) -> str:
-    return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(folder.resolve())):08x}-rank"
+    return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(os.path.realpath(folder))):08x}-rank"
 
 
 def _is_in_use(directory: Path, process: int) -> bool:
