@@ -210,9 +210,10 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         )
     if zlib.crc32(payload) != head["crc32"]:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
-    body: dict[str, Any]
+    body: Any
     body, end = load_plain(payload, source=source)
-    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in body}
+    present = body if isinstance(body, dict) else {}
+    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
     if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
         raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
     for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
@@ -224,7 +225,8 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         raise CaptureError(
             f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
         )
-    return body
+    checked: dict[str, Any] = body
+    return checked
 
 
 def _is_output(value: Any) -> bool:
