@@ -1,5 +1,6 @@
 """What a folder of captures holds: every file is read, the damaged ones are kept by name."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from actor_init.spec import UsageError
 from capture.capture_file import capture_files, read_actor_config, read_call
 from capture.micro_batch import CaptureError, MicroBatch
+from capture.trouble import Trouble, read_troubles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,23 @@ class KindFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrouble:
+    """Why a rank wrote its ring, as it noted it. `num_others` came later, and nothing was written for them."""
+
+    rank: int
+    found: Trouble
+    num_others: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Odd:
+    """A pass that stands out, and why."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FolderFacts:
     folder: Path
     model: str
@@ -43,23 +62,36 @@ class FolderFacts:
     versions: list[str] = field(default_factory=list)
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
+    troubles: list[RankTrouble] = field(default_factory=list)
+    longest: list[Odd] = field(default_factory=list)
+    odd: list[Odd] = field(default_factory=list)
 
 
 def inspect_folder(folder: Path) -> FolderFacts:
-    """Read every capture in `folder`. Raises UsageError if there is no such folder or it holds none."""
+    """Read every capture in `folder`. Raises UsageError if there is no such folder, or nothing of a recording in it."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
     paths = capture_files(folder)
-    if not paths:
+    damaged: list[tuple[Path, str]] = []
+    troubles: list[RankTrouble] = []
+    try:
+        records = read_troubles(folder)
+    except CaptureError as error:
+        records = []
+        damaged.append((folder, str(error)))
+    for record in records:
+        troubles.extend(RankTrouble(rank=record.rank, found=t, num_others=record.num_others) for t in record.troubles)
+    if not paths and not troubles:
         raise UsageError(f"{folder} holds no captures (*.pkl). Try: replay inspect inputs/sample")
     batches: list[MicroBatch] = []
-    damaged: list[tuple[Path, str]] = []
+    odd: list[Odd] = []
     num_by_format: Counter[str] = Counter()
     for path in paths:
         try:
             call = read_call(path)
-            batches.append(call.micro_batch())
+            batches.append(batch := call.micro_batch())
+            odd.extend(Odd(source=path.name, reason=reason) for reason in _oddities(batch, call.outputs))
             num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         except CaptureError as error:
             damaged.append((path, str(error)))
@@ -81,7 +113,34 @@ def inspect_folder(folder: Path) -> FolderFacts:
         versions=sorted({f"{name} {number}" for batch in batches for name, number in batch.origin.versions.items()}),
         kinds=[_kind_facts(name, members) for name, members in kinds if members],
         damaged=damaged,
+        troubles=troubles,
+        longest=_longest(batches),
+        odd=odd,
     )
+
+
+def _oddities(batch: MicroBatch, outputs: Mapping[str, Any]) -> list[str]:
+    found = [
+        f"{name} was {value}"
+        for name, value in outputs.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if num_empty := int((batch.attention_mask_BS.sum(1) == 0).sum()):
+        found.append(f"{num_empty} of {batch.num_rows} rows have no real token")
+    if batch.action_mask_BA is not None and not batch.action_mask_BA.any():
+        found.append("no token is an action")
+    if batch.num_real_tokens * 5 < batch.num_padded_tokens:
+        found.append(f"{1 - batch.num_real_tokens / batch.num_padded_tokens:.0%} is padding")
+    return found
+
+
+def _longest(batches: Sequence[MicroBatch]) -> list[Odd]:
+    """The pass with the most tokens, of several kinds and ranks."""
+    if len({batch.num_padded_tokens for batch in batches}) < 2:
+        return []
+    most = max(batches, key=lambda batch: batch.num_padded_tokens)
+    rows, length = most.sequences_BS.shape
+    return [Odd(source=most.origin.source, reason=f"{rows} rows of {length}, {most.num_real_tokens:,} tokens real")]
 
 
 def describe_model(config: Mapping[str, Any]) -> str:

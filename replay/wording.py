@@ -166,6 +166,32 @@ def folder_facts(facts: FolderFacts) -> Pairs:
     return pairs
 
 
+def troubles(facts: FolderFacts) -> Pairs:
+    """First what went wrong first."""
+    pairs: Pairs = []
+    for trouble in sorted(facts.troubles, key=lambda trouble: trouble.found.time):
+        found = trouble.found
+        step = "before any forward" if found.step is None else f"step {found.step}"
+        text = f"rank {trouble.rank}, {step}, {found.time}: {found.what}, {found.where}"
+        if found.message:
+            text += f": {found.message}"
+        saved = f"; {counted(len(found.files), 'file')} for it"
+        if found.num_unreached:
+            saved += f", {counted(found.num_unreached, 'pass')} not on the host in time"
+        pairs.append(("trouble", text + saved))
+    if number := sum({trouble.rank: trouble.num_others for trouble in facts.troubles}.values()):
+        pairs.append(("trouble", f"{number} more like these, for which nothing was written"))
+    return pairs
+
+
+def stand_outs(facts: FolderFacts, most: int = 10) -> Pairs:
+    pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in facts.longest]
+    pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in facts.odd[:most]]
+    if len(facts.odd) > most:
+        pairs.append(("odd", f"{len(facts.odd) - most} more"))
+    return pairs
+
+
 def kind_table(facts: FolderFacts) -> Columns:
     """A row for the training passes and one for the rollout passes; a spread is least / median / most."""
     kinds = facts.kinds

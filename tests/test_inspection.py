@@ -1,11 +1,15 @@
 """What `replay inspect` finds in a folder."""
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actor_init.spec import UsageError
 from capture.capture_file import ACTOR_CONFIG_NAME
+from capture.trouble import trouble, write_troubles
+from replay.console import print_inspection
 from replay.inspection import Spread, inspect_folder
 from tests.made_captures import damage, write_config, write_pass
 
@@ -70,3 +74,41 @@ def test_a_folder_without_captures_is_refused(tmp_path: Path, name: str, says: s
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=says):
         inspect_folder(tmp_path / name)
+
+
+def test_trouble_comes_first_and_odd_passes_last(tmp_path: Path) -> None:
+    write_pass(tmp_path, step=0, length=10)
+    write_pass(tmp_path, step=1, length=30, num_real=2)
+    long = write_pass(tmp_path, step=2, length=40, num_real=39)
+    empty = write_pass(tmp_path, step=3, num_real=0)
+    found = [
+        replace(trouble("not finite", "loss", 3, "loss is nan"), files=[long.name], num_unreached=1),
+        trouble("signal", "SIGTERM", 3),
+    ]
+    write_troubles(tmp_path, found, num_uncounted=4, rank=1, stamp="x")
+    facts = inspect_folder(tmp_path)
+    assert [(one.rank, one.found.what) for one in facts.troubles] == [(1, "not finite"), (1, "signal")]
+    assert [(one.source, one.reason) for one in facts.longest] == [(long.name, "2 rows of 40, 78 tokens real")]
+    assert [one.reason for one in facts.odd] == ["93% is padding", "2 of 2 rows have no real token", "100% is padding"]
+    assert facts.odd[-1].source == empty.name
+    out = io.StringIO()
+    print_inspection(facts, out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("trouble    rank 1, step 3, ")
+    assert lines[0].endswith("not finite, loss: loss is nan; 1 file for it, 1 pass not on the host in time")
+    assert lines[1].endswith("signal, SIGTERM; 0 files for it")
+    assert lines[2] == "trouble    4 more like these, for which nothing was written"
+    assert lines[-1].startswith(f"odd        {empty.name}")
+
+
+def test_trouble_without_a_pass_is_worth_reading(tmp_path: Path) -> None:
+    write_troubles(tmp_path, [trouble("exception", "loop", None, "broke")], num_uncounted=0, rank=0, stamp="x")
+    facts = inspect_folder(tmp_path)
+    assert (facts.kinds, facts.damaged, len(facts.troubles)) == ([], [], 1)
+
+
+def test_a_damaged_trouble_record_is_one_of_the_damaged_files(tmp_path: Path) -> None:
+    write_pass(tmp_path)
+    (tmp_path / "trouble_rank0_x.json").write_text("{")
+    [(_, reason)] = inspect_folder(tmp_path).damaged
+    assert "trouble_rank0_x.json: cannot be read" in reason

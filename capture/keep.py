@@ -1,0 +1,128 @@
+"""Which passes a recording keeps, and how much of the disk it may take: plain settings, checked once.
+
+Every rank decides for itself, with nothing but its own numbers: ranks never talk.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Passes = Literal["all", "train", "rollout"]
+WhichEnd = Literal["first", "last"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """Made by `keep_of`. A pass is kept if all of the first four say so.
+
+    ranks      the ranks that record; None: all
+    passes     those with autograd on, those with autograd off, or all
+    first_step, end_step   numbers of forwards, as in `Origin.step`; the end is not included; None: no end
+    every      every Nth of the passes that are left
+    max_files, max_bytes   of one rank's files in the folder, whoever wrote them; None: no limit
+    keep       what a full folder does: take no further passes, or give up its oldest
+    ring       this many passes stay in memory, and reach the disk on trouble; None: every pass is written at once
+    slow_step  a step that takes this many times the median is trouble; None: it never is
+    reproduce  keep random states, outputs and environment with each pass
+    """
+
+    every: int = 1
+    first_step: int = 0
+    end_step: int | None = None
+    ranks: frozenset[int] | None = None
+    passes: Passes = "all"
+    max_files: int | None = None
+    max_bytes: int | None = None
+    keep: WhichEnd = "first"
+    ring: int | None = None
+    slow_step: float | None = None
+    reproduce: bool = False
+
+    def is_of_interest(self, *, step: int, rank: int, trains: bool) -> bool:
+        """Do the rules other than `every` want the pass?"""
+        return (
+            (self.ranks is None or rank in self.ranks)
+            and (self.passes == "all" or trains == (self.passes == "train"))
+            and self.first_step <= step
+            and (self.end_step is None or step < self.end_step)
+        )
+
+
+def keep_of(
+    *,
+    every: int = 1,
+    steps: str | range | tuple[int, int] | None = None,
+    ranks: str | int | Iterable[int] | None = None,
+    passes: Passes = "all",
+    max_files: int | None = None,
+    max_bytes: int | None = None,
+    keep: WhichEnd = "first",
+    ring: int | None = None,
+    slow_step: float | None = None,
+    reproduce: bool | None = None,
+) -> Keep:
+    """The settings as people type them: steps as `100:200`, ranks as `0,3`.
+
+    Raises ValueError for what is not allowed, and says what is.
+    """
+    for name, value in (("every", every), ("max_files", max_files), ("max_bytes", max_bytes), ("ring", ring)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be an integer of 1 or more, not {value!r}")
+    for name, chosen, allowed in (("passes", passes, ("all", "train", "rollout")), ("keep", keep, ("first", "last"))):
+        if chosen not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
+    if slow_step is not None and not slow_step > 1:
+        raise ValueError(f"slow_step must be more than 1, as in 3.0 for three times the median, not {slow_step!r}")
+    if keep == "last" and max_files is None and max_bytes is None:
+        raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
+    first_step, end_step = _steps(steps)
+    return Keep(
+        every=every,
+        first_step=first_step,
+        end_step=end_step,
+        ranks=_ranks(ranks),
+        passes=passes,
+        max_files=max_files,
+        max_bytes=max_bytes,
+        keep=keep,
+        ring=ring,
+        slow_step=slow_step,
+        reproduce=ring is not None if reproduce is None else reproduce,
+    )
+
+
+def _steps(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:
+    if given is None:
+        return 0, None
+    try:
+        if isinstance(given, str):
+            first_text, colon, end_text = given.partition(":")
+            first, end = int(first_text or 0), int(end_text) if end_text else None
+            if not colon:
+                raise ValueError
+        elif isinstance(given, range):
+            first, end = given.start, given.stop
+            if given.step != 1:
+                raise ValueError
+        else:
+            first, end = given
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"steps must be FIRST:END, such as 100:200 (without 200), 100: or :200, not {given!r}"
+        ) from None
+    if first < 0 or (end is not None and end <= first):
+        raise ValueError(f"steps {given!r} holds none: FIRST must be 0 or more, and END more than FIRST")
+    return first, end
+
+
+def _ranks(given: str | int | Iterable[int] | None) -> frozenset[int] | None:
+    if given is None:
+        return None
+    try:
+        items = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else list(given)
+        ranks = frozenset(int(item) for item in items)
+    except (ValueError, TypeError):
+        raise ValueError(f"ranks must be numbers, such as 0,3, not {given!r}") from None
+    if not ranks or min(ranks) < 0:
+        raise ValueError(f"ranks must be numbers of 0 or more, such as 0,3, not {given!r}")
+    return ranks
