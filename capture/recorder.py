@@ -100,7 +100,8 @@ class _Pass:
 class Recorder:
     """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped.
 
-    num_seen     forwards of the model; one that it calls inside its own forward is part of that
+    num_seen     forwards of the model; one that it calls inside its own forward is part of that, and one inside a
+                 backward is a checkpoint's re-run
     num_written  files
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
     num_skipped  passes that cannot be replayed from their arguments: steps of generation with a key-value cache, and
@@ -178,7 +179,7 @@ class Recorder:
             )
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._process:
+        if torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
             return
         self._depth += 1
         if self._depth > 1:
@@ -190,7 +191,7 @@ class Recorder:
             self._writer.stop(error, num_lost=1)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._depth:
+        if self._depth and not torch.compiler.is_compiling() and not is_in_backward():
             self._depth -= 1
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,6 +242,11 @@ class Recorder:
             origin=taken.origin,
             left_out=taken.left_out,
         )
+
+
+def is_in_backward() -> bool:
+    """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
