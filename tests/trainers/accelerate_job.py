@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
 
 from tests.trainers.common import make_batches, make_model, write_losses
 
@@ -19,10 +18,10 @@ def train(folder: Path, kind: str) -> list[float]:
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             reshard_after_forward=True,
         )
-        # accelerate takes up FSDP on accelerators only, though its FSDP2 works on CPUs: told by hand
-        state = AcceleratorState(cpu=True)
-        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if plugin is not None:
+        # accelerate does not take up a plugin for FSDP on CPUs, though its FSDP2 works there: told by hand
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     model = make_model(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
