@@ -33,6 +33,23 @@ class Documents:
         first_D = self.is_first_BS[real_BS].nonzero().flatten()
         return torch.diff(first_D, append=torch.tensor([int(real_BS.sum())]))
 
+    def packed_positions(self, real_BS: Tensor, source: str) -> Tensor:
+        """[T], by one from token to token, and by something else from document to document.
+
+        That is how transformers' masks tell packed documents apart. Where one document's positions go on from those of
+        the one before, all count from 0 instead. Raises CaptureError where they jump within a document.
+        """
+        position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
+        difference_T = torch.diff(position_T, prepend=position_T[:1])
+        if not bool((difference_T == 1)[~is_first_T].all()):
+            raise CaptureError(
+                f"{source}: position_ids jump within a text, which packed rows cannot repeat. Try: --no-packing"
+            )
+        if bool((difference_T == 1)[is_first_T].any()):
+            lengths_D = self.lengths(real_BS)
+            return position_T - position_T[is_first_T].repeat_interleave(lengths_D)
+        return position_T
+
 
 def documents_of(batch: MicroBatch) -> Documents:
     """Without position ids a row's real tokens, or a document's, count from 0.
@@ -63,8 +80,8 @@ def _position_ids(batch: MicroBatch) -> Tensor | None:
     rows, num_tokens = batch.sequences_BS.shape
     if given.dtype.is_floating_point or given.shape not in ((rows, num_tokens), (1, num_tokens), (num_tokens,)):
         raise CaptureError(
-            f"{batch.origin.source}: position_ids are {given.dtype} of shape {list(given.shape)}; replayed are integers "
-            f"of shape {[rows, num_tokens]} or {[1, num_tokens]}, and none with an axis more, as for images"
+            f"{batch.origin.source}: position_ids are {given.dtype} of shape {list(given.shape)}; replayed are "
+            f"integers of shape {[rows, num_tokens]} or {[1, num_tokens]}, and none with an axis more, as for images"
         )
     if int(given.min()) < 0:
         raise CaptureError(f"{batch.origin.source}: position id {int(given.min())} is negative")

@@ -100,7 +100,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     lengths = documents.lengths(real_BS)
     return ActorInputs(
         input_ids=batch.sequences_BS.flatten()[flat_T].unsqueeze(0),
-        position_ids=documents.position_BS.flatten()[flat_T].unsqueeze(0),
+        position_ids=documents.packed_positions(real_BS, batch.origin.source).unsqueeze(0),
         attention_mask_BS=None,
         cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
         max_length=_bucket(int(lengths.max())),

@@ -65,6 +65,7 @@ def alone(reference: Reference, ids: Tensor) -> list[float]:
         (1, {"position_ids": [[p + 9 for p in POSITIONS]]}),
         (2, {"position_ids": [POSITIONS, POSITIONS]}),
         (2, {"position_ids": [POSITIONS]}),  # one for all rows
+        (2, {"position_ids": [POSITIONS, [p + 3 for p in POSITIONS]]}),  # the second row goes on from the first
     ],
 )
 @torch.no_grad()
@@ -99,7 +100,14 @@ def test_one_text_is_one_document_and_keeps_its_positions(position_ids: Any, mas
     assert not documents.share_rows
     real_BS = batch.attention_mask_BS
     assert torch.equal(documents.position_BS[real_BS], torch.tensor(position_ids).view(1, 6)[real_BS])
-    actor_inputs(batch, packing=False)
+    assert torch.equal(actor_inputs(batch, packing=False).position_ids[real_BS], documents.position_BS[real_BS])
+
+
+def test_positions_that_jump_within_a_text_are_replayed_in_padded_rows_alone() -> None:
+    batch = batch_of(1, 6, mask=[[1, 1, 0, 0, 1, 1]], position_ids=[[0, 1, 2, 3, 4, 5]])
+    assert actor_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 1, 1, 4, 5]]
+    with pytest.raises(CaptureError, match=r"jump within a text, .* Try: --no-packing"):
+        actor_inputs(batch, packing=True)
 
 
 def test_a_row_of_padding_has_no_document() -> None:
@@ -110,7 +118,7 @@ def test_a_row_of_padding_has_no_document() -> None:
 
 
 def test_padded_rows_of_several_documents_are_refused() -> None:
-    with pytest.raises(CaptureError, match="several packed documents, .* Try: --packing"):
+    with pytest.raises(CaptureError, match=r"several packed documents, .* Try: --packing"):
         actor_inputs(batch_of(position_ids=[POSITIONS]), packing=False)
 
 
@@ -133,5 +141,5 @@ def test_positions_and_borders_that_fit_nothing_are_refused(given: Any, says: st
 
 
 def test_borders_in_several_rows_are_refused() -> None:
-    with pytest.raises(CaptureError, match="in one row, .* in 2 rows"):
+    with pytest.raises(CaptureError, match=r"in one row, .* in 2 rows"):
         actor_inputs(batch_of(2, cu_seq_lens_q=BORDERS), packing=True)

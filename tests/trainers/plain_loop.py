@@ -4,6 +4,7 @@ python plain_loop.py FOLDER [bare | compiled | checkpointing | outer-checkpoint]
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ def main(folder: Path, kind: str) -> None:
     with torch.no_grad():
         model(**make_batches()[0])  # before training, without autograd: not the search's business
     for batch in make_batches():
-        if kind == "outer-checkpoint":
-            output = checkpoint(model, use_reentrant=False, **batch)
-        else:
-            output = model(**batch)
+        called: Any = partial(checkpoint, model, use_reentrant=False) if kind == "outer-checkpoint" else model
+        output = called(**batch)
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
