@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from capture.legacy import read_legacy
-from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
+from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
 from capture.plain_data import plain_copy
 from capture.plain_pickle import NamesAClassError, load_plain
 from capture.tensor_codec import MAX_TENSOR_BYTES, check_total, decode_tensors, encode_tensor, size_in_bytes
@@ -60,14 +60,14 @@ def write_call(
     tensors and call_facts by the names of the forward's arguments, tensors on the CPU. `origin.source` is not written:
     it is the file's name. What `origin` does not say, time apart, is written as None.
 
-    Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data, and
+    Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
     """
     time = origin.time or utc_time()
     name = _new_name(Path(folder), origin.rank or 0, time, origin.step or 0)
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
-    micro_batch_from_call(tensors, call_facts, trains=trains, origin=origin)
+    check_call(tensors, call_facts, trains=trains, origin=origin)
     written_origin = asdict(origin)
     del written_origin["source"]
     body = {
@@ -113,10 +113,13 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
 
 
 def read_call(path: str | Path) -> Call:
-    """The same as it was called. Raises what `read_micro_batch` does, also where the call is no micro-batch."""
+    """The same as it was called, also with embeddings in the place of token ids.
+
+    Raises what `read_micro_batch` does, also where the call is neither.
+    """
     read = _read(path)
     if isinstance(read, Call):
-        read.micro_batch()
+        check_call(read.tensors, read.call_facts, trains=read.trains, origin=read.origin)
         return read
     named = {
         "sequences": read.sequences_BS,

@@ -7,13 +7,16 @@ The script sees the command line, the path and the `__main__` that python would 
 code that it leaves with, pass through.
 """
 
+import io
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -44,7 +47,17 @@ class Job:
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(self.name, run_name="__main__")
+            self._run_script(str(Path(self.name).absolute()))
+
+    def _run_script(self, path: str) -> None:
+        """runpy.run_path would put one path both in sys.argv and in `__file__`: python has the typed and the whole."""
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        main = ModuleType("__main__")
+        main.__file__ = path
+        main.__loader__ = SourceFileLoader("__main__", path)
+        sys.modules["__main__"] = main
+        exec(code, vars(main))
 
 
 def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[str, Any]) -> None:

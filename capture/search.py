@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from capture.call_arguments import forward_signature, take_apart
+from capture.micro_batch import EMBEDDINGS_NAME, ID_NAMES
 from capture.writer import warn
 
-TOKEN_NAMES = frozenset({"sequences", "input_ids", "inputs_embeds"})
+TOKEN_NAMES = frozenset({*ID_NAMES, EMBEDDINGS_NAME})
 
 _searches: list["Search"] = []
 _call_module: Callable[..., Any] = nn.Module.__call__
