@@ -6,31 +6,32 @@ A file is two pickles, one after the other, that name no class (protocol 5):
     {"tensors": {name: {dtype, shape, encoding, data, crc32}}, "call_facts": {name: value},
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
+The second may also have what it takes to do the pass again (`capture/reproduction.py`): "outputs": {name: value},
+"random": {generator: {name: value}} and "environment": {name: text}.
+
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
 
 import json
-import os
-import pickle
 import re
-import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from capture.atomic import write_atomically
+from capture.encoded_call import FORMAT as FORMAT
+from capture.encoded_call import encode_call
+from capture.encoded_call import utc_time as utc_time
 from capture.legacy import read_legacy
 from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
-from capture.plain_data import plain_copy
 from capture.plain_pickle import NamesAClassError, load_plain
-from capture.tensor_codec import MAX_TENSOR_BYTES, check_total, decode_tensors, encode_tensor, size_in_bytes
+from capture.tensor_codec import MAX_TENSOR_BYTES, decode_tensors
 
-FORMAT = 1
 ACTOR_CONFIG_NAME = "actor.json"
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
@@ -44,6 +45,7 @@ _ORIGIN_KINDS: dict[str, Any] = {
     "versions": dict,
 }
 _BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
+_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict}
 
 
 def write_call(
@@ -63,31 +65,20 @@ def write_call(
     Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
     """
-    time = origin.time or utc_time()
-    name = _new_name(Path(folder), origin.rank or 0, time, origin.step or 0)
-    origin = replace(origin, source=name, time=time)
-    check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
-    check_call(tensors, call_facts, trains=trains, origin=origin)
-    written_origin = asdict(origin)
-    del written_origin["source"]
-    body = {
-        "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
-        "call_facts": plain_copy(dict(call_facts)),
-        "left_out": plain_copy(dict(left_out or {})),
-        "trains": trains,
-        "origin": plain_copy(written_origin),
-    }
-    payload = pickle.dumps(body, protocol=5)
-    load_plain(payload, source=name)
-    head = pickle.dumps({"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}, protocol=5)
-    path = Path(folder) / name
-    write_atomically(path, head, payload)
+    encoded = encode_call(tensors, call_facts, trains=trains, origin=origin, left_out=left_out)
+    path = encoded.new_path(Path(folder))
+    write_atomically(path, *encoded.parts())
     return path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One forward's arguments, by the names that the model gave them. `format` is None for an older dump."""
+    """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
+
+    outputs      what came of it: `loss`, `grad_norm`, and of longer ones `<name>_row_sums` and `<name>_crc32`
+    random       the generators' states before it, for `restore_random_states`
+    environment  settings that change numbers
+    """
 
     format: int | None = FORMAT
     tensors: Mapping[str, Tensor]
@@ -95,6 +86,9 @@ class Call:
     left_out: Mapping[str, str]
     trains: bool
     origin: Origin
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    random: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def micro_batch(self) -> MicroBatch:
         return micro_batch_from_call(
@@ -153,6 +147,9 @@ def _read(path: str | Path) -> Call | MicroBatch:
         left_out=body["left_out"],
         trains=body["trains"],
         origin=Origin(source=source, **body["origin"]),
+        outputs=body.get("outputs", {}),
+        random=body.get("random", {}),
+        environment=body.get("environment", {}),
     )
 
 
@@ -201,10 +198,6 @@ def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
     return config
 
 
-def utc_time() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
 def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
     if not isinstance(head, dict) or "format" not in head:
         raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
@@ -222,12 +215,25 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
     body: dict[str, Any]
     body, end = load_plain(payload, source=source)
-    if end != len(payload) or not _is_of_kinds(body, _BODY_KINDS) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
+    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in body}
+    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
         raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
-    for named in (body["left_out"], body["origin"]["versions"]):
+    for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
         if not all(isinstance(value, str) for value in named.values()):
-            raise CaptureError(f"{source}: left_out and versions must be texts, not {_shown(named)}")
+            raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
+    if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
+        raise CaptureError(f"{source}: random must hold a dict for each generator, not {_shown(body['random'])}")
+    if not all(_is_output(value) for value in body.get("outputs", {}).values()):
+        raise CaptureError(
+            f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
+        )
     return body
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (
+        isinstance(value, list) and all(isinstance(item, float) for item in value)
+    )
 
 
 def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
@@ -244,30 +250,6 @@ def _other_format(source: str, written: object) -> str:
 
 def _shown(value: Any) -> str:
     return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
-
-
-def _new_name(folder: Path, rank: int, time: str, step: int) -> str:
-    """Names of a rank sort by time, then step; a name that is taken gets the next free step."""
-    compact = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y%m%d_%H%M%S_%f")
-    while True:
-        name = f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
-        if not (folder / name).exists():
-            return name
-        step += 1
-
-
-def write_atomically(path: Path, *parts: bytes) -> None:
-    """Readers see the whole file or none, whatever dies when; mkstemp gives mode 0600."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with open(descriptor, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:

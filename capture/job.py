@@ -23,8 +23,8 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
     for module in model.modules():
         config: Any = vars(module).get("config")  # its own: wrappers pass the name on to what they wrap
         if callable(getattr(config, "to_dict", None)):
-            name = getattr(config, "_name_or_path", "") or type(module).__name__
-            _write_config_once(folder, config.to_dict(), name)
+            name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
+            _write_config_once(folder, _without_host_paths(config.to_dict()), name)
             return str(name)
     return type(model).__name__
 
@@ -38,6 +38,13 @@ def _write_config_once(folder: Path, config: dict[str, Any], model_name: str) ->
             f"{folder} holds captures of a model with another config; one folder holds one model's. "
             "Give this recording a folder of its own"
         )
+
+
+def _without_host_paths(value: Any) -> Any:
+    """Of an absolute path the last name: where a host keeps its models is nobody's business."""
+    if isinstance(value, dict):
+        return {key: _without_host_paths(item) for key, item in value.items()}
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from capture.capture_file import FORMAT, Call, capture_files, read_call, write_atomically
+from capture.atomic import write_atomically
+from capture.capture_file import FORMAT, Call, capture_files, read_call
 from capture.micro_batch import CaptureError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -57,13 +58,22 @@ def entry_of(path: Path, call: Call) -> Entry:
     )
 
 
+def stamp_of(time: str) -> str:
+    """`time`, ISO 8601, as part of a file name."""
+    return "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
+
+
 def write_manifest(folder: Path, entries: Sequence[Entry], *, rank: int, time: str) -> Path:
     """`time` tells recordings into one folder apart. Raises OSError."""
-    stamp = "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
-    path = folder / f"manifest_rank{rank}_{stamp}.json"
+    path = folder / f"manifest_rank{rank}_{stamp_of(time)}.json"
+    rewrite_manifest(path, entries)
+    return path
+
+
+def rewrite_manifest(path: Path, entries: Sequence[Entry]) -> None:
+    """Raises OSError."""
     content = {"format": FORMAT, "files": [asdict(entry) for entry in entries]}
     write_atomically(path, json.dumps(content, indent=1).encode())
-    return path
 
 
 def read_manifest(path: Path) -> list[Entry]:

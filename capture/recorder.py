@@ -8,9 +8,11 @@ The job pays for copying a forward's arguments to the host, and for nothing else
 
 import atexit
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +21,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from capture.alarms import listen, unlisten
 from capture.call_arguments import forward_signature, take_apart
-from capture.capture_file import write_call
+from capture.host_copy import copy_to_host
 from capture.job import prepare_folder, rank_and_world_size, versions
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
+from capture.reproduction import noted, outputs_of, random_snapshot
+from capture.slow_step import StepWatch
+from capture.store import Opened, Outputs, Pass, Store
+from capture.trouble import Trouble, trouble, trouble_of
 from capture.writer import BackgroundWriter, warn
 
 MAX_FLUSH_SECONDS = 60.0
@@ -57,7 +64,7 @@ def recording(
                 1 KiB a file is set aside for the manifest
     keep        what a full folder does: `first` takes no more, `last` gives up its oldest files
     ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
-                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (which the job survives), a slow step
+                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
     reproduce   keep what it takes to do a pass again: random states (10 kB), outputs, environment. By default: with a
                 ring. A pass then is complete, and without a ring written, when the next one begins
@@ -85,20 +92,8 @@ def recording(
     return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
-    """A forward's arguments on the host, complete once every event in `copied` has happened."""
-
-    tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
-    call_facts: Mapping[str, Any]
-    left_out: Mapping[str, str]
-    trains: bool
-    origin: Origin
-
-
 class Recorder:
-    """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped.
+    """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
 
     num_seen     forwards of the model; one that it calls inside its own forward is part of that, and one inside a
                  backward is a checkpoint's re-run
@@ -106,7 +101,9 @@ class Recorder:
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
     num_skipped  passes that cannot be replayed from their arguments: steps of generation with a key-value cache, and
                  forwards inside a CUDA graph capture
+    num_not_kept passes that the settings leave out: by number, kind or limit, or because they left the ring
     failure      why capturing stopped before `close`, or None
+    hears_signals  False where the recording was opened outside the main thread: Python hears them there alone
     """
 
     def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
@@ -114,20 +111,36 @@ class Recorder:
         self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
+        self.hears_signals = False
+        self._num_passed_over = 0
+        self._num_of_interest = 0
         self._depth = 0
+        self._error_before: BaseException | None = None
         self._is_closed = False
         self._process = os.getpid()
         self._opened = datetime.now(UTC), time.monotonic_ns()
         self._model_name: str | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._writer: BackgroundWriter[_Pass] = BackgroundWriter(self._write, max_queued=max_queued)
+        self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
+        is_urgent = threading.Event()
+        self._store = Store(folder, keep, opened=self._now(), is_urgent=is_urgent)
+        self._writer: BackgroundWriter[Pass | Outputs | Opened | Trouble] = BackgroundWriter(
+            self._store.handle,
+            max_queued=max_queued,
+            finish=self._store.finish,
+            is_urgent=is_urgent,
+            alarm=self._watch,
+            when_late=self._tell_slow_step,
+        )
         atexit.register(self.close)
         try:
             self._signature = forward_signature(model)
             self._model_name = prepare_folder(folder, model)
+            self._writer.tell(Opened(rank=rank_and_world_size()[0]))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
+        self.hears_signals = listen(self)
         # in front of other hooks, such as FSDP's, that change the arguments
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
@@ -136,11 +149,15 @@ class Recorder:
 
     @property
     def num_written(self) -> int:
-        return self._writer.num_written
+        return self._store.num_written
 
     @property
     def num_dropped(self) -> int:
-        return self._writer.num_dropped
+        return self._writer.num_dropped + self._store.num_lost
+
+    @property
+    def num_not_kept(self) -> int:
+        return self._num_passed_over + self._store.num_not_kept
 
     @property
     def failure(self) -> Exception | None:
@@ -152,6 +169,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, GeneratorExit):
+            self.hear_exception(error, "loop")
         self.close()
 
     def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None) -> None:
@@ -160,6 +179,17 @@ class Recorder:
         loss, grad_norm  one number each; one that is not finite is trouble
         log_probs        of a row's actions; kept as sums by row and a checksum
         """
+        if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
+            return
+        try:
+            tensors, plain = noted({"loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            self._tell_outputs(tensors, plain)
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error)
+
+    def flush(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> bool:
+        """Waits for what was handed over so far. False: it took longer."""
+        return self._writer.drain(max_seconds=max_seconds)
 
     def close(self) -> None:
         """Un-taps the model and waits for the files, up to a minute. A second call does nothing."""
@@ -172,11 +202,31 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
+        unlisten(self)
         if self.num_seen == 0 and self.failure is None:
             warn(
                 "capture: the model was never called while it was recorded, so there are no files. Record what the job "
                 "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the tap"
             )
+
+    def hear_signal(self, number: int) -> None:
+        self._writer.tell(trouble("signal", signal.Signals(number).name, self._step), is_urgent=True)
+
+    def hear_exception(self, error: BaseException, where: str) -> None:
+        """An exception passes several of our posts on its way; the first one tells."""
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals):
+            return
+        seen_by: set[int] = error.__dict__.setdefault("_seen_by_capture", set())
+        if id(self) not in seen_by:
+            seen_by.add(id(self))
+            self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
+
+    def wait(self, max_seconds: float) -> None:
+        self._writer.drain(max_seconds=max_seconds)
+
+    @property
+    def _step(self) -> int | None:
+        return self.num_seen - 1 if self.num_seen else None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
@@ -185,83 +235,94 @@ class Recorder:
         if self._depth > 1:
             return
         self.num_seen += 1
+        self._error_before = sys.exception()
         try:
+            if self._watch is not None and self._watch.begin(self.num_seen - 1):
+                self._tell_slow_step()
             self._take(args, kwargs)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._depth and not torch.compiler.is_compiling() and not is_in_backward():
-            self._depth -= 1
+        if torch.compiler.is_compiling() or is_in_backward() or not self._depth or os.getpid() != self._process:
+            return
+        self._depth -= 1
+        if self._depth or self.failure is not None:
+            return
+        try:
+            error, before = sys.exception(), self._error_before
+            self._error_before = None
+            if error is not None and error is not before:
+                self.hear_exception(error, "forward")
+            elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not self._is_capturing(found):
+                self._tell_outputs(found, {})
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error)
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
             self._writer.drop()
             return
+        if not self._is_kept():
+            self._num_passed_over += 1
+            return
         taken = take_apart(self._signature, args, kwargs)
-        is_on_cuda = any(tensor.is_cuda for tensor in taken.tensors.values())
-        if taken.continues_a_cache or (is_on_cuda and torch.cuda.is_current_stream_capturing()):
+        if taken.continues_a_cache or self._is_capturing(taken.tensors):
             self.num_skipped += 1
             return
         tensors, copied = copy_to_host(taken.tensors)
         self._writer.offer(
-            _Pass(
+            Pass(
                 tensors=tensors,
                 copied=copied,
                 call_facts=taken.call_facts,
                 left_out=taken.left_out,
                 trains=torch.is_grad_enabled(),
                 origin=self._origin(),
+                random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
             ),
             sum(tensor.nbytes for tensor in tensors.values()),
         )
 
-    def _origin(self) -> Origin:
+    def _is_kept(self) -> bool:
+        rank, _ = rank_and_world_size()
+        if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):
+            return False
+        self._num_of_interest += 1
+        return not self._store.is_full and (self._num_of_interest - 1) % self.keep.every == 0
+
+    @staticmethod
+    def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
+        return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()
+
+    def _tell_outputs(self, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+        copies, copied = copy_to_host(tensors)
+        self._writer.tell(Outputs(step=self.num_seen - 1, tensors=copies, copied=copied, plain=plain))
+
+    def _tell_slow_step(self) -> None:
+        assert self._watch is not None
+        while (late := self._watch.take()) is not None:
+            self._writer.tell(trouble("slow step", "step", late[0], late[1]), is_urgent=True)
+
+    def _now(self) -> str:
         """The clock is monotonic from the opening on, so that names sort as recorded."""
         opened, opened_ns = self._opened
         now = opened + timedelta(microseconds=(time.monotonic_ns() - opened_ns) // 1000)
+        return now.isoformat(timespec="microseconds")
+
+    def _origin(self) -> Origin:
         rank, world_size = rank_and_world_size()
         return Origin(
             source="",
             rank=rank,
             world_size=world_size,
             step=self.num_seen - 1,
-            time=now.isoformat(timespec="microseconds"),
+            time=self._now(),
             model_name=self._model_name,
             versions=versions(),
-        )
-
-    def _write(self, taken: _Pass) -> None:
-        for event in taken.copied:
-            event.synchronize()
-        write_call(
-            self.folder,
-            taken.tensors,
-            taken.call_facts,
-            trains=taken.trains,
-            origin=taken.origin,
-            left_out=taken.left_out,
         )
 
 
 def is_in_backward() -> bool:
     """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-    """Copies that the job's later changes do not reach; those from CUDA are complete once the events have happened."""
-    copies = {name: _copy_to_host(tensor.detach()) for name, tensor in tensors.items()}
-    events = []
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return copies, events
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
-    return tensor.to("cpu", copy=True)

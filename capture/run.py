@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.machinery import SourceFileLoader
@@ -67,27 +68,24 @@ def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[st
     module_name  class of the module to record, in place of the model that is trained
     settings     of `recording`, already checked
     """
-    recorders: list[Recorder] = []
+    recordings: list[tuple[str, Recorder]] = []
     trained = TrainedLanguageModel()
 
     def is_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return trained(module, args, kwargs) if module_name is None else is_called(module_name, module)
 
-    recorded: list[str] = []
-
-    def found(module: nn.Module) -> None:
-        recorded.append(type(module).__name__)
-        recorders.append(recording(module, folder, **settings))
-
-    search = Search(is_wanted, found)
     try:
-        job.run()
+        with ExitStack() as stack:  # so that the recorder hears what the job raises
+
+            def found(module: nn.Module) -> None:
+                recorder = stack.enter_context(recording(module, folder, **settings))
+                recordings.append((type(module).__name__, recorder))
+
+            stack.callback(Search(is_wanted, found).end)
+            job.run()
     finally:
-        search.end()
-        for recorder in recorders:
-            recorder.close()
         if rank_and_world_size()[0] == 0:
-            print(_summary(recorders, recorded, trained, module_name), file=sys.stderr)
+            print(_summary(recordings, trained, module_name), file=sys.stderr)
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:
@@ -118,13 +116,15 @@ def _start_of(process: int) -> datetime:
     return datetime.fromtimestamp(int(booted.split()[1]), UTC) + timedelta(seconds=ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _summary(
-    recorders: Sequence[Recorder], recorded: Sequence[str], trained: TrainedLanguageModel, module_name: str | None
-) -> str:
-    if recorders:
-        (recorder,), (name,) = recorders, recorded
-        lost = "".join(f", {count} {what}" for count, what in ((recorder.num_dropped, "dropped"),) if count)
-        return f"capture: {recorder.num_written} passes of {name}{lost} in {recorder.folder}"
+def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, module_name: str | None) -> str:
+    for name, recorder in recordings:  # one at most
+        others = {
+            "dropped": recorder.num_dropped,
+            "left out by what to keep": recorder.num_not_kept,
+            "of generation with a cache skipped": recorder.num_skipped,
+        }
+        more = "".join(f", {count} {what}" for what, count in others.items() if count)
+        return f"capture: {recorder.num_written} passes of {name}{more}, in {recorder.folder}"
     if module_name is not None:
         return f"capture: nothing recorded: no module of class {module_name} was called in this process"
     passed_over = ", ".join(sorted(trained.called_without_autograd))

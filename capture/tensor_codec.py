@@ -52,20 +52,20 @@ def encode_tensor(tensor: Tensor) -> dict[str, Any]:
     """`tensor`: any shape, a dtype of DTYPES, on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     stored_as, stored = _narrowed(flat)
-    raw = _bytes_of(stored)
+    raw = bytes_of(stored)
     level = -1 if len(raw) <= _QUICK_DEFLATE_BYTES else 1
     choices: list[tuple[str, bytes | memoryview]] = [(stored_as, raw)]
     choices.append((f"{stored_as}/deflate", zlib.compress(raw, level)))
     if stored.element_size() > 1:
         shuffled = stored.view(torch.uint8).view(-1, stored.element_size()).T.contiguous().view(-1)
-        choices.append((f"{stored_as}/shuffle/deflate", zlib.compress(_bytes_of(shuffled), level)))
+        choices.append((f"{stored_as}/shuffle/deflate", zlib.compress(bytes_of(shuffled), level)))
     encoding, data = min(choices, key=lambda choice: len(choice[1]))
     return {
         "dtype": _DTYPE_NAMES[tensor.dtype],
         "shape": list(tensor.shape),
         "encoding": encoding,
         "data": bytes(data),
-        "crc32": zlib.crc32(_bytes_of(flat)),
+        "crc32": zlib.crc32(bytes_of(flat)),
     }
 
 
@@ -128,7 +128,7 @@ def _decoded(record: dict[str, Any], what: str) -> Tensor:
     if stored_as == "bits":
         stored = ((stored.unsqueeze(1) >> _BITS) & 1).view(-1)[:num_elements]
     restored = stored.to(dtype).contiguous()
-    if zlib.crc32(_bytes_of(restored)) != record["crc32"]:
+    if zlib.crc32(bytes_of(restored)) != record["crc32"]:
         raise CaptureError(f"{what}: the checksum is wrong: the file is damaged. Delete it or copy it again")
     return restored.view(record["shape"])
 
@@ -171,7 +171,7 @@ def _packed_bits(flat: Tensor) -> Tensor:
     return (padded.view(-1, 8) << _BITS).sum(dim=1, dtype=torch.uint8)
 
 
-def _bytes_of(flat: Tensor) -> memoryview:
+def bytes_of(flat: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied (and without NumPy): they live as long as it does."""
     num_bytes = flat.numel() * flat.element_size()
     if not num_bytes:

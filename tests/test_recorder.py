@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import capture.rank_files
 import capture.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
-from capture.capture_file import write_call
+from capture.atomic import write_atomically
 from capture.writer import BackgroundWriter
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -75,12 +76,12 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.freed = threading.Event(), threading.Event()
-        monkeypatch.setattr(capture.recorder, "write_call", self.write)
+        monkeypatch.setattr(capture.rank_files, "write_atomically", self.write)
 
-    def write(self, *args: Any, **kwargs: Any) -> Path:
+    def write(self, *args: Any) -> None:
         self.entered.set()
         assert self.freed.wait(60)
-        return write_call(*args, **kwargs)
+        write_atomically(*args)
 
 
 def train(model: nn.Module, num_steps: int = 4) -> list[float]:

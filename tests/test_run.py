@@ -101,6 +101,15 @@ def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, say
     assert len(capture_files(tmp_path / "kept")) == 1
 
 
+def test_what_the_script_raises_is_trouble_that_the_ring_is_written_for(tmp_path: Path) -> None:
+    script = "model = Tiny()\nfor _ in range(5):\n    model(ids)\n"
+    done = captured_run(tmp_path, script, "--to", "quiet", "--ring", "2", "job.py")
+    assert "capture: 0 passes of Tiny, 5 left out by what to keep, in" in done.stderr
+    done = captured_run(tmp_path, script + "raise ValueError('broke')", "--to", "loud", "--ring", "2", "job.py")
+    assert "capture: 2 passes of Tiny, 3 left out by what to keep, in" in done.stderr
+    assert len(capture_files(tmp_path / "loud")) == 2
+
+
 @pytest.mark.parametrize(
     ("script", "typed", "says"),
     [

@@ -1,0 +1,24 @@
+"""Copies of the job's tensors in host memory, begun without waiting for a device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+    """Copies that the job's later changes do not reach; those from CUDA are complete once the events have happened."""
+    copies = {name: _copy_to_host(tensor.detach()) for name, tensor in tensors.items()}
+    events = []
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return copies, events
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", copy=True)

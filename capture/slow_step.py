@@ -1,0 +1,54 @@
+"""Notices a step that takes many times the median, also one that never ends."""
+
+import time
+from collections import deque
+from statistics import median
+
+_NUM_REMEMBERED = 64
+_MIN_REMEMBERED = 8  # steps before a median means something: the first ones compile and allocate
+
+
+class StepWatch:
+    """A step is from one forward to the next. `begin` belongs to the job's thread, the rest to the writer's.
+
+    Without a lock: a signal's handler may stop the job's thread anywhere and wait for the writer's.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._seconds: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+        self._running: tuple[int, float, float | None] | None = None  # step, when it began, how long it may take
+        self._late: deque[tuple[int, float, float]] = deque()
+        self._told: int | None = None
+
+    def begin(self, step: int) -> bool:
+        """Is there something to take? The step before this one was too slow."""
+        now = time.monotonic()
+        if self._running is not None:
+            before, began, limit = self._running
+            if limit is not None and now - began > limit:
+                self._late.append((before, now - began, limit))
+            self._seconds.append(now - began)
+        enough = len(self._seconds) >= _MIN_REMEMBERED
+        self._running = step, now, self._factor * median(self._seconds) if enough else None
+        return bool(self._late)
+
+    def seconds_left(self) -> float | None:
+        """Until the running step is too slow; None while there is no telling, or it has been told."""
+        running = self._running
+        if running is None or running[2] is None or running[0] == self._told:
+            return None
+        return max(0.0, running[1] + running[2] - time.monotonic())
+
+    def take(self) -> tuple[int, str] | None:
+        """The number of a step that was or is too slow, and what there is to say of it; each once."""
+        if (running := self._running) is not None and running[2] is not None:
+            seconds = time.monotonic() - running[1]
+            if seconds >= running[2]:
+                self._late.append((running[0], seconds, running[2]))
+        while self._late:
+            step, seconds, limit = self._late.popleft()
+            if step != self._told:
+                self._told = step
+                return step, f"{seconds:.3g} s and more; {self._factor:g} times the median are {limit:.3g} s"
+        return None

@@ -1,0 +1,212 @@
+"""What becomes of a pass whose copy is on the host: written, held in the ring, or let go. For the writer's thread."""
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.encoded_call import EncodedCall, encode_call
+from capture.keep import Keep
+from capture.manifest import stamp_of
+from capture.micro_batch import CaptureError, Origin
+from capture.rank_files import RankFiles
+from capture.reproduction import RandomSnapshot, environment, plain_outputs
+from capture.trouble import Trouble, trouble, write_troubles
+
+MAX_TROUBLES_OF_A_KIND = 8  # a job that goes on after each would fill the disk
+MAX_TROUBLES_ASKED_FOR = 64
+_MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
+_POLL_SECONDS = 0.01
+_CHECKED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """A forward's arguments on the host, complete once every event in `copied` has happened."""
+
+    tensors: Mapping[str, Tensor]
+    copied: list[torch.cuda.Event]
+    call_facts: Mapping[str, Any]
+    left_out: Mapping[str, str]
+    trains: bool
+    origin: Origin
+    random: RandomSnapshot | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """What came of the pass `step`: tensors on the host once `copied` has happened, and plain values."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    copied: list[torch.cuda.Event]
+    plain: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    rank: int
+
+
+class Store:
+    """num_written, num_not_kept, num_lost: what became of the passes that were handed in and did not fail."""
+
+    def __init__(self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event) -> None:
+        self.num_lost = 0
+        self.is_full = False
+        self._folder = folder
+        self._keep = keep
+        self._opened = opened
+        self._is_urgent = is_urgent
+        self._held: deque[EncodedCall] = deque()
+        self._files: dict[int, RankFiles] = {}
+        self._rank = 0
+        self._num_committed = 0
+        self._num_let_go = 0
+        self._num_unreached = 0
+        self._troubles: list[Trouble] = []
+        self._num_by_kind: Counter[tuple[str, str]] = Counter()
+        self._num_other_troubles = 0
+
+    @property
+    def num_written(self) -> int:
+        return self._num_committed - self._num_given_up
+
+    @property
+    def num_not_kept(self) -> int:
+        return self._num_let_go + self._num_given_up
+
+    @property
+    def _num_given_up(self) -> int:
+        return sum(files.num_given_up for files in list(self._files.values()))
+
+    def handle(self, item: Pass | Outputs | Opened | Trouble) -> None:
+        """Raises CaptureError for a pass that could not be read back, OSError where the disk has trouble."""
+        match item:
+            case Pass():
+                self._take(item)
+            case Outputs():
+                self._complete(item)
+            case Opened():
+                self._settle(item.rank)
+            case Trouble():
+                self.note_trouble(item)
+
+    def note_trouble(self, found: Trouble) -> None:
+        """Writes what is held, and the reason beside it."""
+        kind = found.what, found.where
+        self._num_by_kind[kind] += 1
+        if self._num_by_kind[kind] > (MAX_TROUBLES_ASKED_FOR if found.is_asked_for else MAX_TROUBLES_OF_A_KIND):
+            self._num_other_troubles += 1
+            return
+        names = [path.name for path in self._commit_held()]
+        self._troubles.append(replace(found, files=names, num_unreached=self._num_unreached))
+        self._num_unreached = 0
+        self._write_records()
+
+    def finish(self, failed: bool) -> None:
+        """Nothing comes after this. Without trouble the ring's passes are let go."""
+        try:
+            if not failed:
+                if self._keep.ring is None:
+                    self._commit_held()
+                self._num_let_go += len(self._held)
+                self._held.clear()
+                self._write_records()
+        finally:
+            self.num_lost += len(self._held)
+            self._held.clear()
+
+    def _take(self, taken: Pass) -> None:
+        self._settle(taken.origin.rank or 0)
+        if self._keep.ring is None:
+            self._commit_held()
+        self._await(taken.copied)
+        encoded = encode_call(
+            taken.tensors,
+            taken.call_facts,
+            trains=taken.trains,
+            origin=taken.origin,
+            left_out=taken.left_out,
+            random=None if taken.random is None else taken.random.plain(),
+            environment=environment() if self._keep.reproduce else None,
+        )
+        self._held.append(encoded)
+        if self._keep.ring is not None:
+            while len(self._held) > self._keep.ring:
+                self._held.popleft()
+                self._num_let_go += 1
+        elif not self._keep.reproduce:
+            try:
+                self._commit_held()
+            except BaseException:
+                self._held.clear()  # the writer counts the pass that it handed in
+                raise
+
+    def _complete(self, came: Outputs) -> None:
+        try:
+            self._await(came.copied)
+        except CaptureError:  # its pass is not lost
+            return
+        outputs = {**came.plain, **plain_outputs(came.tensors)}
+        if self._keep.reproduce and self._held and self._held[-1].step == came.step:
+            written = self._held[-1].body.setdefault("outputs", {})
+            written.update(outputs)
+        for name in _CHECKED:
+            value = outputs.get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                self.note_trouble(trouble("not finite", name, came.step, f"{name} is {value}"))
+
+    def _commit_held(self) -> list[Path]:
+        written = []
+        while self._held:
+            path = self._files[self._held[0].rank].write(self._held[0])
+            self._held.popleft()
+            if path is None:
+                self._num_let_go += 1
+                self.is_full = self._keep.keep == "first" and self._keep.ring is None
+            else:
+                self._num_committed += 1
+                written.append(path)
+        return written
+
+    def _settle(self, rank: int) -> None:
+        """A job may learn its rank after the recording was opened."""
+        self._rank = rank
+        if rank not in self._files:
+            self._files[rank] = RankFiles(self._folder, self._keep, rank=rank, stamp=self._opened)
+
+    def _write_records(self) -> None:
+        if self._troubles:
+            write_troubles(
+                self._folder,
+                self._troubles,
+                num_uncounted=self._num_other_troubles,
+                rank=self._rank,
+                stamp=stamp_of(self._opened),
+            )
+        for files in self._files.values():
+            files.write_manifest()
+
+    def _await(self, copied: list[torch.cuda.Event]) -> None:
+        """Never inside the driver, which would not come back from a device that hangs. Raises CaptureError."""
+        deadline: float | None = None
+        try:
+            while not all(event.query() for event in copied):  # type: ignore[no-untyped-call]
+                if self._is_urgent.is_set():
+                    deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("the device did not get to it")
+                    time.sleep(_POLL_SECONDS)
+                else:
+                    self._is_urgent.wait(_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            self._num_unreached += 1
+            raise CaptureError(f"its copy to the host was not finished: {error}") from None

@@ -1,0 +1,399 @@
+"""What is kept: by rule, within limits, in the ring, and when there was trouble."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capture.store
+from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
+from capture.capture_file import read_call
+from capture.keep import Keep, keep_of
+from capture.manifest import check_folder
+from capture.reproduction import restore_random_states
+from capture.slow_step import StepWatch
+from capture.trouble import read_troubles, scrubbed
+
+IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
+
+
+class TinyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 4)
+
+    def forward(self, input_ids: Tensor, scale: float = 1.0, fails_with: Any = None) -> Tensor:
+        if fails_with is not None:
+            raise fails_with
+        loss: Tensor = self.embedding(input_ids).sum() * scale
+        return loss
+
+
+def steps_in(folder: Path) -> list[int | None]:
+    return sorted(read_micro_batch(path).origin.step or 0 for path in capture_files(folder))
+
+
+def assert_all_counted(recorder: Recorder) -> None:
+    ends = recorder.num_written + recorder.num_dropped + recorder.num_skipped + recorder.num_not_kept
+    assert recorder.num_seen == ends
+    assert recorder.failure is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, list(range(12))),
+        ({"every": 5}, [0, 5, 10]),
+        ({"steps": "3:6"}, [3, 4, 5]),
+        ({"steps": "9:"}, [9, 10, 11]),
+        ({"steps": ":2"}, [0, 1]),
+        ({"steps": range(3, 5)}, [3, 4]),
+        ({"steps": (3, 5)}, [3, 4]),
+        ({"steps": "2:9", "every": 3}, [2, 5, 8]),
+        ({"passes": "train"}, list(range(0, 12, 2))),
+        ({"passes": "rollout"}, list(range(1, 12, 2))),
+        ({"passes": "train", "every": 2}, [0, 4, 8]),
+        ({"ranks": "0,3"}, list(range(12))),
+        ({"ranks": [1]}, []),
+        ({"max_files": 3}, [0, 1, 2]),
+        ({"max_files": 3, "keep": "last"}, [9, 10, 11]),
+        ({"max_files": 2, "keep": "last", "every": 3}, [6, 9]),
+        ({"reproduce": True}, list(range(12))),
+        ({"ring": 3}, []),
+    ],
+)
+def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, **settings) as recorder:
+        for step in range(12):
+            with torch.set_grad_enabled(step % 2 == 0):
+                model(IDS_BS)
+    assert steps_in(tmp_path) == expected
+    assert_all_counted(recorder)
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], len(expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be an integer of 1 or more, not 0"),
+        ({"max_files": 1.5}, "max_files must be an integer"),
+        ({"ring": -1}, "ring must be"),
+        ({"steps": "100"}, "steps must be FIRST:END, such as 100:200"),
+        ({"steps": "a:b"}, "steps must be FIRST:END"),
+        ({"steps": range(0, 9, 2)}, "steps must be FIRST:END"),
+        ({"steps": "5:5"}, "holds none"),
+        ({"ranks": "0,x"}, "ranks must be numbers, such as 0,3"),
+        ({"ranks": []}, "ranks must be numbers of 0 or more"),
+        ({"passes": "eval"}, "passes must be one of all, train, rollout, not 'eval'"),
+        ({"keep": "best"}, "keep must be one of first, last"),
+        ({"keep": "last"}, "keep='last' needs a limit"),
+        ({"slow_step": 1.0}, "slow_step must be more than 1"),
+    ],
+)
+def test_settings_that_are_none_are_refused_with_what_is_allowed(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        keep_of(**settings)
+
+
+def test_the_ring_and_reproduction_go_together_unless_said() -> None:
+    assert keep_of() == Keep()
+    assert keep_of(ring=2).reproduce
+    assert not keep_of(ring=2, reproduce=False).reproduce
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_a_thousand_steps_never_exceed_the_limits(keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at whenever a file, under its temporary name too, has been written in full."""
+    limits: dict[str, Any] = {"max_files": 20, "max_bytes": 30_000, "keep": keep}
+    most = [0, 0]
+    real_replace = os.replace
+
+    def look(source: Any, target: Any) -> None:
+        sizes = [path.stat().st_size for path in tmp_path.iterdir() if ".pkl" in path.name]
+        most[:] = max(most[0], len(sizes)), max(most[1], sum(path.stat().st_size for path in tmp_path.iterdir()))
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    for _ in range(2):  # a job and its restart
+        model = TinyModel()
+        with recording(model, tmp_path, **limits, max_queued=1000) as recorder:
+            for step in range(500):
+                model(IDS_BS.repeat(1, 1 + step % 7))
+        assert_all_counted(recorder)
+    assert most[0] <= limits["max_files"]
+    assert most[1] <= limits["max_bytes"]
+    assert len(capture_files(tmp_path)) > 10
+    assert steps_in(tmp_path)[0] == (0 if keep == "first" else 500 - len(capture_files(tmp_path)))
+    assert check_folder(tmp_path).is_whole
+
+
+def test_a_pass_larger_than_the_limit_gives_up_no_other(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, max_bytes=6_000, keep="last") as recorder:
+        model(IDS_BS)
+        model(torch.randint(16, (64, 512)))
+    assert steps_in(tmp_path) == [0]
+    assert_all_counted(recorder)
+
+
+def boom() -> RuntimeError:
+    return RuntimeError("the kernel broke")
+
+
+def test_an_exception_in_forward_writes_the_ring_with_the_pass_that_failed(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, ring=3) as recorder:
+        for _ in range(6):
+            model(IDS_BS)
+        with pytest.raises(RuntimeError):
+            model(IDS_BS, fails_with=boom())
+        assert recorder.flush()
+        assert steps_in(tmp_path) == [4, 5, 6]
+        model(IDS_BS)
+    [record] = read_troubles(tmp_path)
+    [found] = record.troubles
+    assert (found.what, found.where, found.step) == ("exception", "forward", 6)
+    assert found.message == "RuntimeError: the kernel broke"
+    assert "raise fails_with" in found.traceback
+    assert sorted(found.files) == [path.name for path in capture_files(tmp_path)]
+    assert check_folder(tmp_path).uncommitted == []
+    assert_all_counted(recorder)
+
+
+def test_an_exception_of_the_loop_is_told_once(tmp_path: Path) -> None:
+    for where, fails_with in (("loop", None), ("forward", boom())):
+        model, folder = TinyModel(), tmp_path / where
+        with contextlib.suppress(RuntimeError), recording(model, folder, ring=2):
+            for _ in range(3):
+                model(IDS_BS)
+            model(IDS_BS, fails_with=fails_with)
+            raise RuntimeError("backward broke")
+        [record] = read_troubles(folder)
+        assert [found.where for found in record.troubles] == [where]
+        assert steps_in(folder) == [2, 3]
+
+
+def test_an_exception_that_is_being_handled_is_no_trouble(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, ring=2):
+        try:
+            raise boom()
+        except RuntimeError:
+            model(IDS_BS)
+    assert read_troubles(tmp_path) == []
+
+
+def test_out_of_memory_is_called_by_its_name(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, ring=2), pytest.raises(torch.OutOfMemoryError):
+        model(IDS_BS, fails_with=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert [found.what for found in read_troubles(tmp_path)[0].troubles] == ["out of memory"]
+    assert steps_in(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("way", ["output", "loss", "grad_norm"])
+def test_a_number_that_is_not_finite_writes_the_ring(value: float, way: str, tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, ring=2) as recorder:
+        for _ in range(3):
+            model(IDS_BS)
+        if way == "output":
+            model(IDS_BS, scale=value)
+        else:
+            model(IDS_BS)
+            recorder.note(**{way: torch.tensor(value)})
+        assert recorder.flush()
+        assert steps_in(tmp_path) == [2, 3]
+    [found] = read_troubles(tmp_path)[0].troubles
+    assert (found.what, found.where, found.step) == ("not finite", "loss" if way == "output" else way, 3)
+
+
+def test_a_job_that_goes_on_after_every_trouble_does_not_fill_the_disk(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, ring=2, max_queued=100) as recorder:
+        for _ in range(30):
+            model(IDS_BS, scale=math.nan)
+            recorder.flush()
+    [record] = read_troubles(tmp_path)
+    assert (len(record.troubles), record.num_others) == (capture.store.MAX_TROUBLES_OF_A_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.store.MAX_TROUBLES_OF_A_KIND
+    assert_all_counted(recorder)
+
+
+def test_a_step_that_hangs_writes_the_ring_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    real = capture.store.write_troubles
+
+    def write_troubles(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        told.set()
+
+    monkeypatch.setattr(capture.store, "write_troubles", write_troubles)
+    model = TinyModel()
+    with recording(model, tmp_path, ring=4, slow_step=50.0):
+        for _ in range(12):
+            model(IDS_BS)
+        assert told.wait(60)
+        assert steps_in(tmp_path)[-1] == 11
+    found = read_troubles(tmp_path)[0].troubles[-1]
+    assert (found.what, found.where, found.step) == ("slow step", "step", 11)
+
+
+def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("capture.slow_step.time.monotonic", lambda: now[0])
+    watch = StepWatch(3.0)
+    for step in range(9):
+        assert not watch.begin(step)
+        now[0] += 1.0
+    assert watch.seconds_left() == pytest.approx(2.0)
+    assert watch.take() is None
+    now[0] += 1.9
+    assert not watch.begin(9)
+    now[0] += 3.1
+    assert watch.begin(10)
+    step, message = watch.take() or (None, "")
+    assert step == 9
+    assert "3 times the median are 3 s" in message
+    now[0] += 5
+    assert watch.seconds_left() == 0
+    assert (watch.take() or (None,))[0] == 10
+    assert watch.take() is None
+    assert watch.seconds_left() is None
+
+
+def test_outputs_settings_and_random_states_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy
+
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    model, log_probs_BA = TinyModel(), torch.randn(2, 3).bfloat16()
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+        random.gauss(), numpy.random.normal()
+        loss = model(IDS_BS)
+        recorder.note(grad_norm=2.5, log_probs=log_probs_BA)
+        drawn = random.random(), random.gauss(), float(numpy.random.normal()), torch.rand(3).tolist()
+    [path] = capture_files(tmp_path)
+    call = read_call(path)
+    assert call.outputs["loss"] == loss.item()
+    assert call.outputs["grad_norm"] == 2.5
+    assert call.outputs["log_probs_row_sums"] == log_probs_BA.double().sum(1).tolist()
+    assert isinstance(call.outputs["log_probs_crc32"], int)
+    assert call.environment["NCCL_ALGO"] == "Ring"
+    assert "torch.float32_matmul_precision" in call.environment
+    restore_random_states(call.random)
+    assert drawn == (random.random(), random.gauss(), float(numpy.random.normal()), torch.rand(3).tolist())
+    with pytest.raises(ValueError, match="no random states"):
+        restore_random_states({})
+
+
+def test_what_cannot_be_noted_does_not_reach_the_job(tmp_path: Path) -> None:
+    model = TinyModel()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path) as recorder:
+            recorder.note(loss=1.0)
+            model(IDS_BS)
+            recorder.note(loss="high")
+            model(IDS_BS)
+        recorder.note(loss=math.nan)
+    assert len(caught) == 1
+    assert isinstance(recorder.failure, ValueError)
+
+
+def test_nothing_of_the_host_is_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute paths and the environment's secrets, looked for in every byte that was written."""
+    secrets = {"HF_TOKEN": "hf_a1b2c3d4", "WANDB_API_KEY": "0123456789abcdef", "DB_PASSWORD": "correct horse"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    model = TinyModel()
+    model.config = type("Config", (), {"_name_or_path": "/data/models/llama", "to_dict": lambda _: dict(CONFIG)})()  # type: ignore[assignment]
+    message = (
+        f"cannot open '{tmp_path}/x.bin' with {secrets['HF_TOKEN']}, see https://example.com/a/b, /usr/lib/libc.so"
+    )
+    folder = tmp_path / "run"
+    with recording(model, folder, ring=2) as recorder, pytest.raises(RuntimeError):
+        model(IDS_BS, fails_with=RuntimeError(message))
+    assert recorder.num_written == 1
+    written = b"".join(path.read_bytes() for path in folder.iterdir())
+    for forbidden in (*secrets.values(), str(tmp_path), "/data", "/usr/lib", str(Path.cwd()), os.uname().nodename):
+        assert forbidden.encode() not in written, forbidden
+    assert b"https://example.com/a/b" in written
+    assert read_micro_batch(capture_files(folder)[0]).origin.model_name == "llama"
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+CONFIG = {"model_type": "tiny", "_name_or_path": "/data/models/llama", "nested": {"file": "/data/x"}}
+
+
+def test_scrubbing_leaves_the_rest_alone() -> None:
+    assert scrubbed("a/b c/d.py 1/2 https://x.org/y/z") == "a/b c/d.py 1/2 https://x.org/y/z"
+    assert scrubbed('File "/opt/v/lib/python3.11/site-packages/torch/nn/x.py"') == 'File "torch/nn/x.py"'
+    assert scrubbed("PATH=/usr/bin:/home/me/bin") == "PATH=bin:bin"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', json.dumps({"format": 1, "troubles": [3]})])
+def test_a_broken_trouble_record_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    (tmp_path / "trouble_rank0_x.json").write_text(content)
+    with pytest.raises(CaptureError, match="trouble_rank0_x"):
+        read_troubles(tmp_path)
+
+
+def test_two_models_are_captured_at_once(tmp_path: Path) -> None:
+    models = [TinyModel(), TinyModel()]
+    with recording(models[0], tmp_path / "a", ring=2) as first, recording(models[1], tmp_path / "b") as second:
+        for _ in range(3):
+            for model in models:
+                model(IDS_BS)
+        with pytest.raises(RuntimeError):
+            models[0](IDS_BS, fails_with=boom())
+    assert (steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == ([2, 3], [0, 1, 2])
+    assert_all_counted(first)
+    assert_all_counted(second)
+
+
+def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_path: Path) -> None:
+    hears: list[bool] = []
+
+    def train() -> None:
+        model = TinyModel()
+        recorder = recording(model, tmp_path, ring=2)
+        hears.append(recorder.hears_signals)
+        try:
+            for _ in range(5):
+                model(IDS_BS)
+            raise boom()
+        finally:
+            recorders.append(recorder)
+
+    recorders: list[Recorder] = []
+    said: list[Any] = []
+    threading.excepthook, before = said.append, threading.excepthook
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    finally:
+        [recorder] = recorders
+        recorder.close()
+        assert threading.excepthook == said.append
+        threading.excepthook = before
+    assert len(said) == 1
+    assert hears == [False]
+    assert [found.where for found in read_troubles(tmp_path)[0].troubles] == ["another thread"]
+    assert steps_in(tmp_path) == [3, 4]
