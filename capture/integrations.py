@@ -44,12 +44,12 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._search = Search(is_wanted, self._record)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """A logged loss is the mean since the last log: it is the latest pass's only if that was the only one."""
+        """A logged loss is the mean since the last log, of all ranks: only of one pass is it the latest pass's own."""
         num_steps, self._logged_step = state.global_step - self._logged_step, state.global_step
         if self.recorder is None or not logs or "loss" not in logs:
             return
         loss, grad_norm = logs["loss"], logs.get("grad_norm")
-        is_of_one_pass = num_steps == 1 and args.gradient_accumulation_steps == 1
+        is_of_one_pass = num_steps * args.gradient_accumulation_steps * args.world_size == 1
         if is_of_one_pass or not math.isfinite(loss):
             self.recorder.note(loss=loss, grad_norm=grad_norm)
         elif grad_norm is not None:
