@@ -6,6 +6,7 @@ step. Those of TRL and OpenRLHF need the extra `trainers`; OpenRLHF is not in it
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ JOBS = Path("tests") / "trainers"
 BOUND = 1e-5  # relative: fp32 sums in another order, of packed rows here and of padded ones there
 
 ONE = [sys.executable, "-m"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", "--nproc-per-node"]
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
 ACCELERATE = [
     sys.executable,
     "-m",
@@ -43,6 +44,11 @@ def run_job(folder: Path, launcher: Sequence[str], job: str, *arguments: str) ->
     command = [*launcher, "capture", "run", "--to", str(folder / "captures")]
     command += [str(JOBS / f"{job}.py"), str(folder), *arguments]
     return run_command(command)
+
+
+def free_port() -> str:
+    with socket.create_server(("localhost", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -104,7 +110,7 @@ def test_accelerate_with_two_ranks(kind: str, tmp_path: Path, one_world: None) -
 
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world: None) -> None:
-    run_job(tmp_path, DEEPSPEED, "deepspeed_engine", stage)
+    run_job(tmp_path, [*DEEPSPEED, "--master_port", free_port(), "--module"], "deepspeed_engine", stage)
     check(tmp_path, 6)
 
 
