@@ -11,24 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actor_init.documents import documents_of
 from actor_init.ring import RingSlice
 from capture.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorInputs:
-    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], positions restart in every row.
+    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], documents one after the other.
 
     An action token's log-prob comes from the logits at the real token before it. One without such a token (the first
-    real token of its row) and one that the attention mask calls padding have none: they are 0 in the result and
-    False in `action_mask_BA`.
+    of its document) and one that the attention mask calls padding have none: they are 0 in the result and False in
+    `action_mask_BA`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask_BS: Tensor | None  # None when packed
-    cu_seq_lens: Tensor | None  # int32 [rows + 1], where packed rows begin and end; None when padded
-    max_length: int  # of a packed row, rounded up so that few distinct values occur
+    cu_seq_lens: Tensor | None  # int32 [documents + 1], where they begin and end; None when padded
+    max_length: int  # of a document, rounded up so that few distinct values occur
     predictor_N: Tensor  # index into the flattened ids: whose logits predict
     target_ids_N: Tensor
     slot_N: Tensor  # index into the flattened [B, A]
@@ -48,13 +49,19 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     """Prepare `batch` (on the host) for one forward.
 
     Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
-    first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real.
+    first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real, for
+    documents that `documents_of` refuses, and for rows of several documents that are to stay padded.
     """
     real_BS = batch.attention_mask_BS
     num_tokens = real_BS.shape[1]
-    lengths_B = real_BS.sum(dim=1)
-    if not int(lengths_B.sum()):
+    if not real_BS.any():
         raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
+    documents = documents_of(batch)
+    if documents.share_rows and not packing:
+        raise CaptureError(
+            f"{batch.origin.source}: a row holds several packed documents, which padded rows cannot keep apart. "
+            f"Try: --packing"
+        )
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
         labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
@@ -62,8 +69,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     num_actions = action_mask_BA.shape[1]
     is_action_BS = F.pad(action_mask_BA, (num_tokens - num_actions, 0))
 
-    position_BS = real_BS.long().cumsum(dim=1) - 1  # of the token among its row's real ones
-    has_log_prob_BS = is_action_BS & real_BS & (position_BS > 0)
+    has_log_prob_BS = is_action_BS & real_BS & ~documents.is_first_BS
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
@@ -84,17 +90,17 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     if not packing:
         return ActorInputs(
             input_ids=batch.sequences_BS,
-            position_ids=position_BS.masked_fill(~real_BS, 1),
+            position_ids=documents.position_BS.masked_fill(~real_BS, 1),
             attention_mask_BS=real_BS,
             cu_seq_lens=None,
             max_length=num_tokens,
             predictor_N=flat_T[predictor_N],
             **shared,
         )
-    lengths = lengths_B[lengths_B > 0]
+    lengths = documents.lengths(real_BS)
     return ActorInputs(
         input_ids=batch.sequences_BS.flatten()[flat_T].unsqueeze(0),
-        position_ids=position_BS.flatten()[flat_T].unsqueeze(0),
+        position_ids=documents.packed_positions(real_BS, batch.origin.source).unsqueeze(0),
         attention_mask_BS=None,
         cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
         max_length=_bucket(int(lengths.max())),

@@ -28,7 +28,7 @@ from capture.encoded_call import FORMAT as FORMAT
 from capture.encoded_call import encode_call
 from capture.encoded_call import utc_time as utc_time
 from capture.legacy import read_legacy
-from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
+from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
 from capture.plain_pickle import NamesAClassError, load_plain
 from capture.tensor_codec import MAX_TENSOR_BYTES, decode_tensors
 
@@ -62,7 +62,7 @@ def write_call(
     tensors and call_facts by the names of the forward's arguments, tensors on the CPU. `origin.source` is not written:
     it is the file's name. What `origin` does not say, time apart, is written as None.
 
-    Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data, and
+    Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
     """
     encoded = encode_call(tensors, call_facts, trains=trains, origin=origin, left_out=left_out)
@@ -107,10 +107,13 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
 
 
 def read_call(path: str | Path) -> Call:
-    """The same as it was called. Raises what `read_micro_batch` does, also where the call is no micro-batch."""
+    """The same as it was called, also with embeddings in the place of token ids.
+
+    Raises what `read_micro_batch` does, also where the call is neither.
+    """
     read = _read(path)
     if isinstance(read, Call):
-        read.micro_batch()
+        check_call(read.tensors, read.call_facts, trains=read.trains, origin=read.origin)
         return read
     named = {
         "sequences": read.sequences_BS,

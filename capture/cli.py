@@ -1,35 +1,43 @@
-"""`capture check | convert | redact | pack`: what can be done to a folder of captures without a model."""
+"""`capture run`, and `capture check | convert | redact | pack`: what can be done to a folder without a model."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from capture.micro_batch import CaptureError
 
+RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
+KEEP_SETTINGS = (
+    *("every", "steps", "ranks", "passes", "max_files", "max_bytes"),
+    *("keep", "ring", "slow_step", "reproduce"),
+)
 DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was typed and return its exit code: 0 all well, 1 damaged or refused files, 2 wrong usage."""
+    """Run what was typed and return its exit code: 0 all well, 1 damaged or refused files, 2 wrong usage.
+
+    `run` returns 0 where its script ends, and raises what its script raises.
+    """
     parsed = _parser().parse_args(arguments)
-    try:
-        return int(parsed.action(parsed))
-    except (CaptureError, OSError) as error:
-        print(f"capture: {error}", file=sys.stderr)
-        return 2
+    return int(parsed.action(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="capture", description="Folders of captured micro-batches.")
+    parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
+    # where `deepspeed --module capture run ...` puts it; the script gets it, as it would without us
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, action: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
-        added.set_defaults(action=action)
+        added.set_defaults(action=_refusing(action))
         added.add_argument("folder", type=Path, help="Folder of captures.")
         return added
 
+    _add_run(commands)
     command("check", _check, "Read every file and hold it against the manifests.")
     convert = command("convert", _convert, "Write older dumps again as format 1.")
     convert.add_argument("target", type=Path, help="A new folder.")
@@ -44,6 +52,69 @@ def _parser() -> argparse.ArgumentParser:
         "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="Its largest size (default: %(default)s)."
     )
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    help = "Run a script or module and record the model that it trains."
+    run = commands.add_parser("run", help=help, description=help, usage=RUN_USAGE)
+    run.set_defaults(action=_run)
+    run.add_argument("--to", type=Path, metavar="FOLDER", help="Folder for the captures (default: inputs/TIME-SCRIPT).")
+    run.add_argument(
+        "--module", metavar="NAME", help="Class of the module to record (default: the outermost causal LM in training)."
+    )
+    kept = run.add_argument_group("which passes are kept, as in capture.recording")
+    kept.add_argument("--every", type=int, metavar="N", help="Every Nth.")
+    kept.add_argument("--steps", metavar="FIRST:END", help="By number of forward, as 100:200.")
+    kept.add_argument("--ranks", metavar="LIST", help="Ranks that record, as 0,3.")
+    kept.add_argument("--passes", metavar="all/train/rollout", help="With autograd on (train), off (rollout), or all.")
+    kept.add_argument("--max-files", type=int, metavar="N", help="At most this many files of a rank.")
+    kept.add_argument("--max-bytes", type=int, metavar="N", help="At most this many bytes of a rank.")
+    kept.add_argument("--keep", metavar="first/last", help="What stays of more than that.")
+    kept.add_argument("--ring", type=int, metavar="N", help="Keep the last N in memory, write them on trouble.")
+    kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is trouble.")
+    kept.add_argument(
+        "--reproduce", action=argparse.BooleanOptionalAction, help="Keep random states, outputs and environment."
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="What follows is a module, as in python -m.")
+    run.add_argument("job", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="All of it is the script's.")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from capture.keep import keep_of
+
+    settings = {name: getattr(parsed, name) for name in KEEP_SETTINGS if getattr(parsed, name) is not None}
+    try:
+        if not parsed.job:
+            raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
+        keep_of(**settings)
+    except ValueError as error:
+        return _wrong_usage(error)
+    from capture.run import Job, folder_for, run
+
+    name, *rest = parsed.job
+    local_rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
+    job = Job(name=name, is_module=parsed.is_module, arguments=[*local_rank, *rest])
+    try:
+        folder = folder_for(job, parsed.to)
+    except CaptureError as error:
+        return _wrong_usage(error)
+    run(job, folder=folder, module_name=parsed.module, settings=settings)
+    return 0
+
+
+def _refusing(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    def refusing(parsed: argparse.Namespace) -> int:
+        try:
+            return action(parsed)
+        except (CaptureError, OSError) as error:
+            return _wrong_usage(error)
+
+    return refusing
+
+
+def _wrong_usage(error: Exception) -> int:
+    print(f"capture: {error}", file=sys.stderr)
+    return 2
 
 
 def _check(parsed: argparse.Namespace) -> int:

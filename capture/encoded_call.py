@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.micro_batch import Origin, micro_batch_from_call
+from capture.micro_batch import Origin, check_call
 from capture.plain_data import plain_copy
 from capture.plain_pickle import load_plain
 from capture.tensor_codec import check_total, encode_tensor, size_in_bytes
@@ -56,7 +56,7 @@ def encode_call(
     name = _file_name(origin.rank or 0, time, origin.step or 0)
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
-    micro_batch_from_call(tensors, call_facts, trains=trains, origin=origin)
+    check_call(tensors, call_facts, trains=trains, origin=origin)
     written_origin = asdict(origin)
     del written_origin["source"]
     body = {

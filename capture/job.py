@@ -48,7 +48,8 @@ def _without_host_paths(value: Any) -> Any:
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
-    changing = ("_name_or_path", "transformers_version", "use_cache")  # between runs of one model
+    # between runs of one model; and save_pretrained, which one rank alone may call, sets the last two
+    changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype")
     return {name: value for name, value in config.items() if name not in changing}
 
 

@@ -14,6 +14,10 @@ MAX_TOKENS = 2**24  # of one micro-batch, padding included: a bound for readers,
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
+ID_NAMES = ("sequences", "input_ids")
+EMBEDDINGS_NAME = "inputs_embeds"
+
+
 class CaptureError(ValueError):
     """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
 
@@ -137,7 +141,12 @@ def micro_batch_from_call(
     token ids.
     """
     rest = dict(tensors)
-    names = [name for name in ("sequences", "input_ids") if name in rest]
+    names = [name for name in ID_NAMES if name in rest]
+    if is_of_embeddings(tensors):
+        raise CaptureError(
+            f"{origin.source}: the model was called with inputs_embeds, without token ids. The call is kept whole "
+            f"(capture.capture_file.read_call), but a replay needs token ids"
+        )
     if not names:
         raise CaptureError(
             f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
@@ -164,6 +173,27 @@ def micro_batch_from_call(
         trains=trains,
         origin=origin,
     )
+
+
+def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
+    return EMBEDDINGS_NAME in tensors and not any(name in tensors for name in ID_NAMES)
+
+
+def check_call(tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin) -> None:
+    """Is it a call that a capture may hold: a micro-batch, or one with embeddings in the place of token ids?
+
+    Raises CaptureError if not.
+    """
+    named = dict(tensors)
+    if is_of_embeddings(tensors):
+        embeddings = named.pop(EMBEDDINGS_NAME)
+        if embeddings.ndim != 3 or not embeddings.dtype.is_floating_point:
+            raise CaptureError(
+                f"{origin.source}: {EMBEDDINGS_NAME} must be floats of shape [rows, tokens, width], "
+                f"not {embeddings.dtype} of shape {list(embeddings.shape)}"
+            )
+        named["input_ids"] = torch.zeros((), dtype=torch.int64, device="cpu").expand(embeddings.shape[:2])
+    micro_batch_from_call(named, call_facts, trains=trains, origin=origin)
 
 
 def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:

@@ -95,7 +95,8 @@ def recording(
 class Recorder:
     """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
 
-    num_seen     forwards of the model; one that it calls inside its own forward is part of that
+    num_seen     forwards of the model; one that it calls inside its own forward is part of that, and one inside a
+                 backward is a checkpoint's re-run
     num_written  files
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
     num_skipped  passes that cannot be replayed from their arguments: steps of generation with a key-value cache, and
@@ -228,7 +229,7 @@ class Recorder:
         return self.num_seen - 1 if self.num_seen else None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._process:
+        if torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
             return
         self._depth += 1
         if self._depth > 1:
@@ -243,7 +244,7 @@ class Recorder:
             self._writer.stop(error, num_lost=1)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._depth or os.getpid() != self._process:
+        if torch.compiler.is_compiling() or is_in_backward() or not self._depth or os.getpid() != self._process:
             return
         self._depth -= 1
         if self._depth or self.failure is not None:
@@ -320,3 +321,8 @@ class Recorder:
             model_name=self._model_name,
             versions=versions(),
         )
+
+
+def is_in_backward() -> bool:
+    """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)

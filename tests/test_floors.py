@@ -16,6 +16,7 @@ ROOMS = {
     "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
 }
+INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = ("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py")
 INSTALLED = set(packages_distributions())  # names that can be imported
@@ -49,8 +50,11 @@ def complaints(name: str, source: str) -> list[str]:
             found.append(f"{name} imports {dotted} from a floor above")
         if library in ROOMS and name not in ROOMS[library]:
             found.append(f"{name} imports {dotted}, which belongs in {sorted(ROOMS[library])}")
-        if floor == "capture" and library not in {"capture", "torch", *sys.stdlib_module_names}:
+        allowed = {"capture", "torch", *sys.stdlib_module_names, *INTEGRATIONS.get(name, ())}
+        if floor == "capture" and library not in allowed:
             found.append(f"{name} imports {dotted}; capture rides in other people's jobs with torch alone")
+        if dotted.startswith("capture.integrations"):
+            found.append(f"{name} imports {dotted}, which is for jobs to import")
         if dotted.startswith("actor_init.backends.") and name.startswith("actor_init/backends/"):
             here = f"actor_init.backends.{Path(name).stem.partition('_')[0]}"  # a backend may have several modules
             if not name.endswith("__init__.py") and not dotted.startswith(here):
@@ -73,6 +77,8 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("capture/writer.py", "from actor_init.spec import UsageError"),
         ("capture/writer.py", "import numpy"),
         ("capture/writer.py", "def write():\n    import transformers"),
+        ("capture/integrations.py", "import accelerate"),
+        ("capture/run.py", "from capture.integrations import CaptureCallback"),
         ("actor_init/model.py", "import replay.spec"),
         ("actor_init/model.py", "def build():\n    import deepspeed"),
         ("actor_init/attention.py", "from ring_flash_attn import llama3"),

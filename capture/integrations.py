@@ -1,0 +1,68 @@
+"""For trainers with callbacks: `trainer = Trainer(..., callbacks=[CaptureCallback("inputs/my-run")])`.
+
+The one module here that imports transformers; `capture` itself does not import it.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from capture.keep import keep_of
+from capture.recorder import Recorder, recording
+from capture.search import Search
+
+
+class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Records what transformers' Trainer, or one made from it, calls: its model, in whatever wrapper.
+
+    From the first training forward on, to the end of training; each `train()` is a recording of its own. `recorder` is
+    the latest, or None before its first pass.
+
+    folder, settings  as for `recording`. Raises TypeError or ValueError for settings that are not allowed
+    """
+
+    def __init__(self, folder: str | Path, **settings: Any) -> None:
+        keep_of(**{name: value for name, value in settings.items() if name != "max_queued"})
+        self.recorder: Recorder | None = None
+        self._folder = Path(folder).absolute()
+        self._settings = settings
+        self._search: Search | None = None
+        self._logged_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        self._close()
+        self.recorder = None
+        self._logged_step = state.global_step
+
+        def is_wanted(module: nn.Module, *_: Any) -> bool:
+            return torch.is_grad_enabled() and any(inner is model for inner in module.modules())
+
+        self._search = Search(is_wanted, self._record)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """A logged loss is the mean since the last log, of all ranks: only of one pass is it the latest pass's own."""
+        num_steps, self._logged_step = state.global_step - self._logged_step, state.global_step
+        if self.recorder is None or not logs or "loss" not in logs:
+            return
+        loss, grad_norm = logs["loss"], logs.get("grad_norm")
+        is_of_one_pass = num_steps * args.gradient_accumulation_steps * args.world_size == 1
+        if is_of_one_pass or not math.isfinite(loss):
+            self.recorder.note(loss=loss, grad_norm=grad_norm)
+        elif grad_norm is not None:
+            self.recorder.note(grad_norm=grad_norm)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._close()
+
+    def _record(self, module: nn.Module) -> None:
+        self.recorder = recording(module, self._folder, **self._settings)
+
+    def _close(self) -> None:
+        if self._search is not None:
+            self._search.end()
+        if self.recorder is not None:
+            self.recorder.close()

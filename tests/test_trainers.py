@@ -1,0 +1,140 @@
+"""Jobs of real trainers, recorded and replayed: each micro-batch's loss is the one that the trainer computed.
+
+The jobs (tests/trainers/) train at learning rate 0, so that the weights they saved at the start are those of every
+step. Those of TRL and OpenRLHF need the extra `trainers`; OpenRLHF is not in it, for it installs on CUDA machines only.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from capture import capture_files, read_micro_batch
+from replay.cli import main as replay_main
+from replay.logbook import read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = Path("tests") / "trainers"
+BOUND = 1e-5  # relative: fp32 sums in another order, of packed rows here and of padded ones there
+
+ONE = [sys.executable, "-m"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+ACCELERATE = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--cpu",
+    "--num_machines",
+    "1",
+    "--num_processes",
+    "1",
+]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+
+
+def run_job(folder: Path, launcher: Sequence[str], job: str, *arguments: str) -> str:
+    """`capture run` of the job under that launcher. Returns what it wrote to stderr."""
+    command = [*launcher, "capture", "run", "--to", str(folder / "captures")]
+    command += [str(JOBS / f"{job}.py"), str(folder), *arguments]
+    return run_command(command)
+
+
+def free_port() -> str:
+    with socket.create_server(("localhost", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def run_command(command: Sequence[str]) -> str:
+    # not the whole of ours: the world that replays here run in has left its ranks and port in it
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr
+
+
+def losses_of(folder: Path) -> list[float]:
+    """What the trainer computed, rank by rank."""
+    found: list[float] = []
+    for path in sorted(folder.glob("losses_rank*.json")):
+        found += json.loads(path.read_text())
+    return found
+
+
+def replayed_losses(folder: Path, *, loss: str = "sft", tokens: str = "--packing") -> list[float]:
+    """What replay computes from the captures of training passes, rank by rank."""
+    command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--dtype", "fp32", tokens]
+    command += ["--backend", "fsdp2", "--loss", loss, "--quiet", "--log-folder", str(folder / "logs")]
+    assert replay_main(command) == 0
+    (log,) = (folder / "logs").iterdir()
+    return [record.loss for record in read_log(log)[1] if record.loss is not None]
+
+
+def check(folder: Path, num_passes: int, *, loss: str = "sft") -> None:
+    expected = losses_of(folder)
+    assert len(expected) == num_passes
+    assert len(set(expected)) == num_passes  # each micro-batch has a loss of its own
+    assert replayed_losses(folder, loss=loss) == pytest.approx(expected, rel=BOUND)
+
+
+@pytest.mark.parametrize("kind", ["bare", "compiled", "outer-checkpoint"])
+def test_a_plain_loop(kind: str, tmp_path: Path, one_world: None) -> None:
+    said = run_job(tmp_path, ONE, "plain_loop", kind)
+    assert f"capture: 3 passes of {'OptimizedModule' if kind == 'compiled' else 'LlamaForCausalLM'}" in said
+    check(tmp_path, 3)
+
+
+def test_the_trainer_of_transformers_under_torchrun(tmp_path: Path, one_world: None) -> None:
+    """One process, in which the Trainer wraps its model in DDP all the same."""
+    said = run_job(tmp_path, [*TORCHRUN, "1", "-m"], "transformers_trainer")
+    assert "capture: 3 passes of DistributedDataParallel" in said
+    check(tmp_path, 3)
+
+
+def test_the_trainer_of_transformers_with_the_callback(tmp_path: Path, one_world: None) -> None:
+    run_command([sys.executable, str(JOBS / "transformers_trainer.py"), str(tmp_path), "callback"])
+    assert len(capture_files(tmp_path / "captures")) == 3
+    check(tmp_path, 3)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_accelerate_with_two_ranks(kind: str, tmp_path: Path, one_world: None) -> None:
+    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "accelerate_job", kind)
+    check(tmp_path, 6)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world: None) -> None:
+    run_job(tmp_path, [*DEEPSPEED, "--master_port", free_port(), "--module"], "deepspeed_engine", stage)
+    check(tmp_path, 6)
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+def test_a_lora_adapter(tmp_path: Path, one_world: None) -> None:
+    """Under accelerate's launcher, which is as good as any here."""
+    said = run_job(tmp_path, ACCELERATE, "peft_lora")
+    assert "capture: 3 passes of PeftModelForCausalLM" in said
+    check(tmp_path, 3)
+
+
+@pytest.mark.skipif(not find_spec("trl"), reason="needs the extra: pip install -e '.[trainers]'")
+@pytest.mark.parametrize("kind", ["sft", "packed-sft", "dpo", "grpo"])
+def test_trl(kind: str, tmp_path: Path, one_world: None) -> None:
+    """DPO and GRPO: minus the mean log-prob of the completions, which the trainer computed on the way to its loss."""
+    run_job(tmp_path, ONE, "trl_trainers", kind)
+    check(tmp_path, 2)
+
+
+@pytest.mark.skipif(not find_spec("openrlhf"), reason="needs openrlhf 0.11 (pip install --no-deps openrlhf pylatexenc)")
+def test_the_actor_of_openrlhf(tmp_path: Path, one_world: None) -> None:
+    said = run_job(tmp_path, ONE, "openrlhf_actor")
+    assert "capture: 3 passes of Actor" in said
+    assert read_micro_batch(capture_files(tmp_path / "captures")[0]).action_mask_BA is not None
+    check(tmp_path, 3, loss="stand-in")

@@ -1,0 +1,135 @@
+"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | dpo | grpo
+
+The losses of DPO and GRPO are not a mean of log-probs, so what is left for comparison is minus the mean log-prob of the
+completions' tokens, as these trainers computed it from the model they train.
+"""
+
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from tests.trainers.common import make_model, write_losses
+
+PROMPTS = ["the cat", "a dog and", "one", "two of them are"]
+ANSWERS = ["sat on the mat", "ran", "was not here today", "blue"]
+OTHERS = ["no", "did what it does", "x", "neither is"]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *string.ascii_lowercase])}
+    vocabulary["\u2581"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token=None
+    )
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "trainer"),
+        "learning_rate": 0.0,
+        "logging_steps": 1,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+
+
+def sft(folder: Path, **more: Any) -> list[float]:
+    data = Dataset.from_dict({"prompt": PROMPTS, "completion": ANSWERS})
+    trainer = SFTTrainer(
+        model=make_model(folder),
+        args=SFTConfig(**settings(folder), **more),
+        train_dataset=data,
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class CompletionsDPO(DPOTrainer):  # type: ignore[misc]
+    """Keeps what it computed: minus the mean log-prob of the completions' tokens."""
+
+    means: list[float]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
+        result = super()._compute_loss(model, inputs, return_outputs)
+        sums = [self._metrics["train"][f"logps/{side}"][-1] for side in ("chosen", "rejected")]
+        num_tokens = int(inputs["completion_mask"][:, 1:].sum())
+        self.means.append(-sum(sums) * (len(inputs["input_ids"]) // 2) / num_tokens)
+        return result
+
+
+def dpo(folder: Path) -> list[float]:
+    trainer = CompletionsDPO(
+        model=make_model(folder),
+        ref_model=make_model(folder, saves=False),
+        args=DPOConfig(**settings(folder)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS, "chosen": ANSWERS, "rejected": OTHERS}),
+        processing_class=make_tokenizer(),
+    )
+    trainer.means = []
+    trainer.train()
+    return trainer.means
+
+
+class CompletionsGRPO(GRPOTrainer):  # type: ignore[misc]
+    """Keeps what it computed under autograd: minus the mean log-prob of the completions' tokens."""
+
+    means: list[float]
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, *a: Any, **k: Any
+    ) -> Any:
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, *a, **k)
+        if torch.is_grad_enabled():
+            real = attention_mask[:, -logits_to_keep:].bool()
+            self.means.append(-result[0][real].mean().item())
+        return result
+
+
+def grpo(folder: Path) -> list[float]:
+    model = make_model(folder)
+    model.config._name_or_path = str(folder / "model")  # asked for by the trainer
+    trainer = CompletionsGRPO(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
+        args=GRPOConfig(**settings(folder), num_generations=2, max_completion_length=6, beta=0.1),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=make_tokenizer(),
+    )
+    trainer.means = []
+    trainer.train()
+    return trainer.means
+
+
+def main(folder: Path, kind: str) -> None:
+    match kind:
+        case "sft":
+            losses = sft(folder, max_length=64)
+        case "packed-sft":
+            losses = sft(folder, max_length=40, packing=True)
+        case "dpo":
+            losses = dpo(folder)
+        case "grpo":
+            losses = grpo(folder)
+        case _:
+            raise ValueError(f"{kind!r} is none of sft, packed-sft, dpo, grpo")
+    write_losses(folder, losses)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
