@@ -1,6 +1,7 @@
 """From a name, a folder or a captured config to a Hugging Face causal LM: on the meta device, then on a real one."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init.spec import ActorSpec, UsageError
@@ -77,7 +78,10 @@ def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def materialise(model: PreTrainedModel, weights: Weights, device: torch.device, prefix: str = "") -> None:
-    """Put what is still on the meta device below `prefix` on `device`, with its values. Tied parameters stay tied."""
+    """Put what is still on the meta device below `prefix` on `device`, with its values. Tied parameters stay tied.
+
+    Raises UsageError where neither the weights nor transformers' own init say what a buffer holds.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
@@ -92,11 +96,29 @@ def materialise(model: PreTrainedModel, weights: Weights, device: torch.device, 
                 made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             setattr(module, name, made[parameter])
         for name, buffer in buffers.items():
-            setattr(module, name, torch.empty_like(buffer, device=device))
+            setattr(module, name, torch.full_like(buffer, _unset(buffer), device=device))
         if new or buffers:
             model._init_weights(module)
         for name in new:
             weights.fill(f"{module_name}.{name}" if module_name else name, made[own[name]])
+        for name in buffers:
+            _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
+
+
+def _unset(buffer: Tensor) -> float | int:
+    """What no model's buffer is filled with."""
+    return math.nan if buffer.is_floating_point() else 113
+
+
+def _fill_buffer(name: str, buffer: Tensor, weights: Weights) -> None:
+    if weights.holds(name):
+        weights.fill(name, buffer)
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+    if buffer.dtype is not torch.bool and bool(unset.all()):
+        raise UsageError(
+            f"transformers does not say what {name} holds before weights are loaded, and these weights have no such "
+            "tensor. Try: --model with a folder of weights that has it"
+        )
 
 
 def _preset_names() -> list[str]:

@@ -22,6 +22,10 @@ class Weights(Protocol):
         """One line for the header: which weights these are."""
         ...
 
+    def holds(self, name: str) -> bool:
+        """Are there values of their own for the buffer `name`?"""
+        ...
+
     def fill(self, name: str, parameter: Tensor) -> bool:
         """Write the values of `name` into a whole, unsharded `parameter`; False leaves them to the model's own init."""
         ...
@@ -41,6 +45,9 @@ class RandomWeights:
 
     def describe(self) -> str:
         return f"random, seed {self.seed}"
+
+    def holds(self, name: str) -> bool:
+        return False
 
     def fill(self, name: str, parameter: Tensor) -> bool:
         if parameter.ndim < 2:
@@ -93,6 +100,9 @@ class FolderWeights:
 
     def describe(self) -> str:
         return f"from {self.folder}"
+
+    def holds(self, name: str) -> bool:
+        return name in self.file_of_name
 
     def fill(self, name: str, parameter: Tensor) -> bool:
         """Raises UsageError if the folder has no `name`, or one of another shape."""

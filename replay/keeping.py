@@ -37,6 +37,9 @@ class StateWeights:
     def describe(self) -> str:
         return f"from the state in {self.folder}, after {counted(self.num_steps, 'step')}"
 
+    def holds(self, name: str) -> bool:
+        return False
+
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor) -> bool:
         parameter.fill_(torch.nan)

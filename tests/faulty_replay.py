@@ -26,6 +26,7 @@ from replay.watch import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
 HANG_SECONDS = 3.0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def nothing() -> None:
@@ -72,7 +73,7 @@ def blocked() -> NoReturn:
 
 def blocked_after_collective() -> None:
     """The others pass one border more than this rank, which has entered as many collectives."""
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, device=DEVICE))
     blocked()
 
 
@@ -86,12 +87,12 @@ def stopped() -> None:
 
 
 def extra_collective() -> None:
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, device=DEVICE))
 
 
 def mismatched_collective() -> None:
     """Meets the others' all_reduce of one number, which then fails on the ranks that did nothing wrong."""
-    dist.all_reduce(torch.zeros(4096))
+    dist.all_reduce(torch.zeros(4096, device=DEVICE))
 
 
 def compiling() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, UsageError
@@ -124,3 +124,18 @@ def only(folder: Path, config: str, num_files: int) -> Path:
     for path in [folder / config, *sorted(folder.glob("*.safetensors"))[:num_files]]:
         (part / path.name).write_bytes(path.read_bytes())
     return part
+
+
+def test_a_buffer_that_no_init_sets_comes_from_the_folder_or_is_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "model_type": "apertus"}  # its activation has buffers
+    with pytest.raises(UsageError, match=r"does not say what model.layers.0.mlp.act_fn.\w+ holds"):
+        model_of(ActorSpec(), config)
+    rest = {name: value for name, value in config.items() if name != "model_type"}
+    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", **rest))
+    saved.save_pretrained(tmp_path)
+    expected = {name: value.float() for name, value in saved.state_dict().items()}
+    assert any("act_fn" in name for name in expected)
+    loaded = state(model_of(ActorSpec(model=str(tmp_path)), {}))
+    assert loaded.keys() == expected.keys()
+    for name, value in loaded.items():
+        assert torch.equal(value, expected[name]), name
