@@ -95,6 +95,23 @@ class Call:
             self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
 
+    def write(self, folder: str | Path) -> Path:
+        """All of it as a new file of format 1; returns its path. Raises what `write_call` does."""
+        encoded = encode_call(
+            self.tensors,
+            self.call_facts,
+            trains=self.trains,
+            origin=self.origin,
+            left_out=self.left_out,
+            random=self.random,
+            environment=self.environment,
+        )
+        if self.outputs:
+            encoded.body["outputs"] = dict(self.outputs)
+        path = encoded.new_path(Path(folder))
+        write_atomically(path, *encoded.parts())
+        return path
+
 
 def read_micro_batch(path: str | Path) -> MicroBatch:
     """A file of format 1 or a dump of OpenRLHF's actor; CPU tensors, dtypes as captured.

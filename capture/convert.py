@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from capture.capture_file import capture_files, read_actor_config, read_call, utc_time, write_actor_config, write_call
+from capture.capture_file import capture_files, read_actor_config, read_call, utc_time, write_actor_config
 from capture.manifest import Entry, entry_of, write_manifest
 from capture.micro_batch import CaptureError
 
@@ -42,9 +42,7 @@ def convert_folder(source: Path, target: Path) -> Conversion:
             rank = call.origin.rank or 0
             step = len(entries.get(rank, [])) if call.origin.step is None else call.origin.step
             call = replace(call, origin=replace(call.origin, step=step, time=_iso_time(call.origin.time, path.name)))
-            copy = write_call(
-                target, call.tensors, call.call_facts, trains=call.trains, origin=call.origin, left_out=call.left_out
-            )
+            copy = call.write(target)
         except CaptureError as error:
             refused[path.name] = str(error)
             continue

@@ -18,7 +18,6 @@ from capture.capture_file import (
     read_call,
     utc_time,
     write_actor_config,
-    write_call,
 )
 from capture.convert import make_empty_folder
 from capture.manifest import Entry, entry_of, write_manifest
@@ -56,8 +55,9 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
              token occurs is still told
     zero     every token id is 0
 
-    Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts, and the model's name
-    goes. Raises CaptureError without a source, or for a target that holds something already; OSError.
+    Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
+    goes, and what was computed from the text: outputs and random states. Raises CaptureError without a source, or for a target
+    that holds something already; OSError.
     """
     paths = capture_files(source)
     make_empty_folder(target)
@@ -69,9 +69,7 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     for path in paths:
         try:
             call = _redacted(read_call(path), tokens, config, found.blanked)
-            copy = write_call(
-                target, call.tensors, call.call_facts, trains=call.trains, origin=call.origin, left_out=call.left_out
-            )
+            copy = call.write(target)
         except CaptureError as error:
             found.refused[path.name] = str(error)
             continue
@@ -105,6 +103,8 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
         tensors=redacted,
         call_facts=_without_texts(call.call_facts),
         origin=replace(call.origin, model_name=None),
+        outputs={},
+        random={},
     )
 
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from capture import capture_files, read_micro_batch, write_actor_config
-from capture.capture_file import write_call
+from capture.capture_file import read_call, write_call
 from capture.cli import main
 from capture.micro_batch import Origin
 from replay.cli import main as replay_main
@@ -79,6 +80,22 @@ def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.Captur
     assert [batch.origin.step for batch in batches] == [0, 1, 0]
     assert main(["check", str(tmp_path / "new")]) == 0
     assert "no manifest" not in capsys.readouterr().out
+
+
+def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:
+    source = _made(tmp_path / "in")
+    call = replace(
+        read_call(capture_files(default_folder())[0]),
+        outputs={"loss": 1.5},
+        random={"python": {"state": [1, 2]}},
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    )
+    call.write(source)
+    for command, kept in (("convert", call), ("redact", replace(call, outputs={}, random={}))):
+        assert main([command, str(source), str(tmp_path / command)]) == 0
+        found = read_call(capture_files(tmp_path / command)[0])
+        assert (found.outputs, found.random) == (kept.outputs, kept.random)
+        assert found.environment == call.environment
 
 
 def test_convert_names_what_it_refuses_and_takes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
