@@ -56,8 +56,9 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     zero     every token id is 0
 
     Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
-    goes, and what was computed from the text: outputs and random states. Raises CaptureError without a source, or for a target
-    that holds something already; OSError.
+    goes, and what was computed from the text: outputs and random states.
+
+    Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
     paths = capture_files(source)
     make_empty_folder(target)
