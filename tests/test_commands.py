@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,18 @@ COMMANDS = [
 ]
 
 
+def free_port() -> int:
+    """deepspeed takes the same port for each of its runs, and tests run side by side."""
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 def run(command: str, log_folder: Path) -> subprocess.CompletedProcess[str]:
+    """As it is typed, but for deepspeed's port."""
     program, *arguments = shlex.split(command)
+    if program == "deepspeed":
+        arguments = ["--master_port", str(free_port()), *arguments]
     environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
         [program, *arguments, "--log-folder", str(log_folder)],

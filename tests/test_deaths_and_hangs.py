@@ -5,7 +5,6 @@ Each case is a real run of two ranks with a fault in the second pass of one. Two
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from capture.capture_file import capture_files
-from tests.test_commands import BIN, LIMIT, ROOT
+from tests.test_commands import BIN, LIMIT, ROOT, free_port
 from tests.test_trouble import folder_of
 
 NUM_AT_ONCE = 2
@@ -150,14 +149,6 @@ def replayed(case: Case, home: Path) -> Outcome:
         seconds_after_fault=time.time() - struck[0] if struck else None,
         processes_left=processes_with(str(folder)),
     )
-
-
-def free_port() -> int:
-    """deepspeed takes the same port for each of its runs, and here two are under way."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def processes_with(argument: str) -> list[str]:

@@ -6,7 +6,6 @@ step. Those of TRL and OpenRLHF need the extra `trainers`; OpenRLHF is not in it
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import pytest
 from capture import capture_files, read_micro_batch
 from replay.cli import main as replay_main
 from replay.logbook import read_log
+from tests.test_commands import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = Path("tests") / "trainers"
@@ -44,11 +44,6 @@ def run_job(folder: Path, launcher: Sequence[str], job: str, *arguments: str) ->
     command = [*launcher, "capture", "run", "--to", str(folder / "captures")]
     command += [str(JOBS / f"{job}.py"), str(folder), *arguments]
     return run_command(command)
-
-
-def free_port() -> str:
-    with socket.create_server(("localhost", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -112,7 +107,7 @@ def test_accelerate_with_two_ranks(kind: str, tmp_path: Path, one_world: None) -
 
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world: None) -> None:
-    run_job(tmp_path, [*DEEPSPEED, "--master_port", free_port(), "--module"], "deepspeed_engine", stage)
+    run_job(tmp_path, [*DEEPSPEED, "--master_port", str(free_port()), "--module"], "deepspeed_engine", stage)
     check(tmp_path, 6)
 
 
