@@ -25,7 +25,7 @@ from replay.loss import negated_mean
 from replay.watch import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
-HANG_SECONDS = 3.0
+HANG_SECONDS = 6.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

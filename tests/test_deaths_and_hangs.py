@@ -26,7 +26,7 @@ LAUNCHERS = {
 }
 DIED = "replay: rank {rank} died in pass 2 on {source} ({shape}), phase {phase}: its process ended without a word"
 FAILED = "replay: rank {rank} failed in pass 2 on {source} ({shape}), phase {phase}: "
-HUNG = "replay: no progress for 3 s: rank {rank} did not arrive: "
+HUNG = "replay: no progress for 6 s: rank {rank} did not arrive: "
 OTHER_PHASE = HUNG + "it has not reached the phase of the others"
 OWN_COLLECTIVE = HUNG + "it waits in a collective of its own"
 ABORTED = "replay: a collective aborted rank {other}: rank {rank} did not arrive: it waits in a collective of its own"
