@@ -65,10 +65,8 @@ def write_call(
     Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
     """
-    encoded = encode_call(tensors, call_facts, trains=trains, origin=origin, left_out=left_out)
-    path = encoded.new_path(Path(folder))
-    write_atomically(path, *encoded.parts())
-    return path
+    call = Call(tensors=tensors, call_facts=call_facts, left_out=left_out or {}, trains=trains, origin=origin)
+    return call.write(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
