@@ -1,58 +1,71 @@
 #!/usr/bin/env bash
 # What needs several GPUs, one stage a call; each ends by itself within ten minutes and prints as it goes.
 #
-#   bash benchmarks/several_gpus.sh drills INPUTS OUT       deaths and hangs under NCCL, refusals, the README's commands
+#   bash benchmarks/several_gpus.sh drills INPUTS OUT       the README's commands, refusals, deaths and hangs under NCCL
 #   bash benchmarks/several_gpus.sh attention INPUTS OUT    ring attention, and tensor parallelism at 8k tokens
-#   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs
+#   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs; `compiled`: the same, compiled
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
+#
+# MODEL is a preset, folder or config.json (llama-3.1-8b).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
+model=${MODEL:-llama-3.1-8b}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 step() { # step SECONDS COMMAND...: its last lines, its exit code and how long it took
-    local limit=$1 began=$SECONDS code
+    local limit=$1 began=$SECONDS code log
     shift
-    echo "\$ $*"
-    timeout -k 15 "$limit" "$@" >"$out/step.log" 2>&1
+    log=$(mktemp)
+    timeout -k 15 "$limit" "$@" >"$log" 2>&1
     code=$?
-    cat "$out/step.log" >>"$out/$stage.log"
-    tail -n "${LINES_SHOWN:-14}" "$out/step.log" | cut -c1-400
+    {
+        echo "\$ $*"
+        cat "$log"
+    } >>"$out/$stage.log"
+    echo "\$ $*"
+    tail -n "${LINES_SHOWN:-14}" "$log" | cut -c1-400
     echo "exit code $code after $((SECONDS - began)) s"
 }
 
 configurations() { # configurations SECONDS NUM_GPUS ARGUMENTS...
     local seconds=$1 num_gpus=$2
     shift 2
-    LINES_SHOWN=40 step "$((seconds + 30))" python3 benchmarks/configurations.py --num-gpus "$num_gpus" \
-        --model llama-3.1-8b --warmup 2 --limit 75 --total "$seconds" --out "/tmp/$stage-$num_gpus" "$@"
+    LINES_SHOWN=50 step "$((seconds + 30))" python3 benchmarks/configurations.py --num-gpus "$num_gpus" \
+        --model "$model" --warmup 2 --limit 90 --total "$seconds" --out "/tmp/$stage-$num_gpus" "$@"
 }
 
 case $stage in
 drills)
+    # They share the GPUs with the commands below, which are as small.
+    LINES_SHOWN=60 step 240 python3 -m pytest -sv -o addopts= -p no:cacheprovider --tb=short \
+        tests/test_deaths_and_hangs.py >"$out/deaths.txt" &
+    deaths=$!
     step 90 deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10
     step 90 torchrun replay --backend fsdp2 --tp 2
     step 90 deepspeed --num_gpus=2 replay --tp 2 --zero-stage 1 --max-inputs 5
     step 60 replay --backend fsdp2 --ring 2 --max-inputs 5
+    step 60 deepspeed --num_gpus=2 replay --ring 2 --max-inputs 5
     step 60 torchrun --nproc-per-node 3 replay --backend fsdp2
     step 60 replay --backend fsdp2 --tp 2 --ring 2
-    for tokens in 2048 400000 2049; do # the second is more than a GPU holds; the third has to be right after it
+    wait "$deaths"
+    grep -E '^FAILED|after the fault|passed|failed|exit code' "$out/deaths.txt"
+    for tokens in 2048 "${TOO_MANY:-400000}" 2049; do # the second is more than a GPU holds; the third has to be right after it
         step 30 python3 benchmarks/long_input.py /tmp/too-long --tokens "$tokens" --count 1
     done
-    step 90 replay --inputs /tmp/too-long --model llama-3.1-8b --warmup 0
-    LINES_SHOWN=40 step 240 python3 -m pytest -q -p no:cacheprovider tests/test_deaths_and_hangs.py \
-        -k "killed or raised or out_of_memory or blocked or extra or uneven"
+    step 90 replay --inputs /tmp/too-long --model "$model" --warmup 0
     ;;
 attention)
-    LINES_SHOWN=20 step 150 torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens 32768
+    LINES_SHOWN=24 step 150 torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens "${TOKENS:-32768}"
     step 30 python3 benchmarks/long_input.py /tmp/long --tokens 8192 --count 8
     configurations 240 2 --inputs /tmp/long --only '(one GPU|tp 2|ring 2)$'
     ;;
-two) configurations 540 2 --inputs "$inputs" --max-inputs 10 ;;
+two) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*compiled)' ;;
+compiled) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
 four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa)' ;;
 *)
-    echo "there is no stage $stage; allowed are drills, attention, two, four" >&2
+    echo "there is no stage $stage; allowed are drills, attention, two, compiled, four" >&2
     exit 2
     ;;
 esac

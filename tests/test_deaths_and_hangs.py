@@ -1,6 +1,6 @@
 """A rank that dies or hangs ends the run: the right one is named, with its input and phase, and nothing is left.
 
-Each case is a real run of two ranks with a fault in the second pass of one. Two run at a time: they mostly wait.
+Each case is a real run of two ranks with a fault in the second pass of one. Several run at a time: they mostly wait.
 """
 
 import json
@@ -19,7 +19,7 @@ from capture.capture_file import capture_files
 from tests.test_commands import BIN, LIMIT, ROOT, free_port
 from tests.test_trouble import folder_of
 
-NUM_AT_ONCE = 2
+NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node 2 -m tests.faulty_replay {fault} --backend fsdp2",
     "deepspeed": "deepspeed --num_gpus=2 --master_port {port} --module tests.faulty_replay {fault}",
