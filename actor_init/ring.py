@@ -27,7 +27,7 @@ class RingSlice:
     """
 
     group: dist.ProcessGroup
-    head_stride: int  # key-value heads gathered at once (llama3)
+    head_stride: int | None  # key-value heads gathered at once (llama3); None: all of them
     is_zigzag: bool
     index_T: Tensor  # the row's tokens in the order of the ranks that hold them
     own_index_L: Tensor  # this rank's part of it
@@ -60,7 +60,9 @@ class RingSlice:
         return replace(self, **moved)
 
 
-def ring_slice(cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int, may_zigzag: bool) -> RingSlice:
+def ring_slice(
+    cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int | None = None, may_zigzag: bool
+) -> RingSlice:
     """This rank's slice of a packed row with those borders (int32 [documents + 1], on the host).
 
     The row's end is rounded up until all ranks hold equally many tokens: the last document has that many more, which
@@ -102,9 +104,11 @@ def may_zigzag(config: PretrainedConfig) -> bool:
 
 def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
     """Raises UsageError unless llama3's form can gather that many key-value heads at a time."""
+    if parallel.ring_head_stride is None:
+        return
     text = config.get_text_config()
     heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // parallel.tp
-    if parallel.ring > 1 and heads % parallel.ring_head_stride:
+    if heads % parallel.ring_head_stride:
         possible = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
         raise UsageError(
             f"--ring-head-stride {parallel.ring_head_stride} does not divide the {heads} key-value heads of a rank. "

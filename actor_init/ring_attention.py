@@ -56,7 +56,7 @@ def ring_flash_attn(
         ring.cu_seq_lens_k,
         ring.max_length_q,
         ring.max_length_k,
-        heads_k_stride=ring.head_stride,
+        heads_k_stride=ring.head_stride or key.shape[2],
         local_k_slice=slice(ring.first_key, ring.end_key),
         dropout_p=dropout,
         softmax_scale=scaling,
@@ -127,12 +127,13 @@ def ring_sdpa(
     visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
-    for head in range(0, key.shape[1], ring.head_stride):
-        heads = slice(head, head + ring.head_stride)
+    head_stride = ring.head_stride or key.shape[1]
+    for head in range(0, key.shape[1], head_stride):
+        heads = slice(head, head + head_stride)
         keys, values = (_gathered(tensor[0, heads], ring.group) for tensor in (key, value))
         if not ring.is_zigzag:
             keys, values = keys[:, ring.first_key : ring.end_key], values[:, ring.first_key : ring.end_key]
-        own = query[0, head * group_size : (head + ring.head_stride) * group_size]
+        own = query[0, head * group_size : (head + head_stride) * group_size]
         outs.append(
             F.scaled_dot_product_attention(
                 own, keys, values, attn_mask=visible_LT, scale=scaling, enable_gqa=group_size > 1

@@ -77,7 +77,11 @@ class ParallelSpec:
 
     tp: int = option(1, "Ranks that share each layer's weights.", min=1)
     ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
-    ring_head_stride: int = option(1, "Key-value heads that ring attention gathers at once.", min=1)
+    ring_head_stride: int | None = option(
+        None,
+        "Key-value heads that ring attention gathers at once. Default: all of a rank's; 1 takes the least memory.",
+        min=1,
+    )
     tp_plan: TpPlan = option(
         TpPlan.AUTO,
         "Which layers --tp splits how (fsdp2). model: transformers' plan for the model; builtin: ours for Llama, Qwen "
@@ -88,6 +92,9 @@ class ParallelSpec:
     def __post_init__(self) -> None:
         if self.tp == 1 and self.sequence_parallel:
             raise UsageError("--sequence-parallel shards over the ranks of --tp. Try: --tp 2 --sequence-parallel")
+        if self.ring == 1 and self.ring_head_stride is not None:
+            stride = self.ring_head_stride
+            raise UsageError(f"--ring-head-stride is a setting of --ring. Try: --ring 2 --ring-head-stride {stride}")
         if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
             raise UsageError(f"--tp-plan {self.tp_plan} is a plan for --tp. Try: --tp 2 --tp-plan {self.tp_plan}")
 

@@ -36,15 +36,28 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--documents", type=int, default=3, help="of the packed row that llama3's form is given")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--head-strides", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--head-strides", type=int, nargs="+", default=[1, 4, 8])
     arguments = parser.parse_args()
     with World.from_env(ParallelSpec(ring=int(os.environ["WORLD_SIZE"]))) as world:
         step = arguments.tokens // arguments.documents
         several = torch.tensor([*range(0, step * arguments.documents, step), arguments.tokens], dtype=torch.int32)
         one = torch.tensor([0, arguments.tokens], dtype=torch.int32)
+        show_link(world)
         compare(world, one, "zigzag, one document", [1], arguments.rounds)
         compare(world, several, f"llama3, {arguments.documents} documents", arguments.head_strides, arguments.rounds)
     return 0
+
+
+def show_link(world: World, num_bytes: int = 1 << 30) -> None:
+    """How fast the ranks exchange data, without which no figure below means anything elsewhere."""
+    part = torch.empty(num_bytes // world.world_size, dtype=torch.uint8, device=world.device)
+    whole = torch.empty(num_bytes, dtype=torch.uint8, device=world.device)
+    took = min(timed(world, lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(5))
+    if world.rank == 0:
+        print(
+            f"all-gather of {num_bytes >> 20} MiB: {(num_bytes - len(part)) / took / 1e9:.1f} GB/s into a rank",
+            flush=True,
+        )
 
 
 def compare(world: World, borders: Tensor, title: str, head_strides: list[int], num_rounds: int) -> None:
@@ -81,18 +94,16 @@ def compare(world: World, borders: Tensor, title: str, head_strides: list[int], 
 
 
 def layer_inputs(num_tokens: int, world: World) -> list[Tensor]:
-    """query, key and value as transformers hands them over, and the gradient of what comes out."""
+    """query, key and value as transformers hands them over (views of [1, L, heads, D]), and the output's gradient."""
     torch.manual_seed(world.rank)
 
-    def made(*shape: int) -> Tensor:
-        return torch.randn(shape, device=world.device, dtype=torch.bfloat16)
+    def made(num_heads: int) -> Tensor:
+        return torch.randn(1, num_tokens, num_heads, HEAD_DIM, device=world.device, dtype=torch.bfloat16)
 
-    return [
-        made(1, HEADS, num_tokens, HEAD_DIM).requires_grad_(),
-        made(1, KEY_VALUE_HEADS, num_tokens, HEAD_DIM).requires_grad_(),
-        made(1, KEY_VALUE_HEADS, num_tokens, HEAD_DIM).requires_grad_(),
-        made(1, num_tokens, HEADS, HEAD_DIM),
-    ]
+    def projected(num_heads: int) -> Tensor:
+        return made(num_heads).transpose(1, 2).requires_grad_()
+
+    return [projected(HEADS), projected(KEY_VALUE_HEADS), projected(KEY_VALUE_HEADS), made(HEADS)]
 
 
 def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> Contestant:

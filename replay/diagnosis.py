@@ -22,7 +22,9 @@ class Sighting:
     answers: bool = True  # False: connected, but its Python does not run
     idle_seconds: float = 0.0  # since it last crossed a border or entered a collective
     collectives: Mapping[str, int] = field(default_factory=dict)  # entered so far, by process group
+    num_unforeseen: int = 0  # of them, those that no pass before had entered by the end of the same phase
     in_collective: bool = False
+    waits_for_device: bool = False
     standing_at: str = ""  # the innermost line of its main thread
 
     @classmethod
@@ -32,6 +34,7 @@ class Sighting:
     def described(self) -> str:
         parts = [f"rank {self.rank}: {self.position.described()}"]
         parts += ["in a collective"] if self.in_collective else []
+        parts += ["waiting for its device"] if self.waits_for_device and not self.in_collective else []
         parts += [f"at {self.standing_at}"] if self.standing_at else []
         parts += [] if self.answers else ["does not answer"]
         return ", ".join(parts)
@@ -53,15 +56,16 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
     3. Ranks at an earlier pass or phase: every border between phases is crossed together. Of these, those outside a
        collective, if there are any: the rest wait for them. If all of them stand in one and are more than those
        further on, then it is the ranks further on that went past it.
-    4. Ranks that entered fewer collectives of a group than its other members, where all groups agree on who it is: a
+    4. Ranks that entered collectives which no pass before had, while the others did not and all wait.
+    5. Ranks that entered fewer collectives of a group than its other members, where all groups agree on who it is: a
        collective waits for the last rank to enter it.
-    5. Ranks outside a collective while others stand in one.
+    6. Ranks outside a collective while others stand in one.
 
     A rank's own complaint is no evidence: the first to complain is one that arrived and waited.
     """
     if len(sightings) == 1:
         return Verdict(ranks=(sightings[0].rank,), reason="it is the only rank")
-    rules: list[Callable[[Sequence[Sighting]], Verdict | None]] = [_silent, _ran_out, _behind, _fewest, _outside]
+    rules: list[Callable[[Sequence[Sighting]], Verdict | None]] = [_silent, _ran_out, _behind, _more, _fewest, _outside]
     for rule in rules:
         if verdict := rule(sightings):
             return verdict
@@ -103,6 +107,13 @@ def _behind(sightings: Sequence[Sighting]) -> Verdict | None:
         return _apart(sightings, ahead, "it is in a later phase and went past the collective in which the others wait")
     reason = f"it waits in a collective of its own, before the phase of the others ({where})"
     return _apart(sightings, behind, f"{reason}: the ranks reach different collectives")
+
+
+def _more(sightings: Sequence[Sighting]) -> Verdict | None:
+    if not all(s.in_collective or s.waits_for_device for s in sightings):
+        return None
+    more = [s for s in sightings if s.num_unforeseen]
+    return _apart(sightings, more, "it waits in a collective of its own: it entered more than any pass before this one")
 
 
 def _fewest(sightings: Sequence[Sighting]) -> Verdict | None:

@@ -5,6 +5,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -93,13 +94,24 @@ def outlast(timeout: float) -> None:
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-def standing(watch_thread: int) -> tuple[str, bool]:
-    """The innermost line of the main thread, and whether any thread but the watch stands in a collective."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    line: str  # the innermost of the main thread
+    in_collective: bool  # any thread but the watch
+    waits_for_device: bool  # the main thread, for what it has queued: on CUDA collectives are waited for there
+
+
+def standing(watch_thread: int) -> Standing:
     frames = sys._current_frames()
     main = threading.main_thread().ident
     assert main is not None
     in_collective = any(_in_collective(frame) for ident, frame in frames.items() if ident != watch_thread)
-    return _standing_at(frames[main]), in_collective
+    innermost = frames[main].f_code
+    return Standing(
+        line=_standing_at(frames[main]),
+        in_collective=in_collective,
+        waits_for_device=innermost.co_name == "synchronize" and "/torch/" in innermost.co_filename,
+    )
 
 
 def raised_in_collective(error: BaseException) -> bool:

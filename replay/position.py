@@ -6,6 +6,8 @@ It is kept in `rank<k>.position.json` too, mapped into memory: what a rank said 
 import json
 import mmap
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -69,10 +71,18 @@ FIELDS = [field.name for field in fields(Position)]
 
 
 class Tracker:
-    """One rank's position, kept up to date by its main thread."""
+    """One rank's position, kept up to date by its main thread.
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    `entered` counts the collectives that this rank has entered, by process group. Passes are alike: one that has
+    entered more of them than any pass before it had by the end of the same phase reached one that was not there.
+    """
+
+    def __init__(self, folder: Path, rank: int, entered: Callable[[], Mapping[str, int]] = dict) -> None:
         self.position = Position()
+        self._entered = entered
+        self._at_begin: Counter[str] = Counter()
+        self._so_far: dict[Phase, Counter[str]] = {}  # collectives of this pass, by the end of each phase
+        self._most: dict[Phase, Counter[str]] = {}  # and of the passes before
         self.num_borders = 0
         self.since = time.monotonic()
         self._path = position_file(folder, rank)
@@ -82,9 +92,21 @@ class Tracker:
         self._move(self.position)
 
     def at(self, phase: Phase) -> None:
+        self._count()
         self._move(replace(self.position, phase=phase))
 
+    def num_unforeseen(self) -> int:
+        """Collectives that this pass has entered beyond those of any pass before. 0 in the first pass."""
+        if (most := self._most.get(self.position.phase)) is None:
+            return 0
+        return (Counter(self._entered()) - self._at_begin - most).total()
+
     def begins(self, index: int, source: str) -> None:
+        self._count()
+        for phase, so_far in self._so_far.items():
+            self._most[phase] = self._most.get(phase, Counter()) | so_far
+        self._so_far = {}
+        self._at_begin = Counter(self._entered())
         self._move(Position(index=index, phase=Phase.READING, source=source))
 
     def has_read(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
@@ -100,6 +122,9 @@ class Tracker:
         """Take the file away: it is of use where a run broke off."""
         self._shared.close()
         self._path.unlink(missing_ok=True)
+
+    def _count(self) -> None:
+        self._so_far[self.position.phase] = Counter(self._entered()) - self._at_begin
 
     def _move(self, position: Position) -> None:
         self.position = position

@@ -80,7 +80,7 @@ class Watch:
         self.world = world
         self.folder = folder
         self.timeout = timeout
-        self.tracker = Tracker(folder, world.rank)
+        self.tracker = Tracker(folder, world.rank, collectives_entered)
         self._stacks = StackFile(folder, world.rank)
         self._peers = connected(world)
         self._ending = Ending(world, folder, self._stacks, self._peers)
@@ -243,12 +243,14 @@ class Watch:
         self._ask(time.monotonic())
 
     def _own_sighting(self) -> Sighting:
-        standing_at, in_collective = standing(threading.get_ident())
+        at = standing(threading.get_ident())
         return Sighting(
             rank=self.world.rank,
             position=self.tracker.position,
             idle_seconds=time.monotonic() - self._since,
             collectives=collectives_entered(),
-            in_collective=in_collective or self._collective_failed,
-            standing_at=standing_at,
+            num_unforeseen=self.tracker.num_unforeseen(),
+            in_collective=at.in_collective or self._collective_failed,
+            waits_for_device=at.waits_for_device,
+            standing_at=at.line,
         )

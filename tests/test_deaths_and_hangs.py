@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from capture.capture_file import capture_files
+from tests.faulty_replay import DEVICE
 from tests.test_commands import BIN, LIMIT, ROOT, free_port
 from tests.test_trouble import folder_of
 
+WAITS_AT_ONCE = DEVICE == "cpu"  # for a collective; on CUDA a rank queues more work behind it
 NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 LAUNCHERS = {
-    "torchrun": "torchrun --nproc-per-node 2 -m tests.faulty_replay {fault} --backend fsdp2",
+    "torchrun": "torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay {fault} --backend fsdp2",
     "deepspeed": "deepspeed --num_gpus=2 --master_port {port} --module tests.faulty_replay {fault}",
 }
 DIED = "replay: rank {rank} died in pass 2 on {source} ({shape}), phase {phase}: its process ended without a word"
@@ -41,7 +43,7 @@ class Case:
     phase: str
     rank: int
     says: str
-    found_in: str = ""  # the phase in which the fault is found, if not the one in which it strikes
+    found_in: str | None = ""  # the phase in which the fault is found, if not the one in which it strikes; None: any
     uneven: bool = False
 
     @property
@@ -71,8 +73,8 @@ def table() -> Iterator[Case]:
                 kind="extra_collective",
                 phase="forward",
                 rank=rank,
-                says=OWN_COLLECTIVE,
-                found_in="waiting after forward",
+                says=OWN_COLLECTIVE if WAITS_AT_ONCE else HUNG,
+                found_in="waiting after forward" if WAITS_AT_ONCE else None,
             )
             yield Case(
                 launcher=launcher,
@@ -96,7 +98,15 @@ def table() -> Iterator[Case]:
         ("deepspeed", "mismatched_collective", "forward", 1, ABORTED),
         ("deepspeed", "stopped", "forward", 0, SILENT),
     ):
-        yield Case(launcher=launcher, kind=kind, phase=phase, rank=rank, says=says)
+        unknown = kind == "mismatched_collective" and not WAITS_AT_ONCE
+        yield Case(
+            launcher=launcher,
+            kind=kind,
+            phase=phase,
+            rank=rank,
+            says=HUNG if unknown else says,
+            found_in=None if unknown else "",
+        )
 
 
 CASES = list(table())
@@ -189,7 +199,7 @@ def test_the_run_ends_and_names_the_rank_its_input_and_its_phase(
     source = outcome.sources[1]
     length = 22 + case.rank
     shape = f"2 rows, {2 * length} tokens, {2 * length} of them real"
-    phase = case.found_in or case.phase
+    phase = None if case.found_in is None else case.found_in or case.phase
     expected = case.says.format(rank=case.rank, other=1 - case.rank, source=source, shape=shape, phase=phase)
     assert outcome.output.count(expected) == 1, outcome.output[-6000:]
     said = [line for line in outcome.output.splitlines() if line.startswith("replay: ")]
@@ -197,7 +207,9 @@ def test_the_run_ends_and_names_the_rank_its_input_and_its_phase(
     assert str(outcome.log) in said[1]
     assert expected in (outcome.log / "failure.txt").read_text()
     run: dict[str, Any] = json.loads((outcome.log / "run.json").read_text())
-    assert (run["status"], run["failure"]["rank"], run["failure"]["phase"]) == ("failed", case.rank, phase)
+    assert (run["status"], run["failure"]["rank"]) == ("failed", case.rank)
+    if phase is not None:
+        assert run["failure"]["phase"] == phase
     if not case.uneven:
         assert (run["failure"]["index"], run["failure"]["source"]) == (1, source)
     num_finished = 2 if case.uneven else 1
@@ -220,7 +232,8 @@ def check_evidence(case: Case, outcome: Outcome, run: dict[str, Any]) -> None:
     if not case.uneven:
         [line] = [line for line in outcome.output.splitlines() if line.startswith(f"  rank {case.rank}: ")]
         assert f"pass 2 on {outcome.sources[1]}" in line
-        assert f"phase {case.found_in or case.phase}" in line
+        if case.found_in is not None:
+            assert f"phase {case.found_in or case.phase}" in line
     if case.kind == "compiling":
         assert "in blocked, compiling" in outcome.output
     if case.kind in ("blocked", "holding_python", "compiling"):

@@ -15,6 +15,7 @@ def seen(
     index: int = 4,
     counts: Mapping[str, int] | None = None,
     inside: bool = True,
+    unforeseen: int = 0,
     answers: bool = True,
 ) -> Sighting:
     source = f"input_{rank}.pkl" if phase not in (Phase.OPENING, Phase.OUT_OF_INPUTS) else None
@@ -25,6 +26,8 @@ def seen(
         answers=answers,
         idle_seconds=5.0,
         collectives=counts or {},
+        num_unforeseen=unforeseen,
+        waits_for_device=not inside and phase is Phase.ENDING,
         in_collective=inside,
         standing_at="torch/x.py:1 in wait",
     )
@@ -96,6 +99,21 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     "a rank that complains first has arrived, and is not named": (
         [seen(0, counts={"0": 9}), seen(1, counts={"0": 8}, inside=False), seen(2, counts={"0": 9})],
         (1,),
+    ),
+    "one more than in any pass before, and all wait for their devices": (
+        [
+            seen(0, Phase.ENDING, counts={"0": 7}, inside=False),
+            seen(1, Phase.ENDING, counts={"0": 8}, inside=False, unforeseen=1),
+        ],
+        (1,),
+    ),
+    "more than in any pass before, and one has not entered it": (
+        [seen(0, counts={"0": 7}, inside=False), seen(1, counts={"0": 8}, unforeseen=1)],
+        (0,),
+    ),
+    "all ranks reach a collective that no pass before had": (
+        [seen(0, counts={"0": 8}, unforeseen=1), seen(1, counts={"0": 9}, unforeseen=1)],
+        (0,),
     ),
     "equal numbers, and one outside": (
         [seen(0, counts={"0": 8}), seen(1, counts={"0": 8}), seen(2, counts={"0": 8}, inside=False)],

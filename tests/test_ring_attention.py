@@ -16,7 +16,7 @@ STANDING = [
     *[Job(model, 4, f"--tp 2 --ring 2 {ALL if model == GEMMA else FEW}") for model in MODELS],
     *[Job(model, 2, f"--ring 2 --zero-stage 1 {FEW}", backend="deepspeed") for model in MODELS],
     *[Job(model, 2, f"--ring 2 --zero-stage 3 {FEW}", backend="deepspeed") for model in (LLAMA, GEMMA)],
-    Job(GEMMA, 2, f"--ring 2 --ring-head-stride 2 --gradient-checkpointing --zero-stage 2 {FEW}"),
+    Job(GEMMA, 2, f"--ring 2 --ring-head-stride 1 --gradient-checkpointing --zero-stage 2 {FEW}"),
     Job(QWEN3, 3, f"--ring 3 {FEW}"),
     Job(QWEN3, 4, f"--ring 2 --grad-accumulation 2 {FEW}"),
     Job(QWEN3, 4, f"--ring 2 --pad-to longest {FEW}", backend="deepspeed"),

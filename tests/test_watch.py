@@ -124,6 +124,28 @@ def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
     assert last_position(tmp_path, 3).described() == "phase out of inputs after 12 passes"
 
 
+def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None:
+    entered = {"data": 5}
+    tracker = Tracker(tmp_path, rank=0, entered=lambda: dict(entered))
+
+    def replay(index: int, forward: int, backward: int) -> list[int]:
+        seen = []
+        tracker.begins(index, "a.pkl")
+        for phase, number in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+            tracker.at(phase)
+            entered["data"] += number
+            seen.append(tracker.num_unforeseen())
+        tracker.at(Phase.ENDING)
+        return [*seen, tracker.num_unforeseen()]
+
+    assert replay(0, forward=9, backward=2) == [0, 0, 0]
+    assert replay(1, forward=8, backward=2) == [0, 0, 0]
+    assert replay(2, forward=9, backward=2) == [0, 0, 0]
+    assert replay(3, forward=10, backward=3) == [1, 2, 2]
+    entered["ring"] = 1
+    assert tracker.num_unforeseen() == 3
+
+
 class Threads:
     """A world whose ranks are threads of this process."""
 
