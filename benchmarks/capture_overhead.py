@@ -1,139 +1,197 @@
-"""What recording costs a training step: steps with and without it alternate in one process, beside a control.
+"""What recording costs a training step: steps of several kinds alternate in one process, beside a control.
 
     python benchmarks/capture_overhead.py --steps 50
-    python benchmarks/capture_overhead.py --steps 200 --hidden 2048 --device cuda
+    python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
 
-Prints the ratio of medians (recorded / bare) and of the 99th percentiles, the same for two bare kinds (the control: how
-far the ratio is from 1 by chance), the time that the job's thread spends in the hook beside a bare copy of the same
-tensors, bytes a pass beside torch.save's, and how long a ring of 64 passes takes to reach the disk.
+A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
+micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
+percentiles), the time that the job's thread spends in the hook beside a bare copy of the same tensors, how often the
+host waits for the device, bytes a pass beside torch.save's, and how long a ring of 64 passes takes to reach the disk.
 """
 
 import argparse
 import io
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from capture import Recorder, capture_files, recording
-from capture.host_copy import copy_to_host
+from actor_init.model import find_model
+from actor_init.spec import ActorSpec
+from capture import Recorder, capture_files, read_actor_config, read_micro_batch, recording
 
-VOCABULARY = 32_000
 STEPS_A_ROUND = 4
-KINDS = ("bare", "control", "files", "ring")
-
-
-class Model(nn.Module):
-    def __init__(self, hidden: int, num_layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, dropout=0.0, batch_first=True) for _ in range(num_layers)
-        )
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden_BSH = self.embedding(input_ids)
-        for layer in self.layers:
-            hidden_BSH = layer(hidden_BSH)
-        return {"loss": (hidden_BSH.square().mean(-1) * attention_mask).mean()}
+THROTTLE = 100
+Kind = Callable[[], AbstractContextManager[Recorder | None]]
 
 
 class Job:
     def __init__(self, given: argparse.Namespace) -> None:
-        self.device = torch.device(given.device)
+        on_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda" if on_cuda else "cpu")
+        spec = ActorSpec(model=given.model, num_layers=given.num_layers)
+        config = find_model(spec, read_actor_config(given.inputs), str(given.inputs)).config
         torch.manual_seed(0)
-        self.model = Model(given.hidden, given.layers).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        ids_BS = torch.randint(VOCABULARY, (given.rows, given.length), device=self.device)
-        mask_BS = torch.ones_like(ids_BS)
-        mask_BS[:, given.length * 3 // 4 :] = 0
-        self.batch = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS * mask_BS}
+        with self.device:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        captured = [batch for path in capture_files(given.inputs) if (batch := read_micro_batch(path)).trains]
+        self.batches = [
+            {
+                "input_ids": batch.sequences_BS.to(self.device),
+                "attention_mask": batch.attention_mask_BS.long().to(self.device),
+                "labels": batch.sequences_BS.masked_fill(~batch.attention_mask_BS, -100).to(self.device),
+            }
+            for batch in captured[: given.num_batches]
+        ]
 
-    def step(self, recorder: Recorder | None) -> float:
-        self._wait()
+    def step(self, number: int, recorder: Recorder | None) -> float:
+        self.wait()
         began = time.perf_counter()
-        loss = self.model(**self.batch)["loss"]
-        loss.backward()
+        self.model(**self.batches[number % len(self.batches)], use_cache=False).loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if recorder is not None:
             recorder.note(grad_norm=norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._wait()
+        self.wait()
         return time.perf_counter() - began
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in (("hidden", 256), ("layers", 2), ("rows", 4), ("length", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="of each kind")
+    parser.add_argument("--peer-steps", type=int, default=20, help="of torch.save, torch.profiler and a slow disk")
+    parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
+    parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--num-batches", type=int, default=8, help="micro-batches that take turns")
     given = parser.parse_args()
     job = Job(given)
-    with tempfile.TemporaryDirectory() as folder:
-        compare_steps(job, given.steps, Path(folder))
-        compare_hook(job, Path(folder) / "hook")
-        compare_bytes(job, Path(folder) / "bytes")
-        time_flush(job, Path(folder) / "flush")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compare_hook(job, folder / "hook")
+        count_waits(job, folder / "waits")
+        compare_bytes(job, folder / "bytes")
+        time_flush(job, folder / "flush")
+        bare: dict[str, Kind] = {"bare": nullcontext, "bare again": nullcontext}
+        compare_steps(
+            job,
+            given.steps,
+            bare
+            | {
+                "every pass a file": lambda: recording(job.model, folder / "files"),
+                "ring of 64": lambda: recording(job.model, folder / "ring", ring=64),
+            },
+        )
+        compare_steps(
+            job,
+            given.peer_steps,
+            bare
+            | {
+                "disk slowed down": lambda: on_slow_disk(job, folder / "slow"),
+                "torch.save in a hook": lambda: saving(job, folder / "saved.pt"),
+                "torch.profiler": profiling,
+            },
+        )
 
 
-def compare_steps(job: Job, num_steps: int, folder: Path) -> None:
+def compare_steps(job: Job, num_steps: int, kinds: dict[str, Kind]) -> None:
     """Every round has a few steps of each kind, and a first one that is not counted."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for round_ in range(-(-num_steps // STEPS_A_ROUND)):
-        for kind in KINDS[round_ % len(KINDS) :] + KINDS[: round_ % len(KINDS)]:
-            recorder = None
-            if kind in ("files", "ring"):
-                recorder = recording(job.model, folder / kind, ring=64 if kind == "ring" else None)
-            seconds[kind] += [job.step(recorder) for _ in range(1 + STEPS_A_ROUND)][1:]
-            if recorder is not None:
-                recorder.close()
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    names = list(kinds)
+    for start in range(0, num_steps, STEPS_A_ROUND):
+        for name in names:
+            with kinds[name]() as recorder:
+                job.step(start, recorder)
+                seconds[name] += [job.step(start + i, recorder) for i in range(STEPS_A_ROUND)]
+        names = names[1:] + names[:1]
     bare = seconds.pop("bare")
-    print(
-        f"bare       median {median(bare) * 1e3:.2f} ms, p99 {p99(bare) * 1e3:.2f} ms, {len(bare)} steps of each kind"
-    )
-    for kind, all_taken in seconds.items():
-        paired = [one / other for one, other in zip(all_taken, bare, strict=True)]
+    print(f"\n{len(bare)} steps of each kind; bare: median {median(bare) * 1e3:.2f} ms, p99 {p99(bare) * 1e3:.2f} ms")
+    print("| kind of step | medians | of pairs | p99 / bare |\n| --- | --- | --- | --- |")
+    for name, taken in seconds.items():
+        pairs = median(one / other for one, other in zip(taken, bare, strict=True))
         print(
-            f"{kind:<10} median {median(all_taken) / median(bare):.4f}, of pairs {median(paired):.4f}, "
-            f"p99 {p99(all_taken) / p99(bare):.3f} of bare"
+            f"| {name} | {median(taken) / median(bare):.4f} | {pairs:.4f} | {p99(taken) / p99(bare):.3f} |", flush=True
         )
 
 
 def p99(seconds: list[float]) -> float:
-    return quantiles(seconds, n=100)[98]
+    return quantiles(seconds, n=100, method="inclusive")[98]
+
+
+@contextmanager
+def on_slow_disk(job: Job, folder: Path) -> Iterator[Recorder]:
+    """Every flush to the disk takes as long again 99 times, and few passes may wait for it."""
+    real = os.fsync
+
+    def slow(descriptor: int) -> None:
+        began = time.perf_counter()
+        real(descriptor)
+        time.sleep((THROTTLE - 1) * (time.perf_counter() - began))
+
+    with ExitStack() as stack:
+        stack.callback(setattr, os, "fsync", real)
+        vars(os)["fsync"] = slow
+        recorder = stack.enter_context(recording(job.model, folder, max_queued=2))
+        yield recorder
+    print(f"disk slowed down: {recorder.num_dropped} of {recorder.num_seen} passes dropped", flush=True)
+
+
+@contextmanager
+def saving(job: Job, path: Path) -> Iterator[None]:
+    def save(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        torch.save({name: value for name, value in kwargs.items() if isinstance(value, Tensor)}, path)
+
+    with job.model.register_forward_pre_hook(save, with_kwargs=True):
+        yield None
+
+
+@contextmanager
+def profiling() -> Iterator[None]:
+    with torch.profiler.profile():
+        yield None
 
 
 def compare_hook(job: Job, folder: Path) -> None:
-    """The pre-hook alone, called as the model would call it."""
-    copy = microseconds(lambda: copy_to_host(job.batch))
-    print(f"copy       {copy:.0f} us of the job's thread, a bare copy of the same tensors")
-    for name, ring in (("files", None), ("ring", 64)):
-        recorder = recording(job.model, folder / name, ring=ring, max_queued=10_000)
+    """The hooks alone, called as the model would call them."""
+    batch = job.batches[0]
 
-        def hook(recorder: Recorder = recorder) -> None:
-            recorder._before_forward(job.model, (), job.batch)
-            recorder._after_forward(job.model, (), None)
+    def copy() -> Any:
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in batch.values()]
+        return [host.copy_(t, non_blocking=True) for host, t in zip(pinned, batch.values(), strict=True)]
 
-        print(f"hook       {microseconds(hook):.0f} us of the job's thread, {name}")
-        recorder.close()
+    print(f"a bare copy of the same tensors takes {microseconds(job, copy):.0f} us of the job's thread")
+    for name, ring in (("every pass a file", None), ("ring of 64", 64)):
+        with recording(job.model, folder / name, ring=ring, max_queued=10_000) as recorder:
+
+            def hook(recorder: Recorder = recorder) -> None:
+                recorder._before_forward(job.model, (), batch)
+                recorder._after_forward(job.model, (), None)
+
+            print(f"the hook, {name}: {microseconds(job, hook):.0f} us", flush=True)
 
 
-def microseconds(call: Callable[[], object], num_calls: int = 100) -> float:
+def microseconds(job: Job, call: Callable[[], object], num_calls: int = 100) -> float:
     taken = []
     for _ in range(num_calls):
+        job.wait()
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)
@@ -141,27 +199,51 @@ def microseconds(call: Callable[[], object], num_calls: int = 100) -> float:
     return median(taken) * 1e6
 
 
+def count_waits(job: Job, folder: Path) -> None:
+    """Operations at which the host waits for the device, by torch's own count."""
+    if job.device.type == "cpu":
+        return
+    counts = {}
+    for name, context in (("bare", nullcontext()), ("recorded", recording(job.model, folder))):
+        with context as recorder, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job.wait()
+            torch.cuda.set_sync_debug_mode("warn")
+            loss = job.model(**job.batches[0], use_cache=False).loss
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+            if recorder is not None:
+                recorder.note(grad_norm=norm)
+            torch.cuda.set_sync_debug_mode("default")
+        job.optimizer.zero_grad()
+        counts[name] = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    print(
+        f"the host waits for the device {counts['bare']} times in a bare step, {counts['recorded']} in a recorded one"
+    )
+
+
 def compare_bytes(job: Job, folder: Path) -> None:
     saved = io.BytesIO()
-    torch.save({name: tensor.cpu() for name, tensor in job.batch.items()}, saved)
-    for name, reproduce in (("files", False), ("reproduce", True)):
+    torch.save({name: tensor.cpu() for name, tensor in job.batches[0].items()}, saved)
+    for name, reproduce in (("files", False), ("with random states", True)):
         with recording(job.model, folder / name, reproduce=reproduce):
-            job.step(None)
+            job.step(0, None)
         [path] = capture_files(folder / name)
         size = path.stat().st_size
-        print(f"bytes      {size:,} a pass, {name}; torch.save {saved.tell():,}: {size / saved.tell():.2f}")
+        print(f"{size:,} bytes a pass, {name}; torch.save {saved.tell():,}: {size / saved.tell():.2f}", flush=True)
 
 
 def time_flush(job: Job, folder: Path) -> None:
     with recording(job.model, folder, ring=64, max_queued=128) as recorder:
         with torch.no_grad():
             for _ in range(64):
-                job.model(**job.batch)
+                job.model(**job.batches[0], use_cache=False)
         recorder.flush()
         began = time.perf_counter()
         recorder.note(loss=float("nan"))
         recorder.flush()
-        print(f"flush      {time.perf_counter() - began:.2f} s for {len(capture_files(folder))} passes of the ring")
+        took = time.perf_counter() - began
+    print(f"{took:.2f} s until {len(capture_files(folder))} passes of a ring are on the disk", flush=True)
 
 
 if __name__ == "__main__":

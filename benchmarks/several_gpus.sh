@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # What needs several GPUs, one stage a call; each ends by itself within ten minutes and prints as it goes.
 #
-#   bash benchmarks/several_gpus.sh drills INPUTS OUT       the README's commands, refusals, deaths and hangs under NCCL
-#   bash benchmarks/several_gpus.sh attention INPUTS OUT    ring attention, and tensor parallelism at 8k tokens
+#   bash benchmarks/several_gpus.sh drills INPUTS OUT       the README's commands, refusals, a CUDA out of memory
+#   bash benchmarks/several_gpus.sh deaths INPUTS OUT       deaths and hangs under NCCL
+#   bash benchmarks/several_gpus.sh attention INPUTS OUT    ring attention beside one GPU and beside bare calls
+#   bash benchmarks/several_gpus.sh long INPUTS OUT         tensor parallelism and ring at 8k tokens
 #   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs; `compiled`: the same, compiled
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
 #
@@ -38,10 +40,6 @@ configurations() { # configurations SECONDS NUM_GPUS ARGUMENTS...
 
 case $stage in
 drills)
-    # They share the GPUs with the commands below, which are as small.
-    LINES_SHOWN=60 step 240 python3 -m pytest -sv -o addopts= -p no:cacheprovider --tb=short \
-        tests/test_deaths_and_hangs.py >"$out/deaths.txt" &
-    deaths=$!
     step 90 deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10
     step 90 torchrun replay --backend fsdp2 --tp 2
     step 90 deepspeed --num_gpus=2 replay --tp 2 --zero-stage 1 --max-inputs 5
@@ -49,15 +47,20 @@ drills)
     step 60 deepspeed --num_gpus=2 replay --ring 2 --max-inputs 5
     step 60 torchrun --nproc-per-node 3 replay --backend fsdp2
     step 60 replay --backend fsdp2 --tp 2 --ring 2
-    wait "$deaths"
-    grep -E '^FAILED|after the fault|passed|failed|exit code' "$out/deaths.txt"
     for tokens in 2048 "${TOO_MANY:-400000}" 2049; do # the second is more than a GPU holds; the third has to be right after it
         step 30 python3 benchmarks/long_input.py /tmp/too-long --tokens "$tokens" --count 1
     done
     step 90 replay --inputs /tmp/too-long --model "$model" --warmup 0
     ;;
+deaths)
+    LINES_SHOWN=400 step 240 python3 -m pytest -sv -o addopts= -p no:cacheprovider --tb=short \
+        tests/test_deaths_and_hangs.py | grep -oE "^FAILED.*|(torchrun|deepspeed), [^:]*: ended.*|^=.*(passed|failed).*|^exit code.*"
+    ;;
 attention)
-    LINES_SHOWN=24 step 150 torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens "${TOKENS:-32768}"
+    nvidia-smi topo -m | head -4
+    LINES_SHOWN=30 step 150 torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens "${TOKENS:-32768}"
+    ;;
+long)
     step 30 python3 benchmarks/long_input.py /tmp/long --tokens 8192 --count 8
     configurations 240 2 --inputs /tmp/long --only '(one GPU|tp 2|ring 2)$'
     ;;
@@ -65,7 +68,7 @@ two) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*compi
 compiled) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
 four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa)' ;;
 *)
-    echo "there is no stage $stage; allowed are drills, attention, two, compiled, four" >&2
+    echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four" >&2
     exit 2
     ;;
 esac

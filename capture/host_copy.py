@@ -8,7 +8,9 @@ from torch import Tensor
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
     """Copies that the job's later changes do not reach; those from CUDA are complete once the events have happened."""
-    copies = {name: _copy_to_host(tensor.detach()) for name, tensor in tensors.items()}
+    copies = {
+        name: _copy_to_host(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in tensors.items()
+    }
     events = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -123,7 +124,7 @@ class Recorder:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent = threading.Event()
-        self._store = Store(folder, keep, opened=self._now(), is_urgent=is_urgent)
+        self._store = Store(folder, keep, opened=self._time(time.monotonic_ns()), is_urgent=is_urgent)
         self._writer: BackgroundWriter[Pass | Outputs | Opened | Trouble] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
@@ -263,7 +264,8 @@ class Recorder:
         if self.failure is not None:
             self._writer.drop()
             return
-        if not self._is_kept():
+        rank, world_size = rank_and_world_size()
+        if not self._is_kept(rank):
             self._num_passed_over += 1
             return
         taken = take_apart(self._signature, args, kwargs)
@@ -278,14 +280,13 @@ class Recorder:
                 call_facts=taken.call_facts,
                 left_out=taken.left_out,
                 trains=torch.is_grad_enabled(),
-                origin=self._origin(),
+                origin=partial(self._origin, rank, world_size, self.num_seen - 1, time.monotonic_ns()),
                 random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
             ),
             sum(tensor.nbytes for tensor in tensors.values()),
         )
 
-    def _is_kept(self) -> bool:
-        rank, _ = rank_and_world_size()
+    def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):
             return False
         self._num_of_interest += 1
@@ -304,20 +305,18 @@ class Recorder:
         while (late := self._watch.take()) is not None:
             self._writer.tell(trouble("slow step", "step", late[0], late[1]), is_urgent=True)
 
-    def _now(self) -> str:
+    def _time(self, monotonic_ns: int) -> str:
         """The clock is monotonic from the opening on, so that names sort as recorded."""
         opened, opened_ns = self._opened
-        now = opened + timedelta(microseconds=(time.monotonic_ns() - opened_ns) // 1000)
-        return now.isoformat(timespec="microseconds")
+        return (opened + timedelta(microseconds=(monotonic_ns - opened_ns) // 1000)).isoformat(timespec="microseconds")
 
-    def _origin(self) -> Origin:
-        rank, world_size = rank_and_world_size()
+    def _origin(self, rank: int, world_size: int, step: int, monotonic_ns: int) -> Origin:
         return Origin(
             source="",
             rank=rank,
             world_size=world_size,
-            step=self.num_seen - 1,
-            time=self._now(),
+            step=step,
+            time=self._time(monotonic_ns),
             model_name=self._model_name,
             versions=versions(),
         )

@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Pass:
     call_facts: Mapping[str, Any]
     left_out: Mapping[str, str]
     trains: bool
-    origin: Origin
+    origin: Callable[[], Origin]  # worked out in the background
     random: RandomSnapshot | None
 
 
@@ -132,7 +132,8 @@ class Store:
                 self._spool.close()
 
     def _take(self, taken: Pass) -> None:
-        self._settle(taken.origin.rank or 0)
+        origin = taken.origin()
+        self._settle(origin.rank or 0)
         if self._keep.ring is None:
             self._commit_held()
         self._await(taken.copied)
@@ -140,7 +141,7 @@ class Store:
             taken.tensors,
             taken.call_facts,
             trains=taken.trains,
-            origin=taken.origin,
+            origin=origin,
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
             environment=environment() if self._keep.reproduce else None,
