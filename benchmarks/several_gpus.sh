@@ -8,7 +8,7 @@
 #   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs; `compiled`: the same, compiled
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
 #
-# MODEL is a preset, folder or config.json (llama-3.1-8b).
+# MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
@@ -64,8 +64,8 @@ long)
     step 30 python3 benchmarks/long_input.py /tmp/long --tokens 8192 --count 8
     configurations 240 2 --inputs /tmp/long --only '(one GPU|tp 2|ring 2)$'
     ;;
-two) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*compiled)' ;;
-compiled) configurations 540 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
+two) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*compiled)' ;;
+compiled) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
 four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa)' ;;
 *)
     echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four" >&2
