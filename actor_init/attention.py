@@ -81,9 +81,9 @@ def flash_attn_varlen(
         raise UsageError("flash-attn has no attention sinks, which this model needs. Try: --attention eager")
 
     out = flash_attn_varlen_func(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,
@@ -124,9 +124,9 @@ def torch_varlen_attn(
     # torch 2.11 groups queries as they come; later releases want to be told and have an argument for it
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
+        query.squeeze(0).transpose(0, 1).contiguous(),
+        key.squeeze(0).transpose(0, 1).contiguous(),
+        value.squeeze(0).transpose(0, 1).contiguous(),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,

@@ -49,9 +49,9 @@ def ring_flash_attn(
         )
         return out, None
     out = functions.llama3_flash_attn_varlen_func(
-        query[0],
-        key[0],
-        value[0],
+        query.squeeze(0),  # indexed, its gradient would be a copy into zeros
+        key.squeeze(0),
+        value.squeeze(0),
         ring.cu_seq_lens_q,
         ring.cu_seq_lens_k,
         ring.max_length_q,

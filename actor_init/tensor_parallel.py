@@ -1,10 +1,10 @@
 """Tensor parallelism for FSDP2: a plan carried out with DTensor over the tp axis, and the sequence along with it."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.model import blocks_of
 from actor_init.spec import UsageError
+from actor_init.split_linear import SplitColumns, SplitRows, sum_gradient
 from actor_init.tp_plan import Plan, Split
 from actor_init.vocab_parallel import VocabularyParallelEmbedding
 
@@ -63,7 +64,7 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
     for inner, module in block.named_modules():
         split = plan.splits.get(f"{name}.{inner}")
         if split is not None:
-            styles[inner] = _style(split, sequence=sequence)
+            styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):
             styles[inner] = SequenceParallel()
     for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
@@ -87,8 +88,10 @@ def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> N
                 ALONG_SEQUENCE if sequence else Replicate(), use_local_output=not sequence
             )
         elif module is head:
-            styles[name] = ColwiseParallel(
-                input_layouts=ALONG_SEQUENCE if sequence else Replicate(), use_local_output=False
+            styles[name] = (
+                ColwiseParallel(input_layouts=ALONG_SEQUENCE, use_local_output=False)
+                if sequence
+                else SplitColumns(whole_shape=True)
             )
         elif sequence and not f"{name}.".startswith(prefixes) and list(module.parameters(recurse=False)):
             styles[name] = SequenceParallel()
@@ -99,18 +102,6 @@ def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> N
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
     parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same
-
-
-def _style(split: Split, *, sequence: bool) -> ParallelStyle:
-    match split:
-        case Split.COLUMNS:
-            return ColwiseParallel()
-        case Split.ROWS if sequence:
-            return RowwiseParallel(output_layouts=ALONG_SEQUENCE, use_local_output=False)
-        case Split.ROWS:
-            return RowwiseParallel()
-        case Split.PER_HEAD:
-            return ReplicatedOverHeads()
 
 
 class GatheredInput(ParallelStyle):
@@ -147,20 +138,13 @@ class ReplicatedOverHeads(ParallelStyle):
         return module
 
 
-def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`tensor` itself, whose gradient is summed over `group`."""
-    summed: Tensor = _SumGradient.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return summed
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
+    Split.COLUMNS: SplitColumns,
+    Split.ROWS: SplitRows,
+    Split.PER_HEAD: ReplicatedOverHeads,
+}
+SEQUENCE_STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
+    Split.COLUMNS: ColwiseParallel,
+    Split.ROWS: partial(RowwiseParallel, output_layouts=ALONG_SEQUENCE, use_local_output=False),
+    Split.PER_HEAD: ReplicatedOverHeads,
+}

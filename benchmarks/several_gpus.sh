@@ -8,7 +8,8 @@
 #   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs; `compiled`: the same, compiled
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
 #
-# MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540).
+# MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540);
+# ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
@@ -54,7 +55,7 @@ drills)
     ;;
 deaths)
     LINES_SHOWN=400 step 240 python3 -m pytest -sv -o addopts= -p no:cacheprovider --tb=short \
-        tests/test_deaths_and_hangs.py | grep -oE "^FAILED.*|(torchrun|deepspeed), [^:]*: ended.*|^=.*(passed|failed).*|^exit code.*"
+        tests/test_deaths_and_hangs.py -k "${CASES:-test}" | grep -oE "^FAILED.*|(torchrun|deepspeed), [^:]*: ended.*|^=.*(passed|failed).*|^exit code.*"
     ;;
 attention)
     nvidia-smi topo -m | head -4
@@ -64,7 +65,7 @@ long)
     step 30 python3 benchmarks/long_input.py /tmp/long --tokens 8192 --count 8
     configurations 240 2 --inputs /tmp/long --only '(one GPU|tp 2|ring 2)$'
     ;;
-two) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*compiled)' ;;
+two) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only "${ONLY:-^(?!.*compiled)}" ;;
 compiled) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
 four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa)' ;;
 *)

@@ -53,10 +53,10 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
 
     1. Ranks that do not answer: their process is stopped, or its Python is held by native code.
     2. Ranks that have run out of inputs, while others are in a pass for which these have none.
-    3. Ranks at an earlier pass or phase: every border between phases is crossed together. Of these, those outside a
+    3. Ranks that wait after collectives which no pass before had, while the others entered none such.
+    4. Ranks at an earlier pass or phase: every border between phases is crossed together. Of these, those outside a
        collective, if there are any: the rest wait for them. If all of them stand in one and are more than those
        further on, then it is the ranks further on that went past it.
-    4. Ranks that entered collectives which no pass before had, while the others did not and all wait.
     5. Ranks that entered fewer collectives of a group than its other members, where all groups agree on who it is: a
        collective waits for the last rank to enter it.
     6. Ranks outside a collective while others stand in one.
@@ -65,7 +65,7 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
     """
     if len(sightings) == 1:
         return Verdict(ranks=(sightings[0].rank,), reason="it is the only rank")
-    rules: list[Callable[[Sequence[Sighting]], Verdict | None]] = [_silent, _ran_out, _behind, _more, _fewest, _outside]
+    rules: list[Callable[[Sequence[Sighting]], Verdict | None]] = [_silent, _ran_out, _more, _behind, _fewest, _outside]
     for rule in rules:
         if verdict := rule(sightings):
             return verdict
@@ -110,9 +110,7 @@ def _behind(sightings: Sequence[Sighting]) -> Verdict | None:
 
 
 def _more(sightings: Sequence[Sighting]) -> Verdict | None:
-    if not all(s.in_collective or s.waits_for_device for s in sightings):
-        return None
-    more = [s for s in sightings if s.num_unforeseen]
+    more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device)]
     return _apart(sightings, more, "it waits in a collective of its own: it entered more than any pass before this one")
 
 

@@ -84,7 +84,7 @@ class PassRunner:
             "data_rank": self.world.data_rank,
             "warmup": index < self.spec.measure.warmup,
         }
-        self.tracker.begins(index, path.name)
+        self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
         try:
             batch = tokens_for(self.spec.measure.loss, read_micro_batch(path))
             known |= {

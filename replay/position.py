@@ -33,6 +33,7 @@ class Phase(StrEnum):
     CLOSING = "closing"
 
 
+Way = tuple[int, tuple[Phase, ...]]  # the place in an accumulation window, and the phases so far
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
@@ -73,16 +74,18 @@ FIELDS = [field.name for field in fields(Position)]
 class Tracker:
     """One rank's position, kept up to date by its main thread.
 
-    `entered` counts the collectives that this rank has entered, by process group. Passes are alike: one that has
-    entered more of them than any pass before it had by the end of the same phase reached one that was not there.
+    `entered` counts the collectives that this rank has entered, by process group. Passes through the same phases, and
+    at the same place of an accumulation window, are alike: one that has entered more of them than any before it had
+    by the end of the same phase reached one that was not there before.
     """
 
     def __init__(self, folder: Path, rank: int, entered: Callable[[], Mapping[str, int]] = dict) -> None:
         self.position = Position()
         self._entered = entered
         self._at_begin: Counter[str] = Counter()
-        self._so_far: dict[Phase, Counter[str]] = {}  # collectives of this pass, by the end of each phase
-        self._most: dict[Phase, Counter[str]] = {}  # and of the passes before
+        self._way: Way = (0, ())
+        self._so_far: dict[Way, Counter[str]] = {}  # collectives of this pass, by the end of each of its phases
+        self._most: dict[Way, Counter[str]] = {}  # and of the passes before
         self.num_borders = 0
         self.since = time.monotonic()
         self._path = position_file(folder, rank)
@@ -96,16 +99,17 @@ class Tracker:
         self._move(replace(self.position, phase=phase))
 
     def num_unforeseen(self) -> int:
-        """Collectives that this pass has entered beyond those of any pass before. 0 in the first pass."""
-        if (most := self._most.get(self.position.phase)) is None:
+        """Collectives that this pass has entered beyond those of any pass like it. 0 in the first one."""
+        if (most := self._most.get(self._way)) is None:
             return 0
         return (Counter(self._entered()) - self._at_begin - most).total()
 
-    def begins(self, index: int, source: str) -> None:
+    def begins(self, index: int, source: str, *, place_in_window: int = 0) -> None:
         self._count()
-        for phase, so_far in self._so_far.items():
-            self._most[phase] = self._most.get(phase, Counter()) | so_far
+        for way, so_far in self._so_far.items():
+            self._most[way] = self._most.get(way, Counter()) | so_far
         self._so_far = {}
+        self._way = place_in_window, ()
         self._at_begin = Counter(self._entered())
         self._move(Position(index=index, phase=Phase.READING, source=source))
 
@@ -124,10 +128,11 @@ class Tracker:
         self._path.unlink(missing_ok=True)
 
     def _count(self) -> None:
-        self._so_far[self.position.phase] = Counter(self._entered()) - self._at_begin
+        self._so_far[self._way] = Counter(self._entered()) - self._at_begin
 
     def _move(self, position: Position) -> None:
         self.position = position
+        self._way = self._way[0], (*self._way[1], position.phase)
         self.num_borders += 1
         self.since = time.monotonic()
         self._shared[:] = json.dumps({name: getattr(position, name) for name in FIELDS}).encode().ljust(WIDTH)[:WIDTH]

@@ -1,7 +1,7 @@
 """Wrong parallel plans, by name: a comparison with the reference that does not see them is worth nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -10,25 +10,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.func import functional_call
 
 from actor_init.packing import ActorInputs, actor_inputs, sliced
 from actor_init.ring import RingSlice
+from actor_init.split_linear import SplitRows
 from actor_init.world import World
 
 
 @contextmanager
 def column_for_a_row(world: World) -> Iterator[None]:
     """Each rank takes a share of the output features of the square o_proj where one of its input features belongs."""
-    apply = RowwiseParallel._apply
 
-    def transposed(self: RowwiseParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear) and module.in_features == module.out_features:
-            module.weight = nn.Parameter(module.weight.detach().T.contiguous())
-        return apply(self, module, device_mesh)
+    def transposing(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def transposed(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+                module.weight = nn.Parameter(module.weight.detach().T.contiguous())
+            return apply(self, module, device_mesh)
 
-    with patch.object(RowwiseParallel, "_apply", transposed):
+        return transposed
+
+    with ExitStack() as stack:
+        for style in (SplitRows, RowwiseParallel):
+            stack.enter_context(patch.object(style, "_apply", transposing(style._apply)))
         yield
 
 

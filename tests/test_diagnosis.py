@@ -107,9 +107,12 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         ],
         (1,),
     ),
-    "more than in any pass before, and one has not entered it": (
-        [seen(0, counts={"0": 7}, inside=False), seen(1, counts={"0": 8}, unforeseen=1)],
-        (0,),
+    "one more than in any pass before, and the other is stuck in an earlier phase": (
+        [
+            seen(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
+            seen(1, Phase.ENDING, counts={"0": 8}, inside=False, unforeseen=1),
+        ],
+        (1,),
     ),
     "all ranks reach a collective that no pass before had": (
         [seen(0, counts={"0": 8}, unforeseen=1), seen(1, counts={"0": 9}, unforeseen=1)],

@@ -128,9 +128,9 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     entered = {"data": 5}
     tracker = Tracker(tmp_path, rank=0, entered=lambda: dict(entered))
 
-    def replay(index: int, forward: int, backward: int) -> list[int]:
+    def replay(index: int, forward: int, backward: int, place_in_window: int = 0) -> list[int]:
         seen = []
-        tracker.begins(index, "a.pkl")
+        tracker.begins(index, "a.pkl", place_in_window=place_in_window)
         for phase, number in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
             tracker.at(phase)
             entered["data"] += number
@@ -144,6 +144,13 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     assert replay(3, forward=10, backward=3) == [1, 2, 2]
     entered["ring"] = 1
     assert tracker.num_unforeseen() == 3
+    assert replay(4, forward=20, backward=2, place_in_window=1) == [0, 0, 0]
+    tracker.begins(5, "a.pkl")
+    tracker.at(Phase.FORWARD)
+    entered["data"] += 99
+    assert tracker.num_unforeseen() == 89
+    tracker.at(Phase.ENDING)  # without a backward: no pass before went this way
+    assert tracker.num_unforeseen() == 0
 
 
 class Threads:

@@ -71,8 +71,8 @@ class FSDP2Backend:
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
-            # sharded over tp, a graph for any length ends in a RecursionError (seen with torch 2.13)
-            compile_blocks((block for _, block in blocks), any_length=spec.parallel.tp == 1)
+            # of DTensors sharded along the sequence, a graph for any length is an InductorError (seen with torch 2.13)
+            compile_blocks((block for _, block in blocks), any_length=not spec.parallel.sequence_parallel)
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name)
             if plan:
