@@ -132,8 +132,9 @@ class PassRunner:
                     self.tracker.at(Phase.STEP)
                     with self.meter.phase("step"):
                         grad_norm = self.actor.backend.end_window(step=True)
-            self.tracker.at(Phase.ENDING)
+            self.tracker.at(Phase.SETTLING)
             phases, seconds = self.meter.end_pass()
+            self.tracker.at(Phase.ENDING)
             if last_of_window and not step:
                 grad_norm = self.actor.backend.end_window(step=False)
         except (Exception, SystemExit):

@@ -26,6 +26,7 @@ class Phase(StrEnum):
     WAITING = "waiting after forward"
     BACKWARD = "backward"
     STEP = "step"
+    SETTLING = "waiting for the device"  # on CUDA, for all that the phases before have queued
     ENDING = "ending the pass"
     GATHERING = "gathering the records"
     OUT_OF_INPUTS = "out of inputs"

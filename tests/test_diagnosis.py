@@ -27,7 +27,7 @@ def seen(
         idle_seconds=5.0,
         collectives=counts or {},
         num_unforeseen=unforeseen,
-        waits_for_device=not inside and phase is Phase.ENDING,
+        waits_for_device=not inside and phase is Phase.SETTLING,
         in_collective=inside,
         standing_at="torch/x.py:1 in wait",
     )
@@ -102,15 +102,15 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     ),
     "one more than in any pass before, and all wait for their devices": (
         [
-            seen(0, Phase.ENDING, counts={"0": 7}, inside=False),
-            seen(1, Phase.ENDING, counts={"0": 8}, inside=False, unforeseen=1),
+            seen(0, Phase.SETTLING, counts={"0": 7}, inside=False),
+            seen(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one more than in any pass before, and the other is stuck in an earlier phase": (
         [
             seen(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
-            seen(1, Phase.ENDING, counts={"0": 8}, inside=False, unforeseen=1),
+            seen(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
