@@ -62,7 +62,8 @@ def error_of(kernel: str, where: device) -> float:
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:
     key, value = (tensor.repeat_interleave(H // K, dim=1) for tensor in (key, value))
     scores = (query @ key.transpose(2, 3) * D**-0.5).masked_fill(~visible_TT, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    out: Tensor = (scores.softmax(-1) @ value).transpose(1, 2)
+    return out
 
 
 def _with_gradients(attention: Any, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:

@@ -40,7 +40,7 @@ def devices() -> Facts:
     with contextlib.suppress(Exception):  # a broken transformers has a line of its own
         from actor_init.kernel_check import default_kernel
 
-        facts["default_kernel"] = default_kernel(torch.device("cuda" if facts["gpus"] else "cpu"))
+        facts["default_kernel"] = default_kernel(_device())
     return facts
 
 
@@ -52,21 +52,25 @@ def _gpu(properties: Any) -> Facts:
     }
 
 
-def kernel(name: str, device: str) -> Facts:
-    import torch
-
+def kernel(name: str) -> Facts:
     from actor_init.kernel_check import BOUND, error_of
 
-    return {"error": error_of(name, torch.device(device)), "bound": BOUND}
+    return {"error": error_of(name, _device()), "bound": BOUND}
 
 
-def compile(device: str) -> Facts:
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compile() -> Facts:
     import torch
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x
 
-    x = torch.linspace(-3, 3, 1000, device=device)
+    x = torch.linspace(-3, 3, 1000, device=_device())
     compiled: torch.Tensor = torch.compile(function)(x)
     error = float((compiled - function(x)).abs().max())
     if not error < 1e-5:  # of values up to 3 in fp32; two ways to a sine differ by some 1e-7
@@ -111,7 +115,9 @@ def one_pass(folder: str) -> Facts:
     if not code:
         [line] = next(Path(folder).glob("*/rank0.jsonl")).read_text().splitlines()
         return {"loss": json.loads(line)["loss"]}
-    records = [json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()]
+    records = [
+        json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()
+    ]
     said = [line for line in errors.getvalue().splitlines() if line.startswith("replay: ")]
     reasons = [f"{r['error_type']}: {r['error']}" for r in records if r["error"]] + said
     raise RuntimeError(reasons[0] if reasons else f"exit code {code}")

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 MARK = "replay-doctor-answer: "
 GRACE = 2.0  # seconds a process has to end by itself after its limit, and to end its own processes after SIGTERM
-SHARE = 0.5  # of all the time there is that one probe may take: a hang leaves time for the rest
+SHARE = 0.5  # of all the time there is that one probe may take, unless it is told otherwise: a hang leaves some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,15 @@ class Prober:
     """Starts probes, from any thread, and ends them all by a common deadline."""
 
     def __init__(self, timeout: float) -> None:
-        self._limit = timeout * SHARE
+        self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._running: set[subprocess.Popen[bytes]] = set()
 
-    def ask(self, probe: str, *arguments: str, **environment: str) -> Answer:
+    def ask(self, probe: str, *arguments: str, share: float = SHARE, **environment: str) -> Answer:
         """What `replay.probes` finds with the function of that name."""
         began = time.monotonic()
-        limit = min(self._limit, self._deadline - began)
-        if limit <= GRACE:
+        limit = min(self._timeout * share, self._deadline - began - 2 * GRACE)
+        if limit <= 0:
             return Answer(trouble="not tried, no time was left", is_silent=True)
         with tempfile.TemporaryFile() as out:  # no pipe: a grandchild that lives on would hold it open
             process = subprocess.Popen(
@@ -74,7 +74,7 @@ def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs of it: torch's elastic launcher ends its processes on SIGTERM, and they are no group of it."""
+    """End it if it still runs, SIGTERM first: torch's elastic launcher has processes outside this group, and ends them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -103,11 +103,14 @@ def _answer(text: str, code: int | None, seconds: float) -> Answer:
 
 
 def _place(text: str) -> str:
-    """Where it stood, by the stack that faulthandler leaves: the innermost line that is not the import system's."""
-    stack = re.findall(r'^  File "([^"<]+)", line (\d+) in (\S+)', text, re.MULTILINE)
-    if not stack:
+    """Where it stood, by faulthandler's stacks: that of the thread that crashed, else of the main thread, the last."""
+    [*_, thread] = re.split(
+        r"^Current thread " if "\nCurrent thread " in text else r"^Thread 0x", text, flags=re.MULTILINE
+    )
+    frames = re.findall(r'^  File "([^"<]+)", line (\d+) in (\S+)', thread, re.MULTILINE)
+    if not frames:
         return ""
-    path, line, function = stack[0]
+    path, line, function = frames[0]
     return f", in {function} at {'/'.join(path.split(os.sep)[-2:])}:{line}"
 
 
