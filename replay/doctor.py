@@ -2,7 +2,7 @@
 
     packages
       ok           torch              2.13.0 (>=2.10)
-      broken       flash-attn         2.8.3, import: ImportError: [...] undefined symbol: [...]; its C++ library was [...]
+      broken       flash-attn         2.8.3, import: ImportError: [...] undefined symbol: [...]; its C++ [...]
 
 A line a check: how it is, its name, what was found, what it costs and what to type. What may crash or hang is tried in
 processes of their own, side by side. It needs typer alone of what a replay needs, so plain print is all it prints with.

@@ -74,7 +74,7 @@ def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs, SIGTERM first: torch's elastic launcher has processes outside this group, and ends them."""
+    """End it if it still runs; SIGTERM first, on which torch's elastic launcher ends its ranks: no group holds them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
