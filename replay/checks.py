@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from replay.probing import Answer
 
-COMMAND_SECONDS = 10
+COMMAND_SECONDS = 5
 
 
 class Status(StrEnum):

@@ -96,11 +96,18 @@ def _inspect(folder: Path) -> int:
 
 @app.command()
 def doctor(
-    log_folder: Path = typer.Option(Path("logs"), help="Where runs would be logged."),  # noqa: B008
-    json: Path | None = typer.Option(None, help="Write the checks to this file too."),  # noqa: B008
-    timeout: float = typer.Option(60.0, min=10.0, help="Seconds for all checks together."),
+    log_folder: Path = typer.Option(  # noqa: B008
+        Path("logs"), metavar="PATH", show_default=False, help="Where runs would be logged. (default: logs)"
+    ),
+    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    timeout: float = typer.Option(
+        60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
+    ),
 ) -> Action:
-    """Say what works on this machine, what does not, and what to type."""
+    """Say what works on this machine, what does not, and what to type. Needs no GPU and no captures.
+
+    Exit code 0 if all works that `replay` without options needs here, else 1.
+    """
     return partial(_doctor, log_folder, json, timeout)
 
 

@@ -12,7 +12,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
@@ -24,6 +24,7 @@ from replay.toolchain import compilers, launcher
 from replay.variables import variables
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: one that hangs takes none
+MAX_LENGTH = 300  # of what was found, on the console; --json has it whole
 KERNELS_ON_CUDA = ("sdpa", "flash", "varlen")
 
 Group = tuple[str, list[Check]]
@@ -31,15 +32,18 @@ Group = tuple[str, list[Check]]
 
 def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
     """Print all checks and return 0 if those pass that `replay` without options needs here, else 1."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UsageError(f"--json {json_file}: there is no such folder. Try: --json doctor.json")
+    if json_file is not None:
+        try:
+            json_file.open("a").close()
+        except OSError as error:
+            raise UsageError(f"--json {json_file}: {error.strerror}. Try: --json doctor.json") from None
     groups: list[Group] = []
     for title, checks in examined(folder, timeout):
         print(title)
         for check in checks:
             print(f"  {line(check)}", flush=True)
         groups.append((title, checks))
-    failing = [check.name for _, checks in groups for check in checks if check.fails]
+    failing = list(dict.fromkeys(check.name for _, checks in groups for check in checks if check.fails))
     verdict = "replay works here" if not failing else f"replay does not work here, because of: {', '.join(failing)}"
     print(f"\n{verdict}")
     if json_file is not None:
@@ -49,7 +53,8 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
 
 
 def line(check: Check) -> str:
-    text = f"{check.status:<12} {check.name:<18} {check.found}{check.advice and f'; {check.advice}'}"
+    found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
+    text = f"{check.status:<12} {check.name:<18} {found}{check.advice and f'; {check.advice}'}"
     return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))
 
 
@@ -59,7 +64,9 @@ def examined(folder: Path, timeout: float) -> Iterator[Group]:
     pool = ThreadPoolExecutor(NUM_PROBES_AT_ONCE)
     with tempfile.TemporaryDirectory(prefix="replay-doctor-", ignore_cleanup_errors=True) as scratch:
         try:
-            yield from _groups(_Asked(pool, prober, scratch), folder)
+            asked = _Asked(pool, prober, scratch)
+            for title, checks in _groups(asked, folder):
+                yield title, [asked.with_cause(check) for check in checks]
         finally:
             prober.stop()
             pool.shutdown(cancel_futures=True)
@@ -82,6 +89,12 @@ class _Asked:
 
     def ask(self, probe: str, *arguments: str) -> Future[Answer]:
         return self._pool.submit(self._prober.ask, probe, *arguments)
+
+    def with_cause(self, check: Check) -> Check:
+        """What says the same as the import of a package before it is that package's trouble."""
+        said = {one.name: future.result().trouble for one, future in self.imports.items() if future.done()}
+        cause = next((name for name, trouble in said.items() if trouble and trouble in check.found), check.name)
+        return check if cause == check.name else replace(check, advice=f"because of {cause}")
 
 
 def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:

@@ -19,7 +19,7 @@ def devices(answer: Answer, driver: str) -> list[Check]:
     """What torch computes on here. `driver` is what nvidia-smi says of itself, empty where there is none."""
     if answer.trouble:
         status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
-        return [Check(name="torch", status=status, found=answer.trouble, advice="see packages", needed=True)]
+        return [Check(name="devices", status=status, found=answer.trouble, advice="see packages", needed=True)]
     facts = answer.facts
     found: list[Check] = []
     if not facts["gpus"]:

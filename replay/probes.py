@@ -5,6 +5,7 @@ import faulthandler
 import importlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -114,7 +115,10 @@ def one_pass(folder: str) -> Facts:
         code = main(["--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder])
     if not code:
         [line] = next(Path(folder).glob("*/rank0.jsonl")).read_text().splitlines()
-        return {"loss": json.loads(line)["loss"]}
+        loss = float(json.loads(line)["loss"])
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss}")
+        return {"loss": loss}
     records = [
         json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()
     ]

@@ -401,7 +401,7 @@ BAD = Answer(trouble="ImportError: broken")
         ({("devices",): ON_CPU, ("compile",): BAD, ("all_reduce", "gloo"): BAD}, []),
         ({("devices",): ON_CPU, ("import_module", "deepspeed"): BAD}, ["deepspeed"]),
         ({("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("one_pass",): BAD}, ["sdpa", "one input"]),
-        ({("devices",): BAD}, ["torch"]),
+        ({("devices",): BAD}, ["devices"]),
         ({("devices",): ON_CUDA}, []),
         ({("devices",): ON_CUDA, ("kernel", "varlen"): BAD, ("all_reduce", "nccl"): BAD}, []),
         ({("devices",): ON_CUDA, ("import_module", "flash_attn"): BAD}, ["flash-attn"]),
@@ -426,16 +426,32 @@ def test_the_exit_code_is_about_what_a_replay_without_options_needs(
     assert last == (f"replay does not work here, because of: {', '.join(failing)}" if failing else "replay works here")
 
 
+def test_trouble_that_comes_from_a_package_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    because_of = {("import_module", name): BAD for name in ("torch", "deepspeed")}
+    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): Answer(trouble="other")}
+    monkeypatch.setattr(doctor, "Prober", FakeProber)
+    monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
+    main(["doctor", "--log-folder", str(tmp_path)])
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  broken")}
+    assert [name for name, line in lines.items() if "because of torch" in line] == ["deepspeed", "sdpa"]
+    assert "pip install" in lines["torch"]
+    assert "no --compile" in lines["torch.compile"]
+
+
 def test_a_check_is_one_line_without_control_characters() -> None:
     check = Check(name="a", status=Status.BROKEN, found="x\n\x1b[31my", advice="Try: z")
     assert doctor.line(check) == "broken       a                  x  [31my; Try: z"
+    assert len(doctor.line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
         ("doctor --timeout 1", "invalid value for '--timeout'"),
-        ("doctor --json /nowhere/x.json", "--json /nowhere/x.json: there is no such folder"),
+        ("doctor --json /nowhere/x.json", "--json /nowhere/x.json: No such file or directory"),
+        ("doctor --json /", "--json /: Is a directory"),
         ("doctor --max-inputs 1", "unknown option --max-inputs"),
         ("--max-inputs 1 doctor", "--max-inputs belongs to a replay, not to `doctor`"),
     ],
