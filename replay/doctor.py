@@ -1,8 +1,8 @@
 """`replay doctor`: what works on this machine, what does not, and what to type. It needs no GPU and no captures.
 
-    packages
-      ok           torch              2.13.0 (>=2.10)
-      broken       flash-attn         2.8.3, import: ImportError: [...] undefined symbol: [...]; its C++ [...]
+    packages, versions and imports
+      ok           torch                2.13.0 (>=2.10)
+      broken       flash-attn           2.8.3, import: ImportError: [...] undefined symbol: [...]; its [...]
 
 A line a check: how it is, its name, what was found, what it costs and what to type. What may crash or hang is tried in
 processes of their own, side by side. It needs typer alone of what a replay needs, so plain print is all it prints with.
@@ -54,7 +54,7 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
 
 def line(check: Check) -> str:
     found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
-    text = f"{check.status:<12} {check.name:<18} {found}{check.advice and f'; {check.advice}'}"
+    text = f"{check.status:<12} {check.name:<20} {found}{check.advice and f'; {check.advice}'}"
     return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))
 
 
@@ -110,7 +110,7 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
         is_default = not one.serves or (one.name == "flash-attn" and default_kernel == "flash")
         return package(one, answer, on_cuda=num_gpus > 0, is_default=is_default)
 
-    yield "packages", [check_of(one) for one in PACKAGES]
+    yield "packages, versions and imports", [check_of(one) for one in PACKAGES]
     driver = first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     yield "devices", devices(seen, driver)
     yield "attention kernels, forward and backward", list(_kernel_checks(asked.sdpa, kernels, num_gpus, default_kernel))

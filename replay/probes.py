@@ -17,6 +17,10 @@ from replay.probing import MARK, probe_arguments
 Facts = dict[str, Any]
 
 
+class ProbeError(Exception):
+    """What a probe found to be wrong, in words of its own."""
+
+
 def import_module(name: str) -> Facts:
     if name == "ring_flash_attn":
         from actor_init.ring_attention import ring_flash_attn_package
@@ -75,7 +79,7 @@ def compile() -> Facts:
     compiled: torch.Tensor = torch.compile(function)(x)
     error = float((compiled - function(x)).abs().max())
     if not error < 1e-5:  # of values up to 3 in fp32; two ways to a sine differ by some 1e-7
-        raise RuntimeError(f"the compiled function is off by {error:.2g}")
+        raise ProbeError(f"the compiled function is off by {error:.2g}")
     return {}
 
 
@@ -84,7 +88,7 @@ def all_reduce(backend: str) -> Facts:
     from replay.launch import start_processes
 
     if code := start_processes(2, probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
-        raise RuntimeError(f"a rank ended with exit code {code}")
+        raise ProbeError(f"a rank ended with exit code {code}")
     return {}
 
 
@@ -102,7 +106,7 @@ def all_reduce_rank(backend: str) -> Facts:
         total = torch.full((size,), rank + 1.0, device=device)
         dist.all_reduce(total)
         if not bool((total == 3).all()):
-            raise RuntimeError(f"1 + 2 came to {float(total[0])} on rank {rank}")
+            raise ProbeError(f"1 + 2 came to {float(total[0])} on rank {rank}")
     return {}
 
 
@@ -117,14 +121,15 @@ def one_pass(folder: str) -> Facts:
         [line] = next(Path(folder).glob("*/rank0.jsonl")).read_text().splitlines()
         loss = float(json.loads(line)["loss"])
         if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss}")
+            raise ProbeError(f"the loss is {loss}")
         return {"loss": loss}
     records = [
         json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()
     ]
-    said = [line for line in errors.getvalue().splitlines() if line.startswith("replay: ")]
+    lines = [line for line in errors.getvalue().splitlines() if line.startswith("replay: ")]
+    said = [line.removeprefix("replay: ").removesuffix(". --traceback shows where") for line in lines]
     reasons = [f"{r['error_type']}: {r['error']}" for r in records if r["error"]] + said
-    raise RuntimeError(reasons[0] if reasons else f"exit code {code}")
+    raise ProbeError(reasons[0] if reasons else f"exit code {code}")
 
 
 PROBES: dict[str, Callable[..., Facts]] = {
@@ -141,6 +146,7 @@ def main() -> None:
     try:
         answer = {"facts": PROBES[name](*arguments)}
     except BaseException as error:
-        answer = {"trouble": f"{type(error).__name__}: {error}"}
+        kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
+        answer = {"trouble": f"{kind}{error}"}
     print(f"\n{MARK}{json.dumps(answer)}", flush=True)
     os._exit(0 if "facts" in answer else 1)

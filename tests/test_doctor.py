@@ -91,6 +91,13 @@ def test_an_import_that_breaks_is_a_line(
     assert ("built for another torch" in check.advice) == ("undefined" in source)
 
 
+def test_ring_flash_attn_is_imported_as_a_replay_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = "from transformers.modeling_flash_attention_utils import is_flash_attn_greater_or_equal_2_10"
+    made_package(tmp_path, "ring_flash_attn", gone)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Prober(120).ask("import_module", "ring_flash_attn").trouble == ""
+
+
 def test_a_probe_for_which_no_time_is_left_is_not_started() -> None:
     prober = Prober(60)
     prober.stop()
@@ -442,7 +449,7 @@ def test_trouble_that_comes_from_a_package_names_it(
 
 def test_a_check_is_one_line_without_control_characters() -> None:
     check = Check(name="a", status=Status.BROKEN, found="x\n\x1b[31my", advice="Try: z")
-    assert doctor.line(check) == "broken       a                  x  [31my; Try: z"
+    assert doctor.line(check) == "broken       a                    x  [31my; Try: z"
     assert len(doctor.line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
 
 
