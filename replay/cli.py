@@ -1,4 +1,5 @@
-"""The command line: `replay [OPTIONS]` runs a replay, `replay inspect FOLDER` says what a folder holds."""
+"""The command line: `replay [OPTIONS]` runs a replay, `replay inspect FOLDER` says what a folder holds, `replay doctor`
+what works on this machine."""
 
 import os
 import re
@@ -91,6 +92,31 @@ def _inspect(folder: Path) -> int:
     facts = inspect_folder(folder)
     print_inspection(facts)
     return 1 if facts.damaged else 0
+
+
+@app.command()
+def doctor(
+    log_folder: Path = typer.Option(  # noqa: B008
+        Path("logs"), metavar="PATH", show_default=False, help="Where runs would be logged. (default: logs)"
+    ),
+    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    timeout: float = typer.Option(
+        60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
+    ),
+) -> Action:
+    """Say what works on this machine, what does not, and what to type. Needs no GPU and no captures.
+
+    Exit code 0 if all works that `replay` without options needs here, else 1.
+    """
+    return partial(_doctor, log_folder, json, timeout)
+
+
+def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("doctor starts its own processes. Try: replay doctor, without a launcher and its WORLD_SIZE")
+    from replay.doctor import examine
+
+    return examine(log_folder, json, timeout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,9 +21,6 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
     Raises UsageError if there are fewer GPUs than that, on a machine that has any.
     """
     import torch
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     num_gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and num_gpus < num_processes:
@@ -32,6 +29,15 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
             f"Try: tp x ring of at most {num_gpus}, or CUDA_VISIBLE_DEVICES= for a CPU"
         )
     print(f"replay: tp x ring needs {num_processes} processes and 1 was started; starting them", file=sys.stderr)
+    return start_processes(num_processes, ["-u", str(Path(__file__).parent), *arguments])
+
+
+def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -48,7 +54,7 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        elastic_launch(config, sys.executable)("-u", str(Path(__file__).parent), *arguments)
+        elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
     return 0

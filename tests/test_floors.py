@@ -18,7 +18,11 @@ ROOMS = {
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
-LIGHT = ("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py")
+LIGHT = (
+    *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
+    *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
+    *("replay/probing.py", "replay/probes.py"),
+)
 INSTALLED = set(packages_distributions())  # names that can be imported
 
 MODULES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
@@ -95,7 +99,7 @@ def test_an_import_out_of_place_is_found(name: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_what_help_needs_imports_nothing_heavy_at_the_top(name: str) -> None:
+def test_what_help_and_the_doctor_need_imports_nothing_heavy_at_the_top(name: str) -> None:
     top = [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
     heavy = [dotted for node in top for dotted in imported(node) if dotted.partition(".")[0] in HEAVY]
     assert heavy == []
