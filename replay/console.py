@@ -39,8 +39,10 @@ from typing import IO
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from replay import wording
+from replay import compare_wording, wording
+from replay.comparison import Comparison
 from replay.inspection import FolderFacts
+from replay.past_run import PastRun
 from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import Statistics
@@ -136,6 +138,31 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     if facts.damaged:
         print_line(out)
         print_pairs(out, wording.damaged_files(facts.damaged))
+
+
+def print_comparison(
+    names: Sequence[str],
+    runs: Sequence[PastRun],
+    differing: Mapping[str, Sequence[str]],
+    comparisons: Sequence[Comparison],
+    threshold: float,
+    *,
+    written: Sequence[Path],
+    file: IO[str] | None = None,
+) -> None:
+    """The answer to `replay compare`.
+    """
+    out = open_console(file)
+    print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
+    print_line(out)
+    if differing:
+        print_table(out, compare_wording.setting_table(names, differing))
+        print_line(out)
+    print_table(out, compare_wording.difference_table(names, comparisons))
+    print_line(out)
+    print_pairs(out, compare_wording.remarks(names, comparisons))
+    print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
+    print_pairs(out, [("written", str(path)) for path in written])
 
 
 def open_console(file: IO[str] | None = None) -> RichConsole:
