@@ -150,8 +150,7 @@ def print_comparison(
     written: Sequence[Path],
     file: IO[str] | None = None,
 ) -> None:
-    """The answer to `replay compare`.
-    """
+    """The answer to `replay compare`."""
     out = open_console(file)
     print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
     print_line(out)

@@ -173,7 +173,9 @@ def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
 def _replace_run(folder: Path, run: Mapping[str, Any]) -> None:
     path = folder / RUN_FILE
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(to_json({"format": FORMAT, **run}), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.write_text(
+        json.dumps(to_json({"format": FORMAT, **run}), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
     os.replace(unfinished, path)
 
 

@@ -10,7 +10,7 @@ from replay.logbook import FORMAT, INTERRUPTED, RUN_FILE, record_of
 from replay.options import spec_from_dict
 from replay.records import PassRecord
 from replay.spec import RunSpec
-from replay.wording import one_line
+from replay.wording import counted, one_line
 
 EXAMPLE = "logs/20261121-141757-replay"
 
@@ -57,7 +57,7 @@ class PastRun:
             first = failed[0]
             raise UsageError(
                 f"{folder}: pass {first.index + 1} failed on rank {first.rank} ({first.source}: {first.error_type}: "
-                f"{first.error}). Runs are compared when every pass succeeded. Try: --input-file with another input"
+                f"{first.error}). Runs are compared when every pass succeeded. Try: {command}, without that input"
             )
         if not found.records:
             raise UsageError(f"{folder}: no pass was replayed. Try: replay with other inputs")
@@ -123,7 +123,9 @@ def _read_records(folder: Path, run: dict[str, Any], may_differ: bool, command: 
         if [(record.index, record.rank) for record in own] != [(index, rank) for index in range(len(own))]:
             raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
         if len(own) != num_passes and not (may_differ and len(own) < num_passes):
-            raise UsageError(f"{path} is cut short: {len(own)} passes of {num_passes}. Try: {command}, again")
+            raise UsageError(
+                f"{path} is cut short: it has {len(own)} of {counted(num_passes, 'pass')}. Try: {command}, again"
+            )
         records += own
     return sorted(records, key=lambda record: (record.index, record.rank))
 

@@ -30,11 +30,12 @@ def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], th
     above, below = figure.subplots(2, 1, sharex=True)
     losses = [one.results[0] for one in comparisons]
     union = {point.place: point.reference for loss in losses for point in loss.points}
-    above.plot(*zip(*sorted(union.items()), strict=True), marker="o", markersize=4, color="black", label=names[0])
+    places = [place + 1 for place in sorted(union)]
+    above.plot(places, [union[place] for place in sorted(union)], color="lightgray", linewidth=6, label=names[0])
     for number, (name, one) in enumerate(zip(names[1:], comparisons, strict=True)):
         color = f"C{number}"
         points = one.results[0].points
-        values = [point.place for point in points], [point.other for point in points]
+        values = [point.place + 1 for point in points], [point.other for point in points]
         above.plot(*values, marker=".", color=color, label=name)
         for quantity in one.results:
             places, differences, num_beyond = _curve(quantity)
@@ -44,7 +45,7 @@ def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], th
     _scale(below, [threshold, *(point.relative for one in comparisons for q in one.results for point in q.points)])
     above.set_ylabel("loss")
     below.set_ylabel(f"relative difference from {names[0]}")
-    below.set_xlabel(f"matched input, in the order of {names[0]}")
+    below.set_xlabel(f"pass of {names[0]}")
     below.xaxis.get_major_locator().set_params(integer=True)
     above.legend()
     below.legend(fontsize="small")
@@ -60,12 +61,12 @@ def _curve(quantity: Quantity) -> tuple[list[int], list[float], int]:
     for point in quantity.points:
         worst[point.place] = max(point.relative, worst.get(point.place, 0.0))
     drawn = [value if math.isfinite(value) else math.nan for value in worst.values()]
-    return list(worst), drawn, sum(map(math.isnan, drawn))
+    return [place + 1 for place in worst], drawn, sum(map(math.isnan, drawn))
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """Logarithmic, and linear from the smallest difference down to 0, so that equal values stand at the bottom."""
+    """Logarithmic, and linear below the smallest difference: values that are equal stand at the bottom, at 0."""
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
-        axes.set_yscale("symlog", linthresh=min(positive))
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))), linscale=0.5)
     axes.set_ylim(bottom=0)

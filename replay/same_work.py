@@ -7,6 +7,7 @@ from typing import Any
 from replay.matching import Pass, Window
 from replay.options import Toggle, spec_to_dict, toggles
 from replay.past_run import PastRun
+from replay.wording import counted
 
 ALWAYS_SAME = ("loss", "backward", "step", "grad_accumulation")
 SAME_UNDER_STEP = ("optimizer", "learning_rate", "lr_warmup_steps", "max_norm")
@@ -77,17 +78,17 @@ def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: Pa
 def _of_steps(
     pairs: Sequence[tuple[Pass, Pass]], windows: Sequence[Window], other_windows: Sequence[Window]
 ) -> list[str]:
+    because = " (--step makes every loss depend on the steps before it)"
     both = zip(windows, other_windows, strict=False)
     num_shared = len(list(takewhile(lambda pair: pair[0].inputs == pair[1].inputs, both)))
     for one, partner in pairs:
         before, theirs = one.num_windows_before, partner.num_windows_before
         if before != theirs:
-            return [f"{one.source} came after {theirs} steps, not {before} (--step makes every loss depend on them)"]
+            return [f"{one.source} came after {counted(theirs, 'step')}, not {before}{because}"]
         if before > num_shared:
             return [
                 f"{one.source} came after steps on other inputs: step {num_shared + 1} was on "
-                f"{other_windows[num_shared].name}, not {windows[num_shared].name} (--step makes every loss depend on "
-                "them)"
+                f"{other_windows[num_shared].name}, not {windows[num_shared].name}{because}"
             ]
     return []
 

@@ -45,7 +45,9 @@ def logbook(tmp_path: Path) -> Logbook:
     book = Logbook(create_folder(tmp_path / "logs", "night"), rank=0)
     facts = {"zero_stage": 1}
     work = {"weights": "random, seed 0", "config": {"vocab_size": 264}}
-    book.begin(SPEC, facts=facts, work=work, selection=SELECTION, memory_kind="cuda allocator", devices=["H200", "H200"])
+    book.begin(
+        SPEC, facts=facts, work=work, selection=SELECTION, memory_kind="cuda allocator", devices=["H200", "H200"]
+    )
     return book
 
 
