@@ -114,10 +114,10 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
         results.append(Quantity.of("log-probs", points))
     if points := _norms(matched(windows, other_windows, key=lambda window: window.inputs)):
         results.append(Quantity.of("gradient norm", points))
-    elif windows and other_windows:
+    elif windows or other_windows:
         notes.append(
             "gradient norms are not compared: no gradient was averaged over the same inputs "
-            f"({_window_size(windows)} each, against {_window_size(other_windows)})"
+            f"({_window_size(windows)}, against {_window_size(other_windows)})"
         )
     costs, more = _costs(placed, reference, other)
     return Comparison(
@@ -136,7 +136,7 @@ def _chances(reference: PastRun) -> list[str]:
 
 
 def _window_size(windows: Sequence[Window]) -> str:
-    return counted(len(windows[0].inputs), "input")
+    return f"{counted(len(windows[0].inputs), 'input')} each" if windows else "none"
 
 
 def _farthest(source: str, place: int, references: Iterable[float], others: Iterable[float]) -> Point:

@@ -77,8 +77,10 @@ def test_a_gradient_norm_belongs_to_all_inputs_it_was_averaged_over(tmp_path: Pa
     assert [quantity.name for quantity in comparison.results] == ["loss", "log-probs"]
     assert comparison.notes == [
         "gradient norms are not compared: no gradient was averaged over the same inputs "
-        "(1 input each, against 2 inputs)"
+        "(1 input each, against 2 inputs each)"
     ]
+    without = compared(tmp_path / "without", reference, [passed(0, "x", norm=None)])
+    assert without.notes[0].endswith("(1 input each, against none)")
 
 
 def test_the_order_within_an_accumulation_window_does_not_matter(tmp_path: Path) -> None:
