@@ -16,6 +16,7 @@ from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, RandomWeights, Weights
 
 PRESETS = files("actor_init") / "presets"
+PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,12 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
     else:
         weights = RandomWeights(seed=spec.weights_seed, std=getattr(config, "initializer_range", None) or 0.02)
     return ModelSource(config=config, weights=weights, name=name)
+
+
+def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
+    """`config` as JSON gives it back, without what makes no other model."""
+    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in plain.items() if key not in PASSING}
 
 
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:

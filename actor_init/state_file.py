@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import PretrainedConfig
-
-from actor_init.model import ModelSource
+from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, BackendName, OptimizerName, UsageError
 from actor_init.world import World
@@ -20,7 +18,6 @@ STATE_FILE = "state.json"
 FORMAT = 1
 SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # what the libraries' files depend on
 OF_DEEPSPEED = ("zero_stage", "tp", "max_norm")  # DeepSpeed partitions by them, or would take the saved one
-PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +65,7 @@ class SavedState:
             num_steps=progress.num_steps,
             next_learning_rate=progress.learning_rate,
             num_inputs=num_inputs,
-            model=_plain(source.config),
+            model=lasting_config(source.config),
             versions=versions,
         )
 
@@ -105,7 +102,7 @@ class SavedState:
                     f"--load-state {folder} was saved with {_typed(name, saved)}, not with {_typed(name, asked)}. "
                     f"Try: {_typed(name, saved)}; or for its weights alone --save-model there and --model here"
                 )
-        for key in sorted((self.model.keys() & here.model.keys()) - set(PASSING)):
+        for key in sorted(self.model.keys() & here.model.keys()):
             if self.model[key] != here.model[key]:
                 raise UsageError(
                     f"--load-state {folder} is the state of another model: its {key} is {self.model[key]}, and that of "
@@ -132,12 +129,6 @@ class SavedState:
                     f"{self.zero_stage}, and here are {world_size}. DeepSpeed's universal format does not take a state "
                     f"that {reason}. Try: torchrun --nproc-per-node {self.world_size} replay ..."
                 )
-
-
-def _plain(config: PretrainedConfig) -> dict[str, Any]:
-    """As JSON gives it back."""
-    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return plain
 
 
 def _typed(name: str, value: Any) -> str:

@@ -1,5 +1,4 @@
-"""The command line: `replay [OPTIONS]` runs a replay, `replay inspect FOLDER` says what a folder holds, `replay doctor`
-what works on this machine."""
+"""The command line: `replay` replays, `replay inspect` looks at inputs, `compare` at logs, `doctor` at the machine."""
 
 import os
 import re
@@ -59,7 +58,8 @@ def replay(
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and say what each pass cost.
 
-    Without options: the sample inputs that ship with the project. `replay inspect FOLDER` says what a folder holds.
+    Without options: the sample inputs that ship with the project. `replay inspect FOLDER` says what a folder holds,
+    `replay compare LOG LOG` how far two runs are apart.
     """
     if context.invoked_subcommand is not None:
         if typed := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
@@ -119,10 +119,38 @@ def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
     return examine(log_folder, json, timeout)
 
 
+@app.command()
+def compare(
+    logs: list[Path] = typer.Argument(  # noqa: B008
+        help="Folders that runs left in logs/, or that hold one run each. The first is the reference.",
+        metavar="LOG LOG...",
+    ),
+    threshold: float = typer.Option(
+        0.05,
+        help="Exit with 1 if a loss, a row's log-probs or a gradient norm differs by more than this share of the "
+        "reference's. Time and memory are shown, and decide nothing.",
+    ),
+    plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
+    json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
+) -> Action:
+    """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
+
+    Runs of the same work alone: the same model, weights and inputs, the same loss. Exit code 0: within the threshold;
+    1: beyond it; 2: not comparable, and why.
+    """
+    return partial(_compare, logs, threshold, plot, json)
+
+
+def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None) -> int:
+    from replay.compare import compare_logs
+
+    return compare_logs(logs, threshold, plot, json)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was typed and return its exit code.
 
-    0 all well, 1 a pass or a file failed, 2 wrong usage, 130 interrupted.
+    0 all well, 1 a pass or a file failed, or runs differ, 2 wrong usage, 130 interrupted.
 
     A usage error is one line on stderr:
 

@@ -39,8 +39,10 @@ from typing import IO
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from replay import wording
+from replay import compare_wording, wording
+from replay.comparison import Comparison
 from replay.inspection import FolderFacts
+from replay.past_run import PastRun
 from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import Statistics
@@ -136,6 +138,46 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     if facts.damaged:
         print_line(out)
         print_pairs(out, wording.damaged_files(facts.damaged))
+
+
+def print_comparison(
+    names: Sequence[str],
+    runs: Sequence[PastRun],
+    differing: Mapping[str, Sequence[str]],
+    comparisons: Sequence[Comparison],
+    threshold: float,
+    *,
+    written: Sequence[Path],
+    file: IO[str] | None = None,
+) -> None:
+    """The answer to `replay compare`; file names are cut here alone.
+
+    A          logs/20261121-185921-packed: the reference
+    B          logs/20261121-185936-padded: 8 matched passes
+
+    setting  A          B
+    backend  deepspeed  fsdp2
+    packing  yes        no
+
+    run  quantity       matched  mean in A      mean  max diff  mean diff  max relative  at input
+    B    loss                 8    5.63814   5.63814  2.57e-05   1.22e-05      4.57e-06  [...]_00000005.pkl
+    B    log-probs            8   -2075.55  -2075.55    0.0461    0.00885      1.16e-05  [...]_00000010.pkl
+    B    gradient norm        8    4.61785   4.61817   0.00133   0.000652        0.0003  [...]_00000004.pkl
+    B    forward ms           7      130.3     118.9      70.1       32.4          1.31  [...]_00000008.pkl
+
+    within     B: loss by 4.57e-06, log-probs by 1.16e-05, gradient norm by 0.0003 at most, threshold 0.05
+    """
+    out = open_console(file)
+    print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
+    print_line(out)
+    if differing:
+        print_table(out, compare_wording.setting_table(names, differing))
+        print_line(out)
+    print_table(out, compare_wording.difference_table(names, comparisons))
+    print_line(out)
+    print_pairs(out, compare_wording.remarks(names, comparisons))
+    print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
+    print_pairs(out, [("written", str(path)) for path in written])
 
 
 def open_console(file: IO[str] | None = None) -> RichConsole:

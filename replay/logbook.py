@@ -4,8 +4,9 @@ A run that broke off on one of several ranks also has failure.txt and what `repl
 from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
 is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
 
-    {"status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
-     "spec": {...}, "facts": {...}, "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
+    {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
+     "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
+     "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
      "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
      "statistics": {...}, "exit_code": 0, "seconds": 41.3}
 
@@ -35,6 +36,7 @@ from replay.spec import RunSpec
 from replay.summary import Statistics
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
+FORMAT = 1  # of run.json and of the lines; another number where a reader of this one would be misled
 RUN_FILE = "run.json"
 FAILURE_FILE = "failure.txt"
 INTERRUPTED = 130  # the exit code after Ctrl-C
@@ -87,11 +89,15 @@ class Logbook:
         spec: RunSpec,
         *,
         facts: Mapping[str, Any],
+        work: Mapping[str, Any],
         selection: Selection,
         memory_kind: str,
         devices: Sequence[str],
     ) -> None:
-        """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone."""
+        """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone.
+
+        `work` is what another run must share to be comparable, beside what its spec and its records say.
+        """
         assert self.rank == 0
         self._run = {
             "status": "running",
@@ -99,6 +105,7 @@ class Logbook:
             "command": shlex.join(["replay", *command_line(spec)]),
             "spec": spec_to_dict(spec),
             "facts": dict(facts),
+            "work": dict(work),
             "inputs": {
                 "num_inputs": len(selection.inputs),
                 "dealing": selection.dealing,
@@ -166,7 +173,9 @@ def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
 def _replace_run(folder: Path, run: Mapping[str, Any]) -> None:
     path = folder / RUN_FILE
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(to_json(run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.write_text(
+        json.dumps(to_json({"format": FORMAT, **run}), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
     os.replace(unfinished, path)
 
 
@@ -189,11 +198,11 @@ def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
     records: list[PassRecord] = []
     for path in folder.glob("rank*.jsonl"):
         *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
-        records += [_record(json.loads(line)) for line in lines]
+        records += [record_of(json.loads(line)) for line in lines]
     return run, sorted(records, key=lambda record: (record.index, record.rank))
 
 
-def _record(line: dict[str, Any]) -> PassRecord:
+def record_of(line: dict[str, Any]) -> PassRecord:
     """The record that `write` wrote; "nan" and its like are floats again."""
     phases = {
         name: PhaseCost(**{key: _number(key, value) for key, value in cost.items()})
@@ -205,4 +214,6 @@ def _record(line: dict[str, Any]) -> PassRecord:
 
 
 def _number(key: str, value: Any) -> Any:
+    if key == "row_log_probs":
+        return [float(one) for one in value]
     return float(value) if key in ("seconds", "wait_seconds", "loss", "grad_norm") and value is not None else value

@@ -15,6 +15,7 @@ from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.capture_file import read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
+from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.position import Phase, Tracker
@@ -86,17 +87,18 @@ class PassRunner:
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
         try:
-            batch = tokens_for(self.spec.measure.loss, read_micro_batch(path))
+            batch = read_micro_batch(path)
             known |= {
                 "rows": batch.num_rows,
                 "padded_tokens": batch.num_padded_tokens,
                 "real_tokens": batch.num_real_tokens,
                 "row_tokens": batch.attention_mask_BS.sum(dim=1).tolist(),
+                "input_digest": digest_of_inputs(batch),
                 "trains": batch.trains,
             }
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
-            record = PassRecord(**known, **self._measured(batch))
+            record = PassRecord(**known, **self._measured(tokens_for(self.spec.measure.loss, batch)))
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
             return record, None
         except SystemExit as error:
@@ -149,6 +151,7 @@ class PassRunner:
             "seconds": seconds,
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
+            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist(),
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }

@@ -30,11 +30,13 @@ class PassRecord:
     real_tokens: int = 0
     fed_tokens: int = 0  # that the model computed: real ones and padding, of all ranks that shared this micro-batch
     row_tokens: list[int] = field(default_factory=list)  # real tokens of each row
+    input_digest: str | None = None  # of its tensors; None where the file could not be read
     trains: bool | None = None  # None where the file could not be read
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step
     seconds: float | None = None  # host wall time of the whole pass, copies to the device left out
     wait_seconds: float | None = None  # after forward, for the slowest rank's forward; None with one rank
     loss: float | None = None
+    row_log_probs: list[float] = field(default_factory=list)  # of each row the fp64 sum over its action tokens
     grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
     warmup: bool = False

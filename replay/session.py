@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from actor_init.model import ModelSource, find_model
+from actor_init.model import ModelSource, find_model, lasting_config
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
 from capture.capture_file import read_actor_config
 from capture.micro_batch import CaptureError
 from replay.console import Console
+from replay.digests import digest_of_weights
 from replay.evidence import outlast
 from replay.keeping import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.logbook import INTERRUPTED, Logbook, create_folder
@@ -69,7 +70,14 @@ def _run_watched(
     num_inputs = world.gather(len(selection.inputs))
     if console:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
-        logbook.begin(spec, facts=facts, selection=selection, memory_kind=meter.memory_kind, devices=devices)
+        logbook.begin(
+            spec,
+            facts=facts,
+            work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
+            selection=selection,
+            memory_kind=meter.memory_kind,
+            devices=devices,
+        )
         console.header(_header(spec, source, facts, selection, devices, num_inputs), num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
     runner = PassRunner(spec, world, source, actor, meter, watch.tracker)

@@ -63,7 +63,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     passes: dict[int, list[PassRecord]] = {}
     for record in sorted(records, key=lambda r: (r.index, r.rank)):
         passes.setdefault(record.index, []).append(record)
-    reasons = {index: _reason_to_leave_out(ranks) for index, ranks in passes.items()}
+    reasons = {index: reason_to_leave_out(ranks) for index, ranks in passes.items()}
     left_out = {name: n for name in (FAILED, WARMUP, NEW_GRAPH) if (n := list(reasons.values()).count(name))}
     counted = [ranks for index, ranks in passes.items() if reasons[index] is None]
     if not counted:
@@ -90,7 +90,8 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     )
 
 
-def _reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
+def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
+    """Why a pass, as all its ranks recorded it, is not in the statistics; None if it is."""
     if any(record.error is not None for record in ranks):
         return FAILED
     if any(record.warmup for record in ranks):

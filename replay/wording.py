@@ -214,4 +214,5 @@ def _spread(spread: Spread) -> str:
 
 def is_text(name: str) -> bool:
     """Columns of words stand left, columns of numbers right."""
-    return name in ("", "input", "note", "passes", "ranks")
+    words = ("", "at input", "input", "note", "passes", "quantity", "ranks", "run", "setting")
+    return name in words or (len(name) == 1 and name.isupper())  # a letter stands for a run

@@ -169,6 +169,7 @@ def test_help_shows_every_option_whole_and_hides_local_rank(capsys: pytest.Captu
         "--ring ",
         "--gradient-checkpointing / --no-gradient-checkpointing",
         "inspect",
+        "compare",
     ):
         assert text in out
     for absent in ("local", "--parallel"):

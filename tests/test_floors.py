@@ -15,6 +15,7 @@ ROOMS = {
     "rich": {"replay/console.py"},
     "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
+    "matplotlib": {"replay/plot.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
@@ -91,6 +92,7 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("actor_init/backends/deepspeed_autotp.py", "from actor_init.backends.fsdp2 import FSDP2Backend"),
         ("replay/wording.py", "from rich.table import Table"),
         ("replay/session.py", "import typer"),
+        ("replay/compare.py", "from matplotlib.figure import Figure"),
         ("replay/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
     ],
 )

@@ -44,7 +44,10 @@ def run_json(folder: Path) -> Any:
 def logbook(tmp_path: Path) -> Logbook:
     book = Logbook(create_folder(tmp_path / "logs", "night"), rank=0)
     facts = {"zero_stage": 1}
-    book.begin(SPEC, facts=facts, selection=SELECTION, memory_kind="cuda allocator", devices=["H200", "H200"])
+    work = {"weights": "random, seed 0", "config": {"vocab_size": 264}}
+    book.begin(
+        SPEC, facts=facts, work=work, selection=SELECTION, memory_kind="cuda allocator", devices=["H200", "H200"]
+    )
     return book
 
 
@@ -54,6 +57,8 @@ def test_a_run_is_described_before_its_first_pass(logbook: Logbook) -> None:
     assert run["command"] == "replay --inputs 'a folder' --max-inputs 5 --warmup 2"
     assert spec_from_dict(run["spec"]) == SPEC
     assert run["facts"] == {"zero_stage": 1}
+    assert run["work"] == {"weights": "random, seed 0", "config": {"vocab_size": 264}}
+    assert run["format"] == 1
     assert run["world_size"] == 2
     assert run["devices"] == ["H200", "H200"]
     assert run["inputs"]["damaged"] == [{"path": "b.pkl", "error": "truncated"}]
@@ -101,12 +106,12 @@ def test_any_rank_can_say_that_it_ended_the_run(logbook: Logbook) -> None:
 
 @pytest.mark.parametrize(("loss", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_a_loss_that_json_cannot_say_is_text_and_comes_back(logbook: Logbook, loss: float, written: str) -> None:
-    logbook.write(record(0, loss=loss, grad_norm=loss))
+    logbook.write(record(0, loss=loss, grad_norm=loss, row_log_probs=[loss, 1.0]))
     [line] = (logbook.folder / "rank0.jsonl").read_text().splitlines()
     assert strictly(line)["loss"] == written
     [back] = read_log(logbook.folder)[1]
     assert back.loss is not None
-    assert str(back.loss) == str(back.grad_norm) == written
+    assert str(back.loss) == str(back.grad_norm) == str(back.row_log_probs[0]) == written
 
 
 def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:

@@ -1,0 +1,63 @@
+"""`replay compare A B ...`: reads the logs, compares each with the first, says and draws what came out."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from replay.comparison import Comparison, compare
+from replay.console import print_comparison
+from replay.logbook import to_json
+from replay.past_run import PastRun
+from replay.same_work import settings_that_differ
+
+MOST_RUNS = 26  # they are called by letters
+
+
+def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None) -> int:
+    """The exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
+
+    Raises UsageError for logs that cannot be compared.
+    """
+    if not 2 <= len(folders) <= MOST_RUNS:
+        raise UsageError(f"two to {MOST_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG")
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise UsageError(f"--threshold {threshold} is not allowed. Give a finite number of at least 0")
+    if plot is not None:
+        from replay.plot import check_plot, draw
+
+        check_plot(plot)
+    reference, *others = runs = [PastRun.read(folder) for folder in folders]
+    comparisons = [compare(reference, other) for other in others]
+    names = [chr(ord("A") + number) for number in range(len(runs))]
+    differing = settings_that_differ(runs)
+    if as_json is not None:
+        write_json(as_json, runs, comparisons, differing, threshold)
+    if plot is not None:
+        draw(plot, comparisons, names, threshold)
+    print_comparison(names, runs, differing, comparisons, threshold, written=[p for p in (plot, as_json) if p])
+    return 0 if all(one.max_relative <= threshold for one in comparisons) else 1
+
+
+def write_json(
+    path: Path,
+    runs: Sequence[PastRun],
+    comparisons: Sequence[Comparison],
+    differing: dict[str, list[str]],
+    threshold: float,
+) -> None:
+    """The whole of it, each point too; a float that JSON has no word for is text, as in a log."""
+    whole = {
+        "threshold": threshold,
+        "runs": [str(run.folder) for run in runs],
+        "settings": differing,
+        "comparisons": [
+            {"run": str(run.folder), "within": one.max_relative <= threshold, **to_json(one)}
+            for run, one in zip(runs[1:], comparisons, strict=True)
+        ],
+    }
+    try:
+        path.write_text(json.dumps(to_json(whole), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}. Give a file that can be written") from error
