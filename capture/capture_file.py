@@ -275,7 +275,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         if not path.is_file():  # opening a pipe would wait for ever
             raise CaptureError(f"{path}: no such file")
         with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:

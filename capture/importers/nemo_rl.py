@@ -25,7 +25,7 @@ from capture.importers.rows import Dump, without_first
 from capture.micro_batch import CaptureError, as_mask
 
 MAX_LINE_BYTES = 32 * 2**20
-MAX_VALUES = 100  # of a row, by name
+MAX_VALUES = 100  # names, of a row and of all
 _INTEGERS = ("token_ids", "token_loss_mask", "input_lengths")
 
 
@@ -65,6 +65,8 @@ def _columns(data: bytes, source: str) -> tuple[dict[str, list["array[Any]"]], d
                 left_out[name] = "a text" if isinstance(unwrapped, str) else type(unwrapped).__name__
             else:
                 columns.setdefault(name, []).append(row)
+        if len(columns) + len(left_out) > 2 * MAX_VALUES:
+            raise CaptureError(f"{source}: line {number}: more names than the {MAX_VALUES} that rows may have together")
     for name in [name for name, rows in columns.items() if len(rows) != number or name in left_out]:
         left_out[name] = "numbers in some rows only"
         del columns[name]

@@ -137,14 +137,15 @@ def _rank(rank: Any, source: str) -> int | None:
 
 
 def _call(samples: Sequence[Sample], facts: Mapping[str, Any], rank: _Rank, source: str) -> Call:
+    num_tokens = max(_num_values(sample.get("tokens")) or 0 for sample in samples)
+    names = dict.fromkeys(str(name) for sample in samples for name in sample)
+    fits(len(samples), [num_tokens] * (2 + len(names)), source)
     rows = [_numbers(sample.get("tokens")) for sample in samples]
     tokens = [row for row in rows if row is not None and row.ndim == 1 and not row.is_floating_point()]
     if len(tokens) != len(samples):
         raise CaptureError(f"{source}: a sample without tokens")
     lengths = [_length(sample, len(row), source) for sample, row in zip(samples, tokens, strict=True)]
-    num_tokens, num_actions = max(map(len, tokens)), max(lengths)
-    names = dict.fromkeys(str(name) for sample in samples for name in sample)
-    fits(len(samples), [num_tokens] * (2 + len(names)), source)
+    num_actions = max(lengths)
     tensors = {
         "sequences": padded_left([row.long() for row in tokens], num_tokens),
         "attention_mask": padded_left([torch.ones(len(row), dtype=torch.bool) for row in tokens], num_tokens),
