@@ -154,10 +154,14 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
     laughs = b"()q\0" + b"".join(b"(" + last[n] * 200 + b"tq" + bytes([n + 1]) for n in range(8)) + b"t"
     one_row = b"}(" + text("tokens") + b"](" + b"K\1" * 1000 + b"e" + text("response_length") + b"K\1uq\0"
     repeated = pickled(b"}" + text("samples") + b"](" + one_row + b"h\0" * 10**5 + b"es")
+    shards = text("dp_shards") + b"](}q\0" + b"h\0" * 10**5 + b"e"
+    few_tokens = b"](K\1K\2e" + text("response_length") + b"K\1"
+    a_shard_often = pickled(b"}(" + text("samples") + b"](}(" + text("tokens") + few_tokens + b"ue" + shards + b"u")
     damaged, larger, gone = "damaged", "bytes of tensors; allowed are", "a compressed one, which torch does not write"
     yield "expanded to 8 TB.pt", zipped(sample(text("tokens") + huge)), larger
     yield "expanded a thousand times.pt", zipped(sample(text("tokens") + often)), larger
     yield "a deflated storage.pt", zipped(tokens, bytes(2**28), deflated="data/0"), gone
+    yield "a deflated storage, though a small one.pt", zipped(tokens, deflated="data/0"), gone
     yield "a deflated pickle.pt", zipped(pickled(b"N" + bytes(2**27)), deflated="data.pkl"), gone
     too_long = tensor(stored(num_elements=2**40))
     yield "a storage larger than its file.pt", zipped(sample(text("tokens") + too_long)), "comes with 32 bytes"
@@ -176,6 +180,7 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
     in_itself = pickled(b"}q\0" + text("samples") + b"]h\0as")
     yield "samples in themselves.pt", zipped(in_itself), "a sample without tokens"
     yield "one sample, a hundred thousand times.pt", zipped(repeated), "Try: --rows"
+    yield "one shard, a hundred thousand times.pt", zipped(a_shard_often), "the same samples"
     for what, described, why in (
         ("beyond the flat one", leaf("torch.int64", b"]K\5a", 0, 40), "not within"),
         ("before the flat one", leaf("torch.int64", b"]K\1a", -8, 0), "not within"),

@@ -80,14 +80,21 @@ def _ranks(saved: Mapping[Any, Any], source: str) -> Iterator[_Rank]:
                 left_out=_no_sample({name: value for name, value in columns.items() if name not in of_samples}),
             )
         case {"samples": list(samples), "dp_shards": list(shards)} if _are_dicts(samples) and _are_dicts(shards):
+            of_rank: dict[int, list[Sample]] = {}
+            for sample in samples:
+                of_rank.setdefault(_rank(sample.get("data_parallel_rank"), source) or 0, []).append(sample)
             for shard in shards:
-                its = [s for s in samples if s.get("data_parallel_rank") == shard.get("data_parallel_rank")]
+                its = of_rank.pop(_rank(shard.get("data_parallel_rank"), source) or 0, None)
+                if its is None:
+                    raise CaptureError(f"{source}: two of dp_shards have the same samples, or one has none")
                 yield _Rank(
                     rank=_rank(shard.get("rank"), source),
                     samples=_in_order(its, shard, source),
                     groups=_groups(shard.get("micro_batch_indices"), source),
                     left_out=_no_sample({**saved, **shard}),
                 )
+            if of_rank:
+                raise CaptureError(f"{source}: samples of data_parallel_rank {min(of_rank)}, which no dp_shard has")
         case {"samples": list(samples)} if _are_dicts(samples):
             yield _Rank(rank=None, samples=samples, groups=None, left_out=_no_sample(saved))
         case _:
