@@ -149,7 +149,7 @@ def read_call(path: str | Path) -> Call:
 def _read(path: str | Path) -> Call | MicroBatch:
     """A call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
-    data = _read_bytes(Path(path), MAX_FILE_BYTES)
+    data = read_bytes(Path(path), MAX_FILE_BYTES)
     try:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
@@ -200,7 +200,7 @@ def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(_read_bytes(path, MAX_ACTOR_CONFIG_BYTES))
+        content = json.loads(read_bytes(path, MAX_ACTOR_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         if isinstance(error, CaptureError):
             raise
@@ -269,12 +269,13 @@ def _shown(value: Any) -> str:
     return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-def _read_bytes(path: Path, max_bytes: int) -> bytes:
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The whole file. Raises CaptureError if it cannot be read, is no file, or is larger."""
     try:
         if not path.is_file():  # opening a pipe would wait for ever
             raise CaptureError(f"{path}: no such file")
         with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:

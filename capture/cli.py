@@ -13,6 +13,7 @@ KEEP_SETTINGS = (
     *("every", "steps", "ranks", "passes", "max_files", "max_bytes"),
     *("keep", "ring", "slow_step", "reproduce"),
 )
+PROJECTS = ("openrlhf", "slime", "verl", "skyrl", "roll", "nemo-rl")
 DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
 
 
@@ -31,16 +32,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, action: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, action: Callable[[argparse.Namespace], int], help: str, of: str = "Folder of captures."
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
         added.set_defaults(action=_refusing(action))
-        added.add_argument("folder", type=Path, help="Folder of captures.")
+        added.add_argument("folder", type=Path, help=of)
         return added
 
     _add_run(commands)
     command("check", _check, "Read every file and hold it against the manifests.")
-    convert = command("convert", _convert, "Write older dumps again as format 1.")
+    convert = command(
+        "convert",
+        _convert,
+        "Write older dumps, and those of other projects, as format 1.",
+        "A dump or a folder of them.",
+    )
     convert.add_argument("target", type=Path, help="A new folder.")
+    convert.add_argument(
+        "--from", dest="project", choices=PROJECTS, help="Whose dumps they are (default: told from each file)."
+    )
+    convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: as the dump has them).")
     redact = command("redact", _redact, "Write the folder again without its text.")
     redact.add_argument("target", type=Path, help="A new folder.")
     redact.add_argument(
@@ -134,8 +146,10 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _convert(parsed: argparse.Namespace) -> int:
     from capture.convert import convert_folder
+    from capture.importers import Project
 
-    done = convert_folder(parsed.folder, parsed.target)
+    project = Project(parsed.project) if parsed.project else None
+    done = convert_folder(parsed.folder, parsed.target, project=project, num_rows=parsed.rows)
     share = done.num_bytes_after / done.num_bytes_before if done.num_bytes_before else 0
     print(
         f"converted  {len(done.written)} files to {parsed.target}, {share:.0%} of their size, each read back and equal"

@@ -1,53 +1,21 @@
 """Reads the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without a checksum.
 
-Their tensors name three functions. One of them, `torch.storage._load_from_bytes`, unpickles again whatever it is given,
-so none of the three is ever called: each has a stand-in here that reads what a saved tensor needs and refuses the rest.
-The inner bytes are what `torch.save(storage, _use_new_zipfile_serialization=False)` writes: four pickles (magic number,
-protocol, system, storage), a fifth with the storage's key, then the number of elements and the elements themselves.
+Their tensors name three functions, which `capture/saved_tensors.py` has stand-ins for.
 """
 
-import struct
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from capture.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
 from capture.plain_data import plain_copy
 from capture.plain_pickle import load_plain
-from capture.tensor_codec import check_total, from_bytes, size_in_bytes
-
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-_PROTOCOL = 1001
-_MAX_HEAD_BYTES = 1024  # what stands before a storage's elements; torch writes about 240
-_MAX_STORAGES = 1000
-_STORAGE_DTYPES = {
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-}
-_HEADER = (
-    b"\x80\x02\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little") + b".\x80\x02M" + struct.pack("<H", _PROTOCOL) + b"."
-)
+from capture.saved_tensors import SavedTensors
 
 
 def read_legacy(data: bytes, source: str) -> MicroBatch:
     """`data` is the whole file. Raises CaptureError for everything that is not such a dump."""
-    stand_ins = _StandIns(source)
-    names = {
-        ("torch._utils", "_rebuild_tensor_v2"): stand_ins.rebuild_tensor,
-        ("torch.storage", "_load_from_bytes"): stand_ins.load_storage,
-        ("collections", "OrderedDict"): stand_ins.no_hooks,
-    }
-    dump, end = load_plain(data, source=source, names=names)
+    dump, end = load_plain(data, source=source, names=SavedTensors(source).names)
     if end != len(data):
         raise CaptureError(f"{source}: {len(data) - end} bytes after the end of the dump: the file is damaged")
     if not isinstance(dump, dict):
@@ -79,99 +47,3 @@ def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, Any], source: str)
             )
     origin = Origin(source=source, rank=rank, time=time)
     return micro_batch_from_call(tensors, facts, trains=trains, origin=origin)
-
-
-@dataclass(frozen=True)
-class _Storage:
-    elements: Tensor  # flat
-
-
-@dataclass(frozen=True)
-class _NoHooks:
-    """Stands for the empty OrderedDict of backward hooks."""
-
-
-class _StandIns:
-    """What the three names of a dump stand for, and how many bytes of tensors they have made so far."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.num_storages = 0
-        self.num_tensor_bytes = 0
-
-    def no_hooks(self, *items: Any) -> _NoHooks:
-        if items:
-            raise CaptureError(f"{self.source}: an OrderedDict with items; a dump holds only empty ones")
-        return _NoHooks()
-
-    def load_storage(self, *arguments: Any) -> _Storage:
-        match arguments:
-            case (bytes(data),) if data.startswith(_HEADER):
-                return self._storage(memoryview(data))
-        raise CaptureError(f"{self.source}: refused: bytes that are no storage saved by torch in its legacy form")
-
-    def _storage(self, data: memoryview) -> _Storage:
-        self.num_storages += 1
-        if self.num_storages > _MAX_STORAGES:
-            raise CaptureError(f"{self.source}: more than {_MAX_STORAGES} tensors; a dump holds a dozen")
-        head = data[:_MAX_HEAD_BYTES]
-        names = {("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()}
-        system, end = load_plain(head, source=self.source, start=len(_HEADER))
-        described, end = load_plain(head, source=self.source, start=end, names=names, persistent_load=_PersistentId)
-        keys, end = load_plain(head, source=self.source, start=end)
-        if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CaptureError(f"{self.source}: a storage that was not written by a little-endian machine")
-        match described:
-            case _PersistentId(("storage", torch.dtype() as dtype, str(key), str(), int(num_elements), None)):
-                pass
-            case _:
-                raise CaptureError(f"{self.source}: refused: saved bytes that describe no storage")
-        if keys != [key] or len(data) - end < 8:
-            raise CaptureError(f"{self.source}: a storage without its elements: the file is damaged")
-        (num_written,) = struct.unpack_from("<q", data, end)
-        elements = data[end + 8 :]
-        if num_written != num_elements or len(elements) != num_elements * dtype.itemsize:
-            raise CaptureError(
-                f"{self.source}: a storage of {num_elements} elements of {dtype} comes with {len(elements)} bytes"
-            )
-        self._charge(len(elements))
-        if dtype == torch.bool and bytes(elements).strip(b"\0\1"):
-            raise CaptureError(f"{self.source}: a bool storage with bytes other than 0 and 1: the file is damaged")
-        return _Storage(from_bytes(elements, dtype))
-
-    def rebuild_tensor(self, *arguments: Any) -> Tensor:
-        match arguments:
-            case (_Storage(elements), int(offset), tuple(size), tuple(stride), bool(), _NoHooks()) if (
-                _are_sizes(offset, *size, *stride) and len(size) == len(stride) <= 16
-            ):
-                pass
-            case _:
-                raise CaptureError(f"{self.source}: refused: a tensor that was not saved as torch saves tensors")
-        num_bytes = size_in_bytes(size, elements.dtype)
-        check_total(num_bytes, self.source)
-        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        if 0 not in size and last >= len(elements):
-            raise CaptureError(
-                f"{self.source}: a tensor of shape {list(size)}, strides {list(stride)} and offset {offset} "
-                f"reaches beyond its storage of {len(elements)} elements"
-            )
-        if 0 in size:
-            return torch.empty(size, dtype=elements.dtype)
-        view = elements.as_strided(size, stride, offset)
-        if not view.is_contiguous():
-            self._charge(num_bytes)
-        return view.contiguous()
-
-    def _charge(self, num_bytes: int) -> None:
-        """The same saved bytes may be named many times: what is counted is what was made of them."""
-        self.num_tensor_bytes += num_bytes
-        check_total(self.num_tensor_bytes, self.source)
-
-
-@dataclass(frozen=True)
-class _PersistentId:
-    value: Any
-
-
-def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)

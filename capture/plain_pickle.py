@@ -46,14 +46,17 @@ def load_plain(
 
     Raises CaptureError for everything else.
     """
-    reader = _Reader(memoryview(data), start, source, names, persistent_load)
+    reader = PickleReader(memoryview(data), start, source, names, persistent_load)
     value = reader.run()
     reader.check_depth(value)
     return value, reader.position
 
 
-class _Reader:
+class PickleReader:
     """A stack machine. `stack` holds the items since the last mark, `outer_stacks` those before it."""
+
+    max_instructions = MAX_INSTRUCTIONS
+    max_text_bytes = MAX_TEXT_BYTES
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class _Reader:
 
     def text(self, num_bytes: int) -> str:
         self.num_text_bytes += num_bytes
-        if self.num_text_bytes > MAX_TEXT_BYTES:
-            raise self.error(f"more than {MAX_TEXT_BYTES} bytes of text")
+        if self.num_text_bytes > self.max_text_bytes:
+            raise self.error(f"more than {self.max_text_bytes} bytes of text")
         try:
             return str(self.take(num_bytes), "utf-8")
         except UnicodeDecodeError:
@@ -165,14 +168,14 @@ class _Reader:
         return self.persistent_load(persistent_id)
 
     def run(self) -> Any:
-        for _ in range(MAX_INSTRUCTIONS):
+        for _ in range(self.max_instructions):
             instruction = bytes(self.take(1))
             if instruction == pickle.STOP:
                 return self.pop()
             self.step(instruction)
             if len(self.outer_stacks) > MAX_DEPTH + 1:
                 raise self.error(f"more than {MAX_DEPTH} levels of nesting")
-        raise self.error(f"more than {MAX_INSTRUCTIONS} instructions")
+        raise self.error(f"more than {self.max_instructions} instructions")
 
     def step(self, instruction: bytes) -> None:
         match instruction:

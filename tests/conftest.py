@@ -1,12 +1,17 @@
-"""One process group for all replays that tests run in their own process."""
+"""One process group for all replays that tests run in their own process, and one thread for each process."""
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+
+torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,100 @@
+"""Dumps of other projects as calls of format 1. Nothing in a file can run code: no unpickler but ours ever sees it.
+
+Each module states the release whose code defines its format, and how its rows become ours. A micro-batch is what the
+dump says (slime's training data), or all rows of a file, or as many as were asked for.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+
+from capture.capture_file import Call, read_bytes, read_call
+from capture.importers.data_proto import ROLL_CLASS, VERL_CLASS, roll_calls, verl_calls
+from capture.importers.nemo_rl import nemo_rl_calls
+from capture.importers.skyrl import MODULE, skyrl_calls
+from capture.importers.slime import slime_calls
+from capture.importers.torch_zip import ZIP_START
+from capture.micro_batch import CaptureError
+
+MAX_DUMP_BYTES = 2 * 2**30
+SUFFIXES = (".pkl", ".pt", ".dp", ".jsonl")
+_CLASS_BYTES = 200  # a pickle names the class of what it holds first
+
+
+class Project(Enum):
+    """Whose dump it is; a member's value is what is typed."""
+
+    OPENRLHF = "openrlhf"  # and format 1
+    SLIME = "slime"
+    VERL = "verl"
+    SKYRL = "skyrl"
+    ROLL = "roll"
+    NEMO_RL = "nemo-rl"
+
+
+_READERS: dict[Project, Callable[[bytes, str, int | None, int | None], Iterator[Call]]] = {
+    Project.SLIME: slime_calls,
+    Project.VERL: verl_calls,
+    Project.SKYRL: skyrl_calls,
+    Project.ROLL: roll_calls,
+    Project.NEMO_RL: nemo_rl_calls,
+}
+_MODULES = {Project.VERL: VERL_CLASS[0], Project.ROLL: ROLL_CLASS[0], Project.SKYRL: MODULE}
+
+
+def dump_files(source: Path) -> list[Path]:
+    """`source`, or the dumps in it and in its folders, those of a folder in the order of their numbers.
+
+    Raises CaptureError where there is nothing of that name.
+    """
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise CaptureError(f"{source}: no such file or folder. Give a dump, or a folder of dumps")
+    found = (path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(source).parts))
+    return sorted(visible, key=lambda path: _by_number(path.relative_to(source).as_posix()))
+
+
+def read_dump(path: Path, source: str, project: Project | None, num_rows: int | None) -> Iterator[Call]:
+    """The micro-batches of one file, in its order; without step; of OpenRLHF and format 1 alone, a time.
+
+    source    what the file is called in messages
+    project   None: told from the file
+    num_rows  rows of a micro-batch; None: as the dump has them. Of OpenRLHF and format 1 a file is always one
+
+    Raises CaptureError for a file that is none of these, damaged or hostile; OSError.
+    """
+    with open(path, "rb") as file:
+        project = project or _told_from(file.read(_CLASS_BYTES), path)
+    if project is Project.OPENRLHF:
+        yield read_call(path)
+    else:
+        yield from _READERS[project](read_bytes(path, MAX_DUMP_BYTES), source, num_rows, _step_of(path))
+
+
+def _told_from(start: bytes, path: Path) -> Project:
+    if start.startswith(ZIP_START):
+        return Project.SLIME
+    if start.startswith(b"{"):
+        return Project.NEMO_RL
+    for project, module in _MODULES.items():
+        if module.encode() in start:
+            return project
+    if start.startswith(b"\x80"):
+        return Project.OPENRLHF
+    allowed = ", ".join(project.value for project in Project)
+    raise CaptureError(f"{path.name}: cannot be told whose dump it is. Try: --from with one of {allowed}")
+
+
+def _step_of(path: Path) -> int | None:
+    """`step_000007.pkl`, `global_step_7_training_input.pkl`, `train_data_step7.jsonl`, `7/gen_batch.dp`."""
+    found = re.search(r"step_?(\d{1,15})", path.stem) or re.fullmatch(r"(\d{1,15})", path.parent.name)
+    return int(found[1]) if found else None
+
+
+def _by_number(name: str) -> list[tuple[int, int, str]]:
+    """Sorts 10 after 9."""
+    parts = re.split(r"(\d{1,15})", name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

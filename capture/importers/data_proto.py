@@ -1,0 +1,191 @@
+"""verl's and ROLL's `DataProto`: a pickle with the tensors of a batch in a second one, saved by torch.
+
+verl 0.9.1, `verl/protocol.py` (`DataProto.save_to_disk`; `RolloutSkip` writes `<step>/gen_batch.dp` with it). The
+state is (batch, non_tensor_batch, meta_info). `batch` is the bytes of `torch.save` of a consolidated tensordict, or
+with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy (sizes, device, {name: (dtype, shape, bytes as a NumPy array)}).
+`response_mask` [B, A] covers a row's last A tokens; without one it is the attention mask there, as verl computes it.
+
+ROLL 0.3.0, `roll/distributed/scheduler/protocol.py` (`rollout_mock` writes `train/step_<step>.pkl` with pickle). The
+same with the bytes in a `BytesIO`, and since 0.3.0 `remote_batch` as the third of four. `response_mask` [B, S] covers
+every token.
+
+tensordict 0.15.3, `tensordict/_reductions.py`: a consolidated tensordict is one flat tensor of bytes, and for each
+name (dtype, shape, first byte, end, padding).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.capture_file import Call
+from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
+from capture.importers.rows import Dump, kind_of, plain_facts, without_first
+from capture.importers.torch_zip import load_torch_zip
+from capture.micro_batch import CaptureError
+from capture.tensor_codec import DTYPES
+
+VERL_CLASS = ("verl.protocol", "DataProto")
+ROLL_CLASS = ("roll.distributed.scheduler.protocol", "DataProto")
+_BYTES_IO = ("_io", "BytesIO")
+_CONSOLIDATED = ("tensordict._reductions", "_rebuild_tensordict_files_consolidated")
+_PARTS = "a part of input_ids"
+
+
+def verl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
+    """`data` is the whole file. `step` is taken where the dump does not say one. Raises CaptureError."""
+    batch, others, meta = _state(data, source, VERL_CLASS)
+    tensors, left_out = _tensors(batch, others, len(data), source)
+    responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)
+    attention = tensors.get("attention_mask")
+    if mask is None and attention is not None and responses is not None and responses.ndim == 2:
+        mask = attention[:, -responses.shape[1] :]
+    yield from _calls("verl", tensors, mask, left_out, meta, source, num_rows, step)
+
+
+def roll_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
+    """The same of ROLL."""
+    batch, others, meta = _state(data, source, ROLL_CLASS)
+    tensors, left_out = _tensors(batch, others, len(data), source)
+    mask = tensors.pop("response_mask", None)
+    if mask is not None:
+        mask = without_first(mask, "response_mask", source)
+    yield from _calls("ROLL", tensors, mask, left_out, meta, source, num_rows, step)
+
+
+def _calls(
+    project: str,
+    tensors: dict[str, Tensor],
+    mask_BA: Tensor | None,
+    left_out: dict[str, str],
+    meta: Mapping[Any, Any],
+    source: str,
+    num_rows: int | None,
+    step: int | None,
+) -> Iterator[Call]:
+    if "input_ids" not in tensors:
+        raise CaptureError(f"{source}: no input_ids in this DataProto; it has {str(sorted(tensors))[:200]}")
+    for name in ("prompts", "responses"):
+        if tensors.pop(name, None) is not None:
+            left_out[name] = _PARTS
+    named = {"sequences": tensors.pop("input_ids")}
+    named |= {} if mask_BA is None else {"action_mask": mask_BA}
+    facts, not_plain = plain_facts(meta)
+    for name in ("global_steps", "global_step"):
+        step = facts[name] if isinstance(facts.get(name), int) else step
+    facts |= {"imported_from": project} | ({} if step is None else {"training_step": step})
+    dump = Dump(source=source, tensors=named | tensors, facts=facts, left_out=left_out | not_plain)
+    yield from dump.calls(num_rows)
+
+
+def _state(data: bytes, source: str, root: tuple[str, str]) -> tuple[Any, dict[Any, Any], dict[Any, Any]]:
+    """The batch as it was saved, the other columns, and what holds for all."""
+    match load_records(data, source=source, classes=(root, _BYTES_IO)):
+        case Record(name, (), (batch, dict(others), dict(meta)) | (batch, dict(others), None, dict(meta))) if (
+            name == ".".join(root)
+        ):
+            return batch, others, meta
+    raise CaptureError(f"{source}: a pickle, but no {'.'.join(root)} as it is saved")
+
+
+def _tensors(
+    batch: Any, others: Mapping[Any, Any], num_bytes: int, source: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors, left_out = _Batch(source, num_bytes).read(batch)
+    for name, column in others.items():
+        if not isinstance(name, str) or name in tensors:
+            raise CaptureError(f"{source}: non_tensor_batch has {str(name)[:40]!r}, which is no name or is there twice")
+        tensor = column.tensor() if isinstance(column, Array) else None
+        if tensor is None:
+            left_out[name] = f"numpy array of {column.code[:8]}" if isinstance(column, Array) else kind_of(column)
+        else:
+            tensors[name] = tensor
+    return tensors, left_out
+
+
+class _Batch:
+    """Reads the tensors of one batch, and counts their bytes: they may share those of the file."""
+
+    def __init__(self, source: str, num_bytes: int) -> None:
+        self.source = source
+        self.num_bytes_left = TENSOR_BYTES_PER_FILE_BYTE * num_bytes
+
+    def read(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors by name; and what is none, with its kind."""
+        match batch:
+            case Record("_io.BytesIO", (), (bytes(saved), int(), None)):
+                return self._unpacked(saved)
+            case bytes(saved):
+                return self._unpacked(saved)
+            case (_, _, dict(items)):
+                return self._each(items, self._from_array)
+            case None:
+                raise CaptureError(f"{self.source}: a DataProto without tensors")
+        raise CaptureError(f"{self.source}: a DataProto whose batch was not saved as verl or ROLL save it")
+
+    def _unpacked(self, saved: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+        def consolidated(*arguments: Any) -> Record:
+            return Record("consolidated", arguments)
+
+        found = load_torch_zip(saved, source=self.source, functions={_CONSOLIDATED: consolidated})
+        match found:
+            case Record("consolidated", ({"leaves": dict(leaves), **others}, Tensor() as flat)) if (
+                flat.ndim == 1 and flat.dtype == torch.uint8
+            ):
+                tensors, left_out = self._each(leaves, lambda name, described: self._leaf(name, described, flat))
+                known = ("cls", "cls_metadata", "leaves", "non_tensors")
+                nested = others.get("non_tensors")
+                more = [*(nested if isinstance(nested, dict) else ()), *(name for name in others if name not in known)]
+                return tensors, left_out | {str(name)[:100]: "no tensor of the batch" for name in more}
+        raise CaptureError(f"{self.source}: the batch is no consolidated tensordict; another form is not read")
+
+    def _each(
+        self, items: Mapping[Any, Any], read: Callable[[str, Any], Tensor | None]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors: dict[str, Tensor] = {}
+        left_out: dict[str, str] = {}
+        for name, described in items.items():
+            if not isinstance(name, str):
+                raise CaptureError(f"{self.source}: a tensor of the batch has a name that is no text")
+            tensor = read(name, described)
+            if tensor is None:
+                left_out[name] = "a nested tensor"
+            else:
+                tensors[name] = tensor
+        return tensors, left_out
+
+    def _leaf(self, name: str, described: Any, flat: Tensor) -> Tensor | None:
+        if name.startswith("<NJT"):  # values, offsets and lengths of a nested tensor
+            return None
+        match described:
+            case (str(dtype), list(shape), int(start), int(end), *_) if 0 <= start <= end <= len(flat):
+                return self._of(flat[start:end], dtype.removeprefix("torch."), shape)
+        raise CaptureError(f"{self.source}: a tensor that is not within the batch's bytes: the file is damaged")
+
+    def _from_array(self, name: str, described: Any) -> Tensor | None:
+        match described:
+            case (str(dtype), Record("torch.Size", (tuple(shape),)), Array() as array):
+                elements = array.tensor()
+                if elements is not None and elements.dtype == torch.uint8:
+                    return self._of(elements.view(-1), dtype, list(shape))
+            case (str(), list()):
+                return None
+        raise CaptureError(f"{self.source}: a tensor that was not saved as verl saves it")
+
+    def _of(self, data: Tensor, dtype_name: str, shape: list[Any]) -> Tensor:
+        """A copy of the bytes `data`, which may be followed by padding."""
+        dtype = DTYPES.get(dtype_name)
+        if dtype is None or len(shape) > 16 or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+            raise CaptureError(f"{self.source}: a tensor of {dtype_name[:20]!r} and shape {str(shape)[:80]}")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(data):
+            raise CaptureError(f"{self.source}: {len(data)} bytes are no {dtype} of shape {shape}")
+        self.num_bytes_left -= num_bytes
+        if self.num_bytes_left < 0:
+            raise CaptureError(f"{self.source}: its tensors share more bytes than a dump's do")
+        elements = data[:num_bytes].clone()
+        if dtype == torch.bool and num_bytes and int(elements.max()) > 1:
+            raise CaptureError(f"{self.source}: a bool tensor with bytes other than 0 and 1: the file is damaged")
+        return elements.view(dtype).view(shape)

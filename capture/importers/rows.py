@@ -1,0 +1,115 @@
+"""From the rows of another project's dump to calls of format 1: which rows make a micro-batch, and under which names.
+
+Shape letters as in `capture/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the action mask covers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from capture.capture_file import Call
+from capture.micro_batch import CaptureError, Origin
+from capture.tensor_codec import DTYPES, MAX_TENSOR_BYTES
+
+_MAX_TEXT_LENGTH = 200
+_NAMED = ("sequences", "attention_mask", "action_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dump:
+    """The rows that one rank had, or that a whole step had.
+
+    tensors   by name, [rows, ...]: `sequences` [B, S], `attention_mask` [B, S], `action_mask` [B, A], and what else
+    facts     plain values that hold for every row
+    left_out  what is not taken over: name to reason
+    rank      None where the dump does not say
+    """
+
+    source: str
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+    def calls(self, num_rows: int | None) -> Iterator[Call]:
+        """Micro-batches of `num_rows` consecutive rows, the last of what is left; None: one of all rows.
+
+        Raises CaptureError where a dump's tensors do not fit together, or do not fit into one micro-batch.
+        """
+        batch = self.tensors["sequences"]
+        if batch.ndim != 2 or 0 in batch.shape:
+            raise CaptureError(f"{self.source}: token ids of shape {list(batch.shape)}; expected [rows, tokens]")
+        kept = {name: tensor for name, tensor in self.tensors.items() if _is_of_rows(tensor, len(batch))}
+        others = {name: _shape(self.tensors[name]) for name in self.tensors.keys() - kept.keys()}
+        if lost := others.keys() & set(_NAMED):
+            raise CaptureError(
+                f"{self.source}: {', '.join(sorted(lost))} does not have {len(batch)} rows, as token ids"
+            )
+        for start in range(0, len(batch), num_rows or len(batch)):
+            rows = slice(start, start + (num_rows or len(batch)))
+            cut = {name: tensor[rows] for name, tensor in kept.items()}
+            if sum(tensor.numel() * tensor.itemsize for tensor in cut.values()) > MAX_TENSOR_BYTES:
+                raise CaptureError(
+                    f"{self.source}: {len(cut['sequences'])} rows hold more than the {MAX_TENSOR_BYTES} bytes that a "
+                    f"micro-batch may have. Try: --rows {max(1, len(cut['sequences']) // 8)}"
+                )
+            yield Call(
+                tensors=cut,
+                call_facts={**self.facts, "first_row": start},
+                left_out={**self.left_out, **others},
+                trains=True,
+                origin=Origin(source=self.source, rank=self.rank),
+            )
+
+
+def without_first(mask_BS: Tensor, name: str, source: str) -> Tensor:
+    """A mask of every token as one of the last S - 1: no model predicts the first. Raises CaptureError if it is set."""
+    if mask_BS.ndim != 2 or mask_BS[:, :1].any():
+        raise CaptureError(f"{source}: {name} must be of shape [rows, tokens], with no row's first token in it")
+    return mask_BS[:, 1:]
+
+
+def plain_facts(values: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of `values` is a number or a short text, and of the rest name and kind."""
+    facts: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in values.items():
+        if not isinstance(name, str):
+            continue
+        is_number = value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 2**62)
+        if is_number or (type(value) is str and len(value) <= _MAX_TEXT_LENGTH):
+            facts[name] = value
+        else:
+            left_out[name] = kind_of(value)
+    return facts, left_out
+
+
+def kind_of(value: object) -> str:
+    return _shape(value) if isinstance(value, Tensor) else type(value).__name__
+
+
+def padded_left(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Rows of at most `width` elements as one tensor, zeros before them. `width` x rows was checked by the caller."""
+    return torch.stack([pad(row, (width - len(row), 0)) for row in rows])
+
+
+def fits(num_rows: int, widths: Sequence[int], source: str) -> None:
+    """Raises CaptureError if tensors of these widths, of eight bytes an element, are more than a pass may hold."""
+    if 8 * num_rows * math.fsum(widths) > MAX_TENSOR_BYTES:
+        raise CaptureError(
+            f"{source}: {num_rows} rows of {len(widths)} tensors, padded, hold more than the {MAX_TENSOR_BYTES} bytes "
+            f"that a micro-batch may have. Try: --rows {max(1, num_rows // 8)}"
+        )
+
+
+def _is_of_rows(tensor: Tensor, num_rows: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == num_rows and tensor.dtype in DTYPES.values()
+
+
+def _shape(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
