@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_constant_schedule_with_warmup
 
 from actor_init.spec import ActorSpec, Dtype, OptimizerName
 
@@ -47,8 +46,8 @@ def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | No
 
 def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
     """The learning rate of each step; its `last_epoch` is the number of steps taken. The first warm-up step has 0."""
-    schedule: LambdaLR = get_constant_schedule_with_warmup(optimizer, spec.lr_warmup_steps)
-    return schedule
+    num_warmup = spec.lr_warmup_steps
+    return LambdaLR(optimizer, lambda step: step / num_warmup if step < num_warmup else 1.0)
 
 
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:

@@ -64,9 +64,11 @@ def standing_jobs() -> list[Job]:
     for where, whole in EVERY_INPUT.items():
         num_processes, flags = (4, where.removeprefix("on 4: ")) if where.startswith("on 4") else (2, where)
         jobs += [Job(model, num_processes, f"{flags} {ALL if model in whole else FEW}") for model in MODELS]
-    jobs += [Job(m, 2, f"--tp 2 --sequence-parallel --gradient-checkpointing --no-packing {FEW}") for m in MODELS]
-    jobs += [Job(m, 2, BUILTIN) for m in MODELS]
-    jobs += [Job(m, 4, f"--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2 {FEW}") for m in MODELS]
+    pad = "--tp 2 --sequence-parallel --gradient-checkpointing --no-packing"
+    jobs += [Job(m, 2, f"{pad} {FEW}") for m in ("llama, tied, biases, uneven", GEMMA3)]
+    jobs += [Job(m, 2, BUILTIN) for m in ("llama", QWEN3, GEMMA3)]
+    window = "--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2"
+    jobs += [Job(m, 4, f"{window} {FEW}") for m in ("qwen2, biases", QWEN3)]
     return jobs
 
 
