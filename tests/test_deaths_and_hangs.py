@@ -137,7 +137,7 @@ def replayed(case: Case, home: Path) -> Outcome:
     with subprocess.Popen(
         [*arguments, *["--uneven"] * case.uneven],
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

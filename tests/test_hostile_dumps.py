@@ -27,7 +27,8 @@ from tests.test_hostile_pickles import (
     MAX_GROWTH_BYTES,
     ROOT,
     TARGETS,
-    calls,
+    Attack,
+    attacks,
     integer,
     legacy_storage,
     loaded,
@@ -224,21 +225,10 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
 
 
 def hostile_files() -> dict[str, bytes]:
-    files = {what: data for what, data, _ in bombs()}
-    for target, (module, function, values) in TARGETS.items():
-        for where, data in placements(calls(module, function, *values)["STACK_GLOBAL"]).items():
-            files[f"{target}, {where}"] = data
-    for form, instructions in calls("_io", "FileIO", MARKER, "w").items():
-        for where, data in placements(instructions).items():
-            files[f"FileIO by {form}, {where}"] = data
+    files = {what: data for what, data, _ in bombs()} | attacks(placements)
     for protocol in range(6):
         files[f"os.system by protocol {protocol}.pt"] = zipped(pickle.dumps(Attack(), protocol=protocol))
     return files
-
-
-class Attack:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {MARKER}",)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -340,14 +340,20 @@ def instruction_bombs() -> Iterator[tuple[str, bytes]]:
             yield f"{what}, {where}", placements(instructions)[where]
 
 
-def hostile_files() -> dict[str, bytes]:
+def attacks(placed: Callable[[bytes], dict[str, bytes]]) -> dict[str, bytes]:
+    """Every target by one form of call, and FileIO by every form, in every place that `placed` puts instructions."""
     files = {}
     for target, (module, function, values) in TARGETS.items():
-        for where, data in placements(calls(module, function, *values)["STACK_GLOBAL"]).items():
+        for where, data in placed(calls(module, function, *values)["STACK_GLOBAL"]).items():
             files[f"{target}, {where}"] = data
     for form, instructions in calls("_io", "FileIO", MARKER, "w").items():
-        for where, data in placements(instructions).items():
+        for where, data in placed(instructions).items():
             files[f"FileIO by {form}, {where}"] = data
+    return files
+
+
+def hostile_files() -> dict[str, bytes]:
+    files = attacks(placements)
     for protocol in range(6):
         files[f"os.system by protocol {protocol}"] = pickle.dumps(Attack(), protocol=protocol)
         files[f"os.system in a dump by protocol {protocol}"] = pickle.dumps({"sequences": Attack()}, protocol=protocol)

@@ -31,7 +31,7 @@ def start(home: Path, launcher: str) -> subprocess.Popen[str]:
             str(home / "logs"),
         ],
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

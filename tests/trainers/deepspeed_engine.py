@@ -10,6 +10,8 @@ from tests.trainers.common import make_batches, make_model, write_losses
 
 
 def main(folder: Path, stage: int) -> None:
+    # compiled at first use otherwise, under a lock in the home folder that a killed job leaves behind
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     model = make_model(folder)
     engine, *_ = deepspeed.initialize(
