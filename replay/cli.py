@@ -1,13 +1,12 @@
-"""The command line: `replay` replays, `replay inspect` looks at inputs, `compare` at logs, `doctor` at the machine."""
+"""The command line: `replay` replays; what else it can do is in `subcommands.py`."""
 
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -17,8 +16,7 @@ from actor_init.spec import UsageError
 from replay.launch import num_processes_missing, relaunch
 from replay.options import command_line, run_spec, with_options
 from replay.spec import RunSpec
-
-Action = Callable[[], int]  # returns the exit code
+from replay.subcommands import COMMANDS, Action
 
 # the base of typer's own errors; newer typers carry click inside, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
@@ -79,72 +77,8 @@ def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
     return run(spec, show_traceback=show_traceback)
 
 
-@app.command()
-def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
-    """Say what a folder holds: passes, ranks, shapes, damaged files."""
-    return partial(_inspect, folder)
-
-
-def _inspect(folder: Path) -> int:
-    from replay.console import print_inspection
-    from replay.inspection import inspect_folder
-
-    facts = inspect_folder(folder)
-    print_inspection(facts)
-    return 1 if facts.damaged else 0
-
-
-@app.command()
-def doctor(
-    log_folder: Path = typer.Option(  # noqa: B008
-        Path("logs"), metavar="PATH", show_default=False, help="Where runs would be logged. (default: logs)"
-    ),
-    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
-    timeout: float = typer.Option(
-        60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
-    ),
-) -> Action:
-    """Say what works on this machine, what does not, and what to type. Needs no GPU and no captures.
-
-    Exit code 0 if all works that `replay` without options needs here, else 1.
-    """
-    return partial(_doctor, log_folder, json, timeout)
-
-
-def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("doctor starts its own processes. Try: replay doctor, without a launcher and its WORLD_SIZE")
-    from replay.doctor import examine
-
-    return examine(log_folder, json, timeout)
-
-
-@app.command()
-def compare(
-    logs: list[Path] = typer.Argument(  # noqa: B008
-        help="Folders that runs left in logs/, or that hold one run each. The first is the reference.",
-        metavar="LOG LOG...",
-    ),
-    threshold: float = typer.Option(
-        0.05,
-        help="Exit with 1 if a loss, a row's log-probs or a gradient norm differs by more than this share of the "
-        "reference's. Time and memory are shown, and decide nothing.",
-    ),
-    plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
-    json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
-) -> Action:
-    """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
-
-    Runs of the same work alone: the same model, weights and inputs, the same loss. Exit code 0: within the threshold;
-    1: beyond it; 2: not comparable, and why.
-    """
-    return partial(_compare, logs, threshold, plot, json)
-
-
-def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None) -> int:
-    from replay.compare import compare_logs
-
-    return compare_logs(logs, threshold, plot, json)
+for command in COMMANDS:
+    app.command()(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from replay.child import GRACE, end
+
 MARK = "replay-doctor-answer: "
-GRACE = 2.0  # seconds a process has to end by itself after its limit, and to end its own processes after SIGTERM
 SHARE = 0.5  # of all the time there is that one probe may take, unless it is told otherwise: a hang leaves some
 
 
@@ -56,7 +56,7 @@ class Prober:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _end(process)
+                end(process)
                 self._running.discard(process)
             return _answer(_text_of(out), code, time.monotonic() - began)
 
@@ -64,24 +64,13 @@ class Prober:
         """End what is still running."""
         self._deadline = 0.0
         for process in list(self._running):
-            _end(process)
+            end(process)
 
 
 def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:
     """Python's arguments that run a probe with the very module path that this process has."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from replay.probes import main; main()"
     return ["-c", code, probe, str(limit), *arguments]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs; SIGTERM first, on which torch's elastic launcher ends its ranks: no group holds them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
 
 
 def _text_of(out: IO[bytes]) -> str:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 ROOMS = {
-    "typer": {"replay/cli.py", "replay/options.py"},
+    "typer": {"replay/cli.py", "replay/subcommands.py", "replay/options.py"},
     "rich": {"replay/console.py"},
     "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
