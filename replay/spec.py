@@ -32,6 +32,9 @@ class InputsSpec:
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+    reverse_rows: bool = option(
+        False, "Feed each micro-batch's last row first: the same numbers but for rounding. The log keeps their order."
+    )
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
