@@ -16,7 +16,6 @@ from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
 from replay.matrix import DATA, Setting, name_of, num_processes_of, typed
 from replay.options import run_spec, toggles
 from replay.spec import RunSpec
-from replay.wording import counted
 
 PLAIN: Setting = {"backend": BackendName.FSDP2, "attention": Attention.SDPA, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = ("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing")
@@ -39,6 +38,10 @@ class Cell:
     num_processes: int
     reference: str  # the name of the cell that it is held against; its own for a reference of the dtype
     varies: str = ""  # of an equivalent: what
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_processes // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +86,7 @@ def plan(settings: Sequence[Setting], common: Mapping[str, Any], here: Here) -> 
         raise UsageError(f"no cell of the matrix can run here: {reason}")
     ground: dict[Any, Cell] = {}
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
-        windows = {_num_data_ranks(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
+        windows = {cell.num_data_ranks for cell in cells.values() if cell.spec.actor.dtype is dtype}
         _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
     for key, cell in cells.items():
         ground.setdefault(key, cell)
@@ -136,7 +139,7 @@ def _admit(
         own = typed(setting) | dict(more or {})
         num_each = here.num_inputs // num_data_ranks
         if num_each < 1:
-            raise UsageError(f"{counted(here.num_inputs, 'input')} do not suffice for {num_data_ranks} data ranks")
+            raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
         always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
         spec = run_spec({**shared, **own, **always})
         _check(spec, num_processes_of(setting), here)
@@ -159,10 +162,6 @@ def _admit(
 
 def _field_of(parameter: str) -> str:
     return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
-
-
-def _num_data_ranks(cell: Cell) -> int:
-    return cell.num_processes // (cell.spec.actor.parallel.tp * cell.spec.actor.parallel.ring)
 
 
 def _check(spec: RunSpec, num_processes: int, here: Here) -> None:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from actor_init.spec import Dtype, UsageError
 from replay.cells import Role
-from replay.comparison import compare
+from replay.comparison import Comparison, compare
 from replay.noise import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
 from replay.parity_log import Row, State
 from replay.past_run import PastRun
 from replay.summary import Statistics, summarize
+from replay.wording import counted
 
 MEASURING = (
     "kernel",
@@ -25,7 +26,7 @@ class Judged:
     verdict: Verdict
     distances: Mapping[str, Distance]  # by quantity
     deciding: Sequence[str]  # the quantities that are beyond their bound, or have none
-    note: str = ""  # why it was not judged, or what of it was not
+    notes: Sequence[str] = ()  # why it was not judged, or what of it was not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +43,30 @@ class Judgement:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a comparison of two logs came to: no distances if they could not be compared."""
+
+    distances: Mapping[str, Distance] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> "Found":
+        unfinished = [
+            f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
+            for quantity in comparison.results
+            if quantity.num_not_finite
+        ]
+        norms = [note for note in comparison.notes if note.startswith("gradient norms")]
+        return cls(distances=distances(comparison), notes=unfinished + norms)
+
+
 @dataclass(slots=True)
 class Judge:
     """Reads each log once, however often it is asked."""
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
-    _found: dict[tuple[str, str], Mapping[str, Distance] | str] = field(default_factory=dict)
+    _found: dict[tuple[str, str], Found] = field(default_factory=dict)
 
     def judge(self, rows: Sequence[Row]) -> Judgement:
         """What can be said by the cells that are done."""
@@ -73,8 +92,8 @@ class Judge:
         ]
         found: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
         for row in equivalents:
-            measured = self._distances(row.cell.name, row.cell.reference, done)
-            for quantity, distance in measured.items() if not isinstance(measured, str) else ():
+            measured = self._compared(row.cell.name, row.cell.reference, done)
+            for quantity, distance in measured.distances.items():
                 found.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in MEASURING for row in equivalents):
             return []
@@ -82,23 +101,25 @@ class Judge:
         return [noise_of(dtype, quantity, one, ceiling) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
-        found = self._distances(row.cell.name, row.cell.reference, done)
-        if isinstance(found, str):
-            return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], note=found)
+        found = self._compared(row.cell.name, row.cell.reference, done)
+        if not found.distances:
+            return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
         own = {noise.quantity: noise for noise in noises if noise.dtype is row.cell.spec.actor.dtype}
-        verdict, deciding = judge(found, own)
-        note = "no equivalent run measured its noise" if verdict is Verdict.NOT_JUDGED else ""
-        return Judged(verdict=verdict, distances=found, deciding=deciding, note=note)
+        verdict, deciding = judge(found.distances, own)
+        notes = [*found.notes] if row.cell.role is not Role.REFERENCE else []  # it accumulates what the other does not
+        if verdict is Verdict.NOT_JUDGED:
+            notes.append("no equivalent run measured its noise")
+        return Judged(verdict=verdict, distances=found.distances, deciding=deciding, notes=notes)
 
-    def _distances(self, name: str, reference: str, done: Mapping[str, Row]) -> Mapping[str, Distance] | str:
-        """Or why there are none."""
+    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Found:
         if reference not in done:
-            return f"its reference did not run: {reference}"
+            return Found(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._found:
             try:
-                self._found[name, reference] = distances(compare(self._run(done[reference]), self._run(done[name])))
+                found = Found.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                self._found[name, reference] = str(error)
+                found = Found(notes=[str(error)])
+            self._found[name, reference] = found
         return self._found[name, reference]
 
     def _run(self, row: Row) -> PastRun:
@@ -114,9 +135,9 @@ class Judge:
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
-            found = self._distances(row.cell.name, wide.cell.name, done)
+            found = self._compared(row.cell.name, wide.cell.name, done)
             ceiling = ceiling_of(dtype, self._run(row).config)
-            for quantity, distance in found.items() if not isinstance(found, str) else ():
+            for quantity, distance in found.distances.items():
                 if distance.value > ceiling:
                     remarks.append(
                         f"the reference in {dtype} is {distance.value:.3g} from that in fp32 in its {quantity} at "

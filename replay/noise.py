@@ -44,6 +44,7 @@ class Distance:
 
     value: float
     source: str  # the input
+    place: int  # of its pass among the reference's
     num_points: int
 
 
@@ -76,7 +77,7 @@ def _farthest(points: Sequence[Point]) -> Distance:
         return point.difference / size if point.difference and size else point.difference and math.inf
 
     worst = max(points, key=distance)
-    return Distance(value=distance(worst), source=worst.source, num_points=len(points))
+    return Distance(value=distance(worst), source=worst.source, place=worst.place, num_points=len(points))
 
 
 def noise_of(dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float) -> Noise:

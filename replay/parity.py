@@ -22,7 +22,7 @@ from replay.past_run import PastRun
 from replay.spec import RunSpec
 
 SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "name")
-NOT_FOR_ALL = (*SET_HERE, "uneven", "save_state", "save_model", "load_state")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 NUM_PROCESSES_ON_A_CPU = 2

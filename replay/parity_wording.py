@@ -89,8 +89,7 @@ def troubles(log: ParityLog, judgement: Judgement) -> Pairs:
                 for name in judged.deciding
             ]
             pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
-        if judged and judged.note:
-            pairs.append(("not judged", f"{row.cell.name}: {judged.note}"))
+        pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
         if row.state is State.FAILED:
             pairs.append(("FAILED", f"{row.cell.name}: {row.trouble}"))
     pairs += [("WRONG", remark) for remark in judgement.remarks]
