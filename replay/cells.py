@@ -106,7 +106,7 @@ def _add_ground(
     shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
     admit = partial(_admit, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
-    admit(Role.EQUIVALENT, plain, varies="nothing", suffix="again")
+    admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
     admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
     for kernel in (Attention.EAGER, Attention.FLASH):
         # eager keeps every token pair's score for backward; a block's at a time is what fits

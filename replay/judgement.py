@@ -152,7 +152,7 @@ def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
         f"{noise.dtype} {noise.quantity}: not in the floor, for rounding explains {noise.ceiling:.2g}, and no order "
         f"more than the other equivalents show: {said}"
     )
-    if "nothing" in {done[name].cell.varies for name in noise.distrusted}:
+    if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
         return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"
     if noise.floor is None or len(noise.distrusted) * 2 > len(noise.measured):
         return f"{text}. The reference itself may be the one that is wrong"

@@ -6,7 +6,9 @@ row of one sure token has a log-prob near 0, and its rounding is not to be taken
 The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples falls short
 of what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the multiple of
 their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4, for kinds of
-equivalent runs were seen to differ by that much among themselves. A fault must not become the floor. What rounding
+equivalent runs were seen to differ by that much among themselves. Few samples do not lift it beyond the ceiling:
+
+A fault must not become the floor. What rounding
 explains is about u * sqrt(2 L), for the two additions to the residual stream that each of L layers makes in a dtype of
 unit roundoff u; fp32, which has no wider dtype to sum its products in, has sqrt(H) more, for sums of H products
 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An
@@ -88,13 +90,14 @@ def noise_of(dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], c
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
     factor = max(LEAST_FACTOR, _factor(equivalents[loudest].num_points)) if trusted else LEAST_FACTOR
     some = floor or FP32_SPACING
+    bound = min(factor * some, max(LEAST_FACTOR * some, ceiling))
     return Noise(
         dtype=dtype,
         quantity=quantity,
         floor=floor,
         equivalent=loudest,
-        factor=factor,
-        bound=min(factor * some, max(LEAST_FACTOR * some, ceiling)),
+        factor=bound / some,
+        bound=bound,
         ceiling=ceiling,
         measured=measured,
         distrusted=[name for name in measured if name not in trusted],

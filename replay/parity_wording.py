@@ -4,7 +4,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from replay.cells import Role
 from replay.judgement import Judged, Judgement
 from replay.noise import Verdict
 from replay.options import command_line
@@ -125,8 +124,7 @@ def summary(log: ParityLog, judgement: Judgement) -> Pairs:
     verdicts = Counter(verdict_of(row, judgement.cells.get(row.cell.name)) for row in log.rows)
     known = [*Verdict, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
     text = ", ".join(f"{verdicts[name]} {name}" for name in known if verdicts[name])
-    judged = [row for row in log.rows if row.cell.role is not Role.REFERENCE]
-    pairs: Pairs = [("result", f"of {counted(len(judged), 'run')} beside the references: {text}")]
+    pairs: Pairs = [("result", text)]
     if verdicts["not run"]:
         pairs.append(("go on", f"replay parity --continue {log.folder}"))
     return pairs
