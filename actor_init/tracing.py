@@ -50,6 +50,7 @@ class LayerTracer:
         self._gradient_scale = 1.0
         self._found: list[TracedTensor] = []
         self._calls: Counter[tuple[str, str]] = Counter()
+        self._open: Counter[str] = Counter()  # calls of modules that call themselves, as functional_call does
         self._alive: list[Tensor] = []  # traced in this block; held, so that no other tensor takes their memory
         self._widths = {  # the module's own may be a rank's share
             name: (module.in_features, module.out_features)
@@ -58,8 +59,7 @@ class LayerTracer:
         }
         blocks = dict(blocks_of(model))
         for name, module in _traced_modules(model, blocks, spec.compile):
-            if name in self._widths:
-                module.register_forward_pre_hook(partial(self._sees_input, name))
+            module.register_forward_pre_hook(partial(self._sees_input, name))
             module.register_forward_hook(partial(self._sees_output, name, name in blocks))
 
     def begin(self, inputs: ActorInputs, loss_scale: float) -> None:
@@ -70,6 +70,7 @@ class LayerTracer:
         self._gradient_scale = loss_scale * (inputs.ring.group.size() if inputs.ring else 1)
         self._found, self._alive = [], []
         self._calls.clear()
+        self._open.clear()
 
     def end_forward(self) -> None:
         """What runs from here on is backward, and what it computes again."""
@@ -83,12 +84,18 @@ class LayerTracer:
         return taken
 
     def _sees_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A Linear's, unless it is another's output: what attention or an activation function gave."""
-        if self._takes_forward and args and isinstance(args[0], Tensor):
+        """Kept is a Linear's, unless it is another's output: what attention or an activation function gave."""
+        if not self._takes_forward:
+            return
+        self._open[name] += 1
+        if self._open[name] == 1 and name in self._widths and args and isinstance(args[0], Tensor):
             self._keep(name, "input", args[0], self._widths[name][0])
 
     def _sees_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
         if not self._takes_forward:
+            return
+        self._open[name] -= 1
+        if self._open[name]:
             return
         width = self._widths[name][1] if name in self._widths else None
         for number, tensor in enumerate(_tensors_of(output)):
