@@ -18,8 +18,10 @@ from replay.matrix import settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_log import FILE, ParityLog, Row, State
 from replay.parity_page import page
+from replay.parting import Partings
 from replay.past_run import PastRun
 from replay.spec import RunSpec
+from replay.wording import Pairs
 
 SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "name")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
@@ -98,6 +100,7 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     judge, progress = Judge(), ParityProgress(log)
     began = time.monotonic()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit around us ends the run's processes too
+    differences: Pairs = []
     interrupted = False
     try:
         for number, row in log.pending():
@@ -105,12 +108,14 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
                 break
             settled = _settle(log, number, row, limits.cell)
             progress.ended(number, settled, judge.judge(log.rows))
+        if trace:
+            differences.extend(Partings(log, limits.cell).of(judge.judge(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
     judgement = judge.judge(log.rows)
-    _report(log, judgement, progress)
+    _report(log, judgement, differences, progress)
     if interrupted:
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
@@ -149,9 +154,9 @@ def _outcome(child: Child) -> tuple[State, str, Path | None]:
         return State.FAILED, str(error) if has_run else child.trouble, None
 
 
-def _report(log: ParityLog, judgement: Judgement, progress: ParityProgress) -> None:
+def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: ParityProgress) -> None:
     log.finished = all(row.state is not State.PENDING for row in log.rows)
-    log.judgement = to_json(judgement)
+    log.judgement = {**to_json(judgement), "first_differences": [text for _, text in differences]}
     log.write()
     written, note, picture = [log.folder / FILE], "", None
     if shares := _shares(log, judgement):
@@ -166,8 +171,8 @@ def _report(log: ParityLog, judgement: Judgement, progress: ParityProgress) -> N
             written.append(drawn)
             picture = drawn.read_text(encoding="utf-8")
     report = log.folder / "parity.html"
-    report.write_text(page(log, judgement, [], picture), encoding="utf-8")
-    progress.finish(judgement, [], [*written, report], note)
+    report.write_text(page(log, judgement, differences, picture), encoding="utf-8")
+    progress.finish(judgement, differences, [*written, report], note)
 
 
 def _shares(log: ParityLog, judgement: Judgement) -> dict[str, dict[str, float]]:

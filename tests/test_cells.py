@@ -71,7 +71,8 @@ def test_what_a_matrix_does_not_vary_is_as_it_was_typed() -> None:
 
 
 def test_a_run_that_was_asked_for_twice_is_planned_once() -> None:
-    twice = [{"attention": "auto"}, {"attention": "sdpa"}, {"zero_stage": 1}, {"backend": "fsdp2", "attention": "sdpa"}]
+    twice: list[dict[str, Any]] = [{"attention": "auto"}, {"attention": "sdpa"}, {"zero_stage": 1}]
+    twice.append({"backend": "fsdp2", "attention": "sdpa"})
     found = planned(twice)
     assert [cell.name for cell in found.cells if cell.role is Role.CELL] == ["deepspeed bf16 packed auto"]
     assert named(found)["fsdp2 bf16 packed sdpa"].role is Role.EQUIVALENT
