@@ -14,12 +14,13 @@ from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.capture_file import read_micro_batch
-from capture.micro_batch import CaptureError, MicroBatch
+from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.position import Phase, Tracker
 from replay.records import PassRecord
+from replay.run_trace import RunTrace
 from replay.spec import RunSpec
 from replay.wording import one_line
 
@@ -58,7 +59,14 @@ class PassRunner:
     """One pass after the other through the actor, and where the accumulation window stands."""
 
     def __init__(
-        self, spec: RunSpec, world: World, source: ModelSource, actor: ReopenedActor, meter: Meter, tracker: Tracker
+        self,
+        spec: RunSpec,
+        world: World,
+        source: ModelSource,
+        actor: ReopenedActor,
+        meter: Meter,
+        tracker: Tracker,
+        trace: RunTrace | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -66,14 +74,18 @@ class PassRunner:
         self.actor = actor
         self.meter = meter
         self.tracker = tracker
+        self.trace = trace
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
+        self._reverses = spec.inputs.reverse_rows
 
     def mend(self) -> None:
         """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
         if self._broke_off:
             self.actor.reopen()
+            if self.trace:
+                self.trace.attach(self.actor.backend)
             self._broke_off = False
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
@@ -84,6 +96,7 @@ class PassRunner:
             "rank": self.world.rank,
             "data_rank": self.world.data_rank,
             "warmup": index < self.spec.measure.warmup,
+            "traced": self.trace is not None,
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
         try:
@@ -98,7 +111,10 @@ class PassRunner:
             }
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
-            record = PassRecord(**known, **self._measured(tokens_for(self.spec.measure.loss, batch)))
+            batch = tokens_for(self.spec.measure.loss, batch)
+            record = PassRecord(**known, **self._measured(with_rows_reversed(batch) if self._reverses else batch))
+            if self.trace:
+                self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
             return record, None
         except SystemExit as error:
@@ -113,6 +129,8 @@ class PassRunner:
         step = last_of_window and self.spec.measure.step
         inputs = self._inputs(batch)
         graphs_before = num_graphs()
+        if self.trace:
+            self.trace.begin(inputs)
         self.world.meet()
         try:
             self.tracker.at(Phase.FORWARD)
@@ -120,6 +138,8 @@ class PassRunner:
             with torch.set_grad_enabled(batch.trains):
                 with self.meter.phase("forward"):
                     log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
+                    if self.trace:
+                        self.trace.end_forward(log_probs_BA)
                     loss = negated_mean(log_probs_BA, inputs)
                 self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
@@ -130,6 +150,8 @@ class PassRunner:
                     with self.meter.phase("backward"):
                         self.actor.backend.backward(loss)
                 grad_norm = None
+                if self.trace and last_of_window:
+                    self.trace.end_window()
                 if step:
                     self.tracker.at(Phase.STEP)
                     with self.meter.phase("step"):
@@ -151,7 +173,7 @@ class PassRunner:
             "seconds": seconds,
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
-            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist(),
+            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[:: -1 if self._reverses else 1],
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }

@@ -21,6 +21,7 @@ from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.position import Phase
 from replay.records import PassRecord
+from replay.run_trace import RunTrace
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec
 from replay.summary import summarize
@@ -80,7 +81,8 @@ def _run_watched(
         )
         console.header(_header(spec, source, facts, selection, devices, num_inputs), num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
-    runner = PassRunner(spec, world, source, actor, meter, watch.tracker)
+    trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, trace)
     records: list[PassRecord] = []
     saved: Pairs = []
     ended: BaseException | None = None

@@ -32,6 +32,9 @@ class InputsSpec:
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+    reverse_rows: bool = option(
+        False, "Feed each micro-batch's last row first: the same numbers but for rounding. The log keeps their order."
+    )
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
@@ -48,6 +51,10 @@ class MeasureSpec:
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")
+    trace: bool = option(
+        False,
+        "Keep a sketch of every layer's output and gradient, and of every parameter's gradient, for `replay compare`.",
+    )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(
         120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1
@@ -82,6 +89,8 @@ class RunSpec:
     state: StateSpec = field(default_factory=StateSpec)
 
     def __post_init__(self) -> None:
+        if self.measure.trace and self.inputs.reverse_rows:
+            raise UsageError("--trace tells rows by their place, which --reverse-rows changes. Drop one of the two")
         if self.measure.step and not self.measure.backward:
             raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
         if self.measure.step and self.actor.optimizer == "none":
