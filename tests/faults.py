@@ -21,6 +21,7 @@ from actor_init.packing import ActorInputs
 from actor_init.split_linear import SplitColumns
 from actor_init.weights import RandomWeights
 from actor_init.world import World
+from replay.matrix import Setting
 from tests import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]
@@ -32,9 +33,9 @@ class Fault:
     """What is broken, where it shows, and what has to be said of it."""
 
     breaks: Patch
-    cell: str  # arguments of the run that has it
-    num_processes: int = 1
+    cell: Setting  # the configuration of the run that has it
     model: str = "llama"
+    command: str = "parity"  # that has to find it
     named: str = ""  # what the first difference has to be called, by a part of its name; empty: it has no layer
 
     @property
@@ -399,53 +400,46 @@ def output_not_summed(world: World) -> Iterator[None]:
 
 
 LAYER_1 = "model.layers.1."
-PACKED = "--backend deepspeed --zero-stage 1"
+FP32: Setting = {"dtype": "fp32", "attention": "sdpa"}
+ZERO_1: Setting = {"backend": "deepspeed", "zero_stage": 1, "packing": True, **FP32}
+ZERO_3: Setting = {**ZERO_1, "zero_stage": 3}
+PACKED: Setting = {"backend": "fsdp2", "packing": True, **FP32}
+PADDED: Setting = {**ZERO_1, "zero_stage": 2, "packing": False}
+TP: Setting = {**PACKED, "tp": 2}
+RING: Setting = {**PACKED, "ring": 2}
+DATA: Setting = {**PACKED, "data": 2}
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (
-        Fault(breaks=norm_of_wrong_sign, cell=PACKED, named=f"{LAYER_1}input_layernorm"),
-        Fault(breaks=norm_in_bf16, cell=PACKED, named=f"{LAYER_1}post_attention_layernorm"),
-        Fault(breaks=key_heads_swapped, cell="--backend fsdp2 --no-packing", named=f"{LAYER_1}self_attn.k_proj"),
-        Fault(breaks=attention_scale, cell="--backend fsdp2 --attention eager", named=f"{LAYER_1}self_attn"),
-        Fault(breaks=dropout_left_on, cell="--backend deepspeed --zero-stage 3", named=f"{LAYER_1}mlp"),
-        Fault(breaks=gradient_cut, cell="--backend fsdp2 --gradient-checkpointing", named=f"{LAYER_1}self_attn.o_proj"),
-        Fault(breaks=gradient_twice, cell=PACKED, named=f"{LAYER_1}mlp.up_proj"),
-        Fault(breaks=sliding_window_ignored, cell=PACKED, model="gemma3", named="model.layers.0.self_attn"),
-        Fault(breaks=next_token_seen, cell="--backend fsdp2 --no-packing", named="model.layers.0.self_attn"),
-        Fault(breaks=rope_not_reset, cell=PACKED, named="model.rotary_emb"),
-        Fault(breaks=documents_see_each_other, cell=PACKED, named="model.layers.0.self_attn"),
-        Fault(breaks=padding_attended, cell="--backend fsdp2 --no-packing", named="model.layers.0.self_attn"),
-        Fault(breaks=action_mask_off_by_one, cell=PACKED),
-        Fault(breaks=targets_not_shifted, cell="--backend fsdp2"),
-        Fault(breaks=loss_over_padding, cell=PACKED),
-        Fault(breaks=loss_by_rows, cell="--backend fsdp2 --no-packing"),
-        Fault(breaks=stale_weight, cell=PACKED, named=f"{LAYER_1}mlp.down_proj"),
-        Fault(breaks=gate_and_up_swapped, cell="--backend fsdp2", named="model.layers.0.mlp.gate_proj"),
-        Fault(breaks=accumulation_not_divided, cell="--backend fsdp2 --grad-accumulation 2"),
-        Fault(breaks=masters_in_bf16, cell="--backend fsdp2 --step --learning-rate 1e-4"),
-        Fault(breaks=another_rank_s_input, cell="--backend fsdp2", num_processes=2),
-        Fault(breaks=gradient_not_reduced, cell="--backend fsdp2", num_processes=2),
-        Fault(breaks=gradient_summed, cell="--backend fsdp2", num_processes=2),
-        Fault(
-            breaks=clipped_by_local_norm,
-            cell="--backend fsdp2 --step --optimizer sgd --learning-rate 0.1 --max-norm 0.1",
-            num_processes=2,
-        ),
-        Fault(
-            breaks=sabotage.column_for_a_row, cell="--backend fsdp2 --tp 2", num_processes=2, named="self_attn.o_proj"
-        ),
-        Fault(breaks=shards_swapped, cell="--backend fsdp2 --tp 2", num_processes=2, named="model.layers.0.mlp"),
-        Fault(
-            breaks=output_not_summed, cell="--backend fsdp2 --tp 2", num_processes=2, named=f"{LAYER_1}self_attn.o_proj"
-        ),
-        Fault(
-            breaks=sabotage.head_norms_not_summed,
-            cell="--backend fsdp2 --tp 2",
-            num_processes=2,
-            model="qwen3",
-            named="_norm",
-        ),
-        Fault(breaks=sabotage.own_keys_alone, cell="--backend fsdp2 --ring 2", num_processes=2, named="model.layers.0"),
-        Fault(breaks=sabotage.ring_averaged, cell="--backend fsdp2 --ring 2", num_processes=2),
+        Fault(breaks=norm_of_wrong_sign, cell=ZERO_1, named=f"{LAYER_1}input_layernorm"),
+        Fault(breaks=norm_in_bf16, cell=ZERO_3, named=f"{LAYER_1}post_attention_layernorm"),
+        Fault(breaks=key_heads_swapped, cell=PADDED, named=f"{LAYER_1}self_attn.k_proj"),
+        Fault(breaks=attention_scale, cell=PACKED, named=f"{LAYER_1}self_attn"),
+        Fault(breaks=dropout_left_on, cell=ZERO_3, named=f"{LAYER_1}mlp"),
+        Fault(breaks=gradient_cut, cell=PACKED, named=LAYER_1),
+        Fault(breaks=gradient_twice, cell=ZERO_1, named=f"{LAYER_1}mlp"),
+        Fault(breaks=sliding_window_ignored, cell=ZERO_1, model="gemma3", named="model.layers.0.self_attn"),
+        Fault(breaks=next_token_seen, cell=PADDED, named="model.layers.0.self_attn"),
+        Fault(breaks=rope_not_reset, cell=ZERO_1, named="model.rotary_emb"),
+        Fault(breaks=documents_see_each_other, cell=ZERO_1, named="model.layers.0.self_attn"),
+        Fault(breaks=padding_attended, cell=PADDED, named="model.layers.0.self_attn"),
+        Fault(breaks=action_mask_off_by_one, cell=ZERO_1),
+        Fault(breaks=targets_not_shifted, cell=PACKED),
+        Fault(breaks=loss_over_padding, cell=ZERO_3),
+        Fault(breaks=loss_by_rows, cell=PADDED),
+        Fault(breaks=stale_weight, cell=ZERO_1, named=f"{LAYER_1}mlp.down_proj"),
+        Fault(breaks=gate_and_up_swapped, cell=PACKED, named="model.layers.0.mlp.gate_proj"),
+        Fault(breaks=accumulation_not_divided, cell=PACKED, command="diagnose"),
+        Fault(breaks=masters_in_bf16, cell=DATA, command="suite"),
+        Fault(breaks=clipped_by_local_norm, cell=DATA, command="suite"),
+        Fault(breaks=another_rank_s_input, cell=DATA),
+        Fault(breaks=gradient_not_reduced, cell=DATA),
+        Fault(breaks=gradient_summed, cell=DATA),
+        Fault(breaks=sabotage.column_for_a_row, cell=TP, named="model.layers.0.self_attn.o_proj"),
+        Fault(breaks=shards_swapped, cell=TP, named="model.layers.0.mlp"),
+        Fault(breaks=output_not_summed, cell=TP, named=f"{LAYER_1}self_attn.o_proj"),
+        Fault(breaks=sabotage.head_norms_not_summed, cell=TP, model="qwen3", named="_norm"),
+        Fault(breaks=sabotage.own_keys_alone, cell=RING, named="model.layers.0.self_attn"),
+        Fault(breaks=sabotage.ring_averaged, cell=RING),
     )
 }

@@ -1,0 +1,143 @@
+"""Faults against `replay parity`: its plan, its judgement and its first difference, over runs of a few shared worlds.
+
+Parity itself starts processes for every run; here all runs of one kind of world share them, and a run may have a fault.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from replay.cells import Cell, Here, plan
+from replay.first_difference import FirstDifference, first_difference
+from replay.judgement import MEASURING, Judge, Judged
+from replay.matrix import Setting, name_of
+from replay.options import command_line
+from replay.parity_log import Row, State
+from replay.past_run import PastRun
+from tests.faults import Fault
+from tests.sharded import MODELS, SIZES
+from tests.test_commands import ROOT
+
+NUM_INPUTS = 4
+OF_MODEL = {"gemma3": "gemma3, sliding window, softcap", "qwen3": "qwen3, norms on heads", "llama": "llama"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """The clean runs of one model, dtype and seed: references, equivalents and cells."""
+
+    cells: Sequence[Cell]
+    model: str
+    seed: int
+
+    def cell(self, setting: Setting) -> Cell:
+        """The cell of `setting`."""
+        [found] = [one for one in self.cells if one.name == name_of(setting)]
+        return found
+
+
+def ground_of(model: str, settings: Iterable[Setting], home: Path, *, seed: int = 0) -> Ground:
+    """What parity would run for these settings of one dtype, on the inputs that ship with the project."""
+    home.mkdir(parents=True, exist_ok=True)
+    values = {**SIZES, **MODELS[OF_MODEL[model]]}
+    config = home / f"{model}.json"
+    config.write_text(json.dumps(values))
+    here = Here(
+        device="cpu",
+        num_devices=2,
+        num_inputs=NUM_INPUTS,
+        config=AutoConfig.for_model(**values),
+        must_pack=False,
+    )
+    planned = plan(list(settings), {"model": str(config), "weights_seed": str(seed)}, here)
+    assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
+    return Ground(cells=planned.cells, model=model, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A cell with or without a fault, and where it is logged."""
+
+    cell: Cell
+    logs: Path
+    fault: str = ""
+
+    @property
+    def world(self) -> tuple[int, int, int]:
+        parallel = self.cell.spec.actor.parallel
+        return self.cell.num_processes, parallel.tp, parallel.ring
+
+
+def replay_all(runs: Sequence[Run], home: Path) -> None:
+    """All of them, traced where that is possible: one launch for each kind of world."""
+    worlds: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for run in runs:
+        trace = [] if run.cell.spec.inputs.reverse_rows else ["--trace"]
+        arguments = [*command_line(run.cell.spec), *trace, "--log-folder", str(run.logs)]
+        worlds.setdefault(run.world, []).append({"arguments": arguments, "fault": run.fault})
+    for (num_processes, tp, ring), jobs in worlds.items():
+        table = home / f"jobs-{num_processes}-{tp}-{ring}.json"
+        table.write_text(json.dumps(jobs))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+        worker = ["-m", "tests.fault_worker", str(table), str(tp), str(ring)]
+        command = [sys.executable, *(torchrun if num_processes > 1 else []), *worker]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+@dataclass(slots=True)
+class Campaign:
+    """The clean runs of some grounds, and what parity says of them, and of them with a fault."""
+
+    home: Path
+    grounds: Sequence[Ground]
+    faults: Sequence[Fault] = ()
+    _runs: dict[tuple[int, str, str], Run] = field(default_factory=dict)  # ground, cell, fault
+
+    def replay(self) -> None:
+        for number, ground in enumerate(self.grounds):
+            for cell in ground.cells:
+                self._add(number, cell, "")
+            for fault in self.faults:
+                if fault.model == ground.model and fault.command == "parity":
+                    self._add(number, ground.cell(fault.cell), fault.name)
+        replay_all(list(self._runs.values()), self.home)
+
+    def _add(self, number: int, cell: Cell, fault: str) -> None:
+        logs = self.home / str(number) / str(len(self._runs))
+        self._runs[number, cell.name, fault] = Run(cell=cell, logs=logs, fault=fault)
+
+    def judged(self, number: int, cell: Cell, fault: str = "") -> Judged:
+        """What parity says of `cell` in that ground, which has the fault."""
+        rows = [self._row(number, one, "") for one in self.grounds[number].cells if one.name != cell.name]
+        return Judge().judge([*rows, self._row(number, cell, fault)]).cells[cell.name]
+
+    def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
+        """What parity names first, by the rule of `replay.parting`."""
+        equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
+        [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
+        return first_difference(
+            self._log(number, reference, ""),
+            self._log(number, cell, fault),
+            [self._log(number, one, "") for one in equivalents],
+        )
+
+    def _row(self, number: int, cell: Cell, fault: str) -> Row:
+        return Row(cell=cell, state=State.DONE, log=self._log(number, cell, fault))
+
+    def _log(self, number: int, cell: Cell, fault: str) -> Path:
+        return PastRun.read(self._runs[number, cell.name, fault].logs).folder
+
+
+def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
+    """One for each model, with the cells that the faults are put into."""
+    settings: dict[str, dict[tuple[Any, ...], Setting]] = {}
+    for fault in faults:
+        settings.setdefault(fault.model, {})[tuple(sorted(fault.cell.items()))] = fault.cell
+    return [ground_of(model, own.values(), home) for model, own in settings.items()]
