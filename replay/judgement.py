@@ -49,6 +49,7 @@ class Found:
 
     distances: Mapping[str, Distance] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    lacks_norms: bool = False  # that the other had, or of other windows
 
     @classmethod
     def of(cls, comparison: Comparison) -> "Found":
@@ -58,7 +59,7 @@ class Found:
             if quantity.num_not_finite
         ]
         norms = [note for note in comparison.notes if note.startswith("gradient norms")]
-        return cls(distances=distances(comparison), notes=unfinished + norms)
+        return cls(distances=distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
 
 
 @dataclass(slots=True)
@@ -106,9 +107,13 @@ class Judge:
             return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
         own = {noise.quantity: noise for noise in noises if noise.dtype is row.cell.spec.actor.dtype}
         verdict, deciding = judge(found.distances, own)
-        notes = [*found.notes] if row.cell.role is not Role.REFERENCE else []  # it accumulates what the other does not
+        if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
+            return Judged(verdict=verdict, distances=found.distances, deciding=deciding)
+        notes = [*found.notes]
         if verdict is Verdict.NOT_JUDGED:
             notes.append("no equivalent run measured its noise")
+        if found.lacks_norms and verdict is not Verdict.DIFFERS:
+            verdict = Verdict.NOT_JUDGED
         return Judged(verdict=verdict, distances=found.distances, deciding=deciding, notes=notes)
 
     def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Found:

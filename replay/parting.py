@@ -78,7 +78,7 @@ class Partings:
 
 
 def worded(found: FirstDifference | None) -> str:
-    """As `layer 1, model.layers.1.mlp, output (forward), by 0.01 (bound 4e-6), at row 0, token 17 of x.pkl`, and what follows."""
+    """As `layer 1, model.layers.1.mlp, output (forward), by 0.01 (bound 4e-6), at row 0, token 17 of x.pkl`."""
     if found is None:
         return "no traced tensor leaves its bound"
     layer = "" if found.layer is None else f"layer {found.layer}, "
