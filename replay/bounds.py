@@ -93,11 +93,8 @@ def bounds_between(
 ) -> list[float]:
     """Of each of the distances `found` between the first two. Equivalents that are all finer than the second run say
     nothing about its rounding."""
-    roundoff, of_equivalents = (
-        max(UNIT_ROUNDOFF[run.run.spec.actor.dtype] for run in runs)
-        for runs in ([first, second], [first, *equivalents])
-    )
-    telling = equivalents if of_equivalents >= roundoff else []
+    roundoff = _coarsest([first, second])
+    telling = equivalents if _coarsest([first, *equivalents]) >= roundoff else []
     return bounds(
         found,
         [distances(first, run) for run in telling],
@@ -105,3 +102,7 @@ def bounds_between(
         roundoff=roundoff,
         same_dtype=first.run.spec.actor.dtype == second.run.spec.actor.dtype,
     )
+
+
+def _coarsest(runs: Sequence[TracedRun]) -> float:
+    return max(UNIT_ROUNDOFF[run.run.spec.actor.dtype] for run in runs)

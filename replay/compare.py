@@ -61,7 +61,10 @@ def write_json(
     threshold: float,
     parted: Parted,
 ) -> None:
-    """The whole of it, each point too, and for traced runs where they part, if they do; a float that JSON has no word for is text, as in a log."""
+    """The whole of it, each point too, and where traced runs part.
+
+    A float that JSON has no word for is text, as in a log.
+    """
     whole = {
         "threshold": threshold,
         "runs": [str(run.folder) for run in runs],

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from replay.session import run_in
 from replay.trace_file import TraceFile
 from tests.made_logs import passed, write_log
 from tests.sharded import COMMON, MODELS, replay_all, save_models
-from tests.tracing_faults import FAULTS
+from tests.tracing_faults import FAULTS, change_border, in_module
 
 Run = Callable[..., Path]
 
@@ -37,8 +37,8 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
     def run(flags: str = "", model: str = "llama", *, anew: bool = False) -> Path:
         if anew or (model, flags) not in done:
             folder = tmp_path_factory.mktemp("logs")
-            code = run_in(world, spec_of(flags, folders[model], folder), show_traceback=True)
-            assert code == 0
+            spec = app(arguments_of(flags, folders[model], folder), standalone_mode=False).args[0]
+            assert run_in(world, spec, show_traceback=True) == 0
             [log] = folder.iterdir()
             if anew:
                 return log
@@ -46,10 +46,6 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
         return done[model, flags]
 
     return run
-
-
-def spec_of(flags: str, model: Path, logs: Path):  # type: ignore[no-untyped-def]
-    return app(arguments_of(flags, model, logs), standalone_mode=False).args[0]
 
 
 def arguments_of(flags: str, model: Path, logs: Path) -> list[str]:
@@ -94,8 +90,6 @@ def test_a_right_run_in_bf16_shows_what_fp32_would_not_allow(traced: Run) -> Non
     def lowered(module: torch.nn.Module) -> None:
         module.register_forward_hook(lambda _, args, output: output.bfloat16().float())
 
-    from tests.tracing_faults import in_module
-
     with in_module("model.layers.0.mlp.gate_proj", lowered):
         wrong = traced(anew=True)
     one = first_difference(traced(), wrong)
@@ -105,8 +99,6 @@ def test_a_right_run_in_bf16_shows_what_fp32_would_not_allow(traced: Run) -> Non
 
 def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
     """What they differ by, four times over, is allowed: here by 1 % in one layer, which nothing else would allow."""
-    from tests.tracing_faults import change_border, in_module
-
     with in_module("model.layers.1.self_attn.o_proj", change_border):
         wrong = traced(anew=True)
     assert first_difference(traced(), wrong, [traced("--no-packing")]) is not None
@@ -142,7 +134,7 @@ def test_steps_are_compared_one_by_one(traced: Run) -> None:
     one = first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 2e-2"))
     assert one is not None
     assert (one.kind, one.name) == (Kind.FORWARD, "model.embed_tokens")
-    assert one.source is not None and one.source.endswith("5.pkl")
+    assert str(one.source).endswith("5.pkl")
     assert first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 1e-2", anew=True)) is None
 
 
@@ -208,7 +200,7 @@ SHARDED: dict[int, dict[str, tuple[str, str, str, tuple[Kind, str] | None]]] = {
 
 
 @pytest.fixture(scope="module")
-def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Logs by name; one launch of two ranks for tp and one for the ring."""
     home = tmp_path_factory.mktemp("sharded")
     for tp, jobs in SHARDED.items():
@@ -217,7 +209,7 @@ def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
             job = {"arguments": arguments_of(flags, folders[model], home / name), "gradients": str(home / f"{name}.pt")}
             table.append(job | ({"sabotage": sabotage} if sabotage else {}))
         replay_all(table, home / f"jobs{tp}.json", num_processes=2, parallel=(tp, 3 - tp))
-    yield {name: next((home / name).iterdir()) for jobs in SHARDED.values() for name in jobs}
+    return {name: next((home / name).iterdir()) for jobs in SHARDED.values() for name in jobs}
 
 
 @pytest.mark.parametrize("name", [name for jobs in SHARDED.values() for name in jobs])
