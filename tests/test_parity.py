@@ -279,6 +279,7 @@ def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> 
         return Child(exit_code=run_in(world, spec), seconds=0.0, output=output, logs=logs)
 
     monkeypatch.setattr(parity, "run_child", run)
+    monkeypatch.setattr(parting, "run_child", run)
 
 
 def small_model(tmp_path: Path) -> list[str]:
@@ -311,9 +312,13 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.pass_runner.actor_inputs", positions_go_on)
-    assert typed(tmp_path, *small_model(tmp_path)) == 1
+    assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}
     verdicts = Judge().judge(log.rows).cells
     assert [name for name, one in verdicts.items() if one.verdict is Verdict.DIFFERS] == [RUNS[4], RUNS[5]]
-    assert any("fsdp2 fp32 packed sdpa" in line for line in said(capsys, "WRONG"))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))
+    firsts = [line for line in lines if line.startswith("first")]
+    assert len(firsts) == 2
+    assert all("input, position_ids fed at actor_inputs_" in line for line in firsts)
