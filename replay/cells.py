@@ -149,6 +149,8 @@ def _admit(
         return
     plain = name_of({**PLAIN, "dtype": spec.actor.dtype, "packing": here.must_pack})
     reference = plain if num_data_ranks == 1 else f"{plain}, accumulated {num_data_ranks}"
+    if spec.measure.step and role is Role.REFERENCE:
+        reference = name  # steps on other windows are another training
     cell = Cell(
         name=name,
         role=role,

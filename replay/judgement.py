@@ -135,7 +135,10 @@ class Judge:
 
     def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
         """A reference of a narrow dtype that is further from fp32's than rounding explains."""
-        plain = {row.cell.spec.actor.dtype: row for row in done.values() if row.cell.reference == row.cell.name}
+        plain: dict[Dtype, Row] = {}
+        for row in done.values():
+            if row.cell.reference == row.cell.name:
+                plain.setdefault(row.cell.spec.actor.dtype, row)
         wide = plain.pop(Dtype.FP32, None)
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
