@@ -98,7 +98,7 @@ class Judge:
                 found.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in MEASURING for row in equivalents):
             return []
-        ceiling = ceiling_of(dtype, self._run(done[equivalents[0].cell.reference]).config)
+        ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
         return [noise_of(dtype, quantity, one, ceiling) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
@@ -127,6 +127,10 @@ class Judge:
             self._found[name, reference] = found
         return self._found[name, reference]
 
+    def _ceiling(self, dtype: Dtype, row: Row) -> float:
+        run = self._run(row)
+        return ceiling_of(dtype, run.config, max(record.real_tokens for record in run.records))
+
     def _run(self, row: Row) -> PastRun:
         assert row.log is not None
         if row.cell.name not in self._runs:
@@ -144,7 +148,7 @@ class Judge:
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
             found = self._compared(row.cell.name, wide.cell.name, done)
-            ceiling = ceiling_of(dtype, self._run(row).config)
+            ceiling = self._ceiling(dtype, row)
             for quantity, distance in found.distances.items():
                 if distance.value > ceiling:
                     remarks.append(
