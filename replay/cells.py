@@ -88,6 +88,9 @@ def plan(settings: Sequence[Setting], common: Mapping[str, Any], here: Here) -> 
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
         windows = {cell.num_data_ranks for cell in cells.values() if cell.spec.actor.dtype is dtype}
         _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
+    names = {cell.name for cell in ground.values()}
+    for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
+        raise UsageError(f"{lacking}, which others would be held against, cannot run: {refused[lacking]}")
     for key, cell in cells.items():
         ground.setdefault(key, cell)
     return Plan(cells=list(ground.values()), refused=refused)
@@ -149,6 +152,8 @@ def _admit(
         return
     plain = name_of({**PLAIN, "dtype": spec.actor.dtype, "packing": here.must_pack})
     reference = plain if num_data_ranks == 1 else f"{plain}, accumulated {num_data_ranks}"
+    if spec.measure.step and role is Role.REFERENCE:
+        reference = name  # steps on other windows are another training
     cell = Cell(
         name=name,
         role=role,

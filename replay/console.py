@@ -39,11 +39,10 @@ from typing import IO
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from replay import compare_wording, parity_wording, wording
+from replay import compare_wording, wording
 from replay.comparison import Comparison
+from replay.first_difference import Parted
 from replay.inspection import FolderFacts
-from replay.judgement import Judgement
-from replay.parity_log import ParityLog, Row
 from replay.past_run import PastRun
 from replay.records import PassRecord
 from replay.selection import Selection
@@ -148,6 +147,7 @@ def print_comparison(
     differing: Mapping[str, Sequence[str]],
     comparisons: Sequence[Comparison],
     threshold: float,
+    parted: Parted,
     *,
     written: Sequence[Path],
     file: IO[str] | None = None,
@@ -178,41 +178,9 @@ def print_comparison(
     print_table(out, compare_wording.difference_table(names, comparisons))
     print_line(out)
     print_pairs(out, compare_wording.remarks(names, comparisons))
+    print_pairs(out, compare_wording.partings(names, parted))
     print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
     print_pairs(out, [("written", str(path)) for path in written])
-
-
-class ParityProgress:
-    """What `replay parity` says: a line a run as it ends, then the answer.
-
-    command    replay parity --matrix quick
-    device     2 processes at most, cpu
-    runs       26: 3 references, 10 equivalents, 13 cells
-
-    1 of 26, fsdp2 fp32 padded sdpa: the reference, 9.3 s
-    2 of 26, fsdp2 fp32 padded sdpa, again: EQUAL, loss 0, log-probs 0, gradient norm 0, 9.2 s
-    """
-
-    def __init__(self, log: ParityLog, file: IO[str] | None = None) -> None:
-        self._out = open_console(file)
-        self._log = log
-        print_pairs(self._out, parity_wording.header(log))
-        print_line(self._out)
-
-    def ended(self, number: int, row: Row, judgement: Judgement) -> None:
-        print_line(self._out, parity_wording.ended(number, row, self._log, judgement))
-
-    def finish(self, judgement: Judgement, differences: Pairs, written: Sequence[Path], note: str) -> None:
-        """The noise, a row a run, what is wrong, and where it is written."""
-        out = self._out
-        for columns in (parity_wording.noise_table(judgement), parity_wording.cell_table(self._log, judgement)):
-            print_line(out)
-            print_table(out, columns)
-        print_line(out)
-        print_pairs(out, parity_wording.troubles(self._log, judgement) + differences)
-        print_pairs(out, [("note", note)] if note else [])
-        print_pairs(out, [("written", str(path)) for path in written])
-        print_pairs(out, parity_wording.summary(self._log, judgement))
 
 
 def open_console(file: IO[str] | None = None) -> RichConsole:

@@ -1,8 +1,9 @@
 """How far the tensors of two traced runs are from each other, tensor by tensor, in the order of the reference.
 
 A row is a token of an activation, or of a parameter one index of its shorter dims. The relative difference of a row is
-|other - reference| / max(|reference|, the median of |reference| over the tensor's rows that are not 0): so a row that
-cancels to almost nothing does not count as far off, and a fault in a single row does not drown in the others.
+|other - reference| / max(|reference|, what is usual for a row): so a row that cancels to almost nothing does not count
+as far off, and a fault in a single row does not drown in the others. Usual is the median of |reference| over the
+tensor's rows that are not 0, and of gradients, which differ more from token to token, what a tenth of them exceed.
 
 Shape letters: T rows, K signs of a sketch.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
+from replay.first_difference import Kind
 from replay.matching import matched
 from replay.trace_file import (
     FED,
@@ -26,7 +28,6 @@ from replay.trace_file import (
     PREDICTED_COLUMNS,
     PREDICTED_PLACES,
     Key,
-    Kind,
     TraceFile,
 )
 from replay.traced_run import Table, TracedPass, TracedRun
@@ -34,6 +35,7 @@ from replay.traced_run import Table, TracedPass, TracedRun
 SHARE_OF_MODULE = 1e-2  # a bias whose gradient cancels is held against this share of its module's largest gradient
 SMALLEST_LOG_PROB = 1.0  # a log-prob is a difference of logits: near 0 it is as inexact as they are
 KINDS = list(Kind)
+USUAL = {Kind.PARAMETER: 0.5, Kind.FORWARD: 0.5, Kind.GRADIENT: 0.9, Kind.PARAMETER_GRADIENT: 0.9}  # quantile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +138,7 @@ def _largest_of_tokens(key: Key, a: Table, b: Table) -> tuple[float, int]:
     """Of the tokens that both have: others are a difference of the inputs."""
     is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
     smallest = SMALLEST_LOG_PROB if key == Key(Kind.FORWARD, LOG_PROBS, "output") else 0.0
-    relative, row = _largest(a.values_TK[is_in_a], b.values_TK[is_in_b], smallest)
+    relative, row = _largest(key.kind, a.values_TK[is_in_a], b.values_TK[is_in_b], smallest)
     return relative, int(a.places_T[is_in_a][row]) if is_in_a.any() else 0
 
 
@@ -149,7 +151,7 @@ def _of_tables(a: TraceFile, b: TraceFile, *, group: int, source: str | None) ->
         siblings = [sketches[one] for one in keys if _module(one) == _module(key)]
         is_vector = len(sketch_TK) == 1
         smallest = SHARE_OF_MODULE * max(float(one.norm()) for one in siblings) if is_vector else 0.0
-        relative, row = _largest(sketch_TK, b.tensor(key), smallest)
+        relative, row = _largest(key.kind, sketch_TK, b.tensor(key), smallest)
         yield Distance(key=key, group=group, relative=relative, source=source, row=row)
 
 
@@ -157,7 +159,7 @@ def _module(key: Key) -> str:
     return key.name.rpartition(".")[0]
 
 
-def _largest(reference_TK: Tensor, other_TK: Tensor, smallest: float) -> tuple[float, int]:
+def _largest(kind: Kind, reference_TK: Tensor, other_TK: Tensor, smallest: float) -> tuple[float, int]:
     """The largest relative difference of a row, and which it is; 0 where there is none. nan beside nan is none."""
     if reference_TK.shape != other_TK.shape:
         return math.inf, 0
@@ -166,7 +168,8 @@ def _largest(reference_TK: Tensor, other_TK: Tensor, smallest: float) -> tuple[f
     reference_TK, other_TK = reference_TK.double(), other_TK.double()
     size_T = reference_TK.norm(dim=1)
     sizes = size_T[size_T > 0]
-    scale_T = size_T.clamp(min=max(smallest, float(sizes.median()) if len(sizes) else 0.0))
+    usual = float(sizes.quantile(USUAL[kind])) if len(sizes) else 0.0
+    scale_T = size_T.clamp(min=max(smallest, usual))
     difference_T = (other_TK - reference_TK).norm(dim=1)
     relative_T = torch.where(difference_T == 0, 0.0, difference_T / scale_T)
     both_nan_T = reference_TK.isnan().any(dim=1) & other_TK.isnan().any(dim=1)

@@ -1,18 +1,22 @@
 """Where two traced runs part: the first layer and tensor that leaves its bound.
 
-In the order of Kind: a wrong weight is named before what is computed from it. Inputs have to be equal, and so have
-weights, but for the rounding of a sketch and of the coarser dtype.
+In the order of Kind, so that a wrong weight or input is named before what is computed from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from replay.distances import Distance, distances
-from replay.trace_file import Kind
-from replay.traced_run import TracedRun
 
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half of torch.finfo(...).eps
+class Kind(StrEnum):
+    """What a traced tensor is, in the order in which they are looked at; gradients as they come back."""
+
+    PARAMETER = "parameter"
+    INPUT = "input"
+    FORWARD = "forward"
+    GRADIENT = "gradient of an activation"
+    PARAMETER_GRADIENT = "gradient of a parameter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +38,24 @@ class FirstDifference:
     num_following_beyond: int  # of those, how many leave their bound too
 
 
+Parted = Mapping[int, FirstDifference | None]  # by number of the run that was compared with a reference, if traced
+
+
 def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] = ()) -> FirstDifference | None:
     """The first traced tensor of `other` that leaves its bound, by the log folders of runs with --trace; None: none.
 
     `equivalents` are traced runs known to be as right as the reference: how far they are from it is the noise floor.
-    Raises UsageError for runs that were not traced, or have no input in common.
+    They should differ in kernel, order or sharding, not be copies. Raises UsageError for runs that were not traced, or
+    have no input in common.
     """
+    from replay.bounds import bounds_between
+    from replay.distances import distances
+    from replay.traced_run import TracedRun
+
     first, second = TracedRun.read(reference), TracedRun.read(other)
-    bounds = Bounds.of(first, second, [TracedRun.read(path) for path in equivalents])
     found = distances(first, second)
-    beyond = [place for place, one in enumerate(found) if one.relative > bounds.of_tensor(one)]
+    bounds = bounds_between(first, second, [TracedRun.read(path) for path in equivalents], found)
+    beyond = [place for place, one in enumerate(found) if not one.relative <= bounds[place]]
     if not beyond:
         return None
     one = found[beyond[0]]
@@ -56,22 +68,7 @@ def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] =
         row=one.row,
         token=one.token,
         relative=one.relative,
-        bound=bounds.of_tensor(one),
+        bound=bounds[beyond[0]],
         num_following=len(found) - beyond[0] - 1,
         num_following_beyond=len(beyond) - 1,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """What is still rounding."""
-
-    roundoff: float  # of the coarser dtype
-
-    @classmethod
-    def of(cls, first: TracedRun, second: TracedRun, equivalents: Sequence[TracedRun]) -> "Bounds":
-        roundoff = max(UNIT_ROUNDOFF[run.run.spec.actor.dtype] for run in (first, second))
-        return cls(roundoff=roundoff)
-
-    def of_tensor(self, one: Distance) -> float:
-        return 1.0

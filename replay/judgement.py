@@ -49,6 +49,7 @@ class Found:
 
     distances: Mapping[str, Distance] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    lacks_norms: bool = False  # that the other had, or of other windows
 
     @classmethod
     def of(cls, comparison: Comparison) -> "Found":
@@ -58,7 +59,7 @@ class Found:
             if quantity.num_not_finite
         ]
         norms = [note for note in comparison.notes if note.startswith("gradient norms")]
-        return cls(distances=distances(comparison), notes=unfinished + norms)
+        return cls(distances=distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Judge:
                 found.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in MEASURING for row in equivalents):
             return []
-        ceiling = ceiling_of(dtype, self._run(done[equivalents[0].cell.reference]).config)
+        ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
         return [noise_of(dtype, quantity, one, ceiling) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
@@ -106,9 +107,13 @@ class Judge:
             return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
         own = {noise.quantity: noise for noise in noises if noise.dtype is row.cell.spec.actor.dtype}
         verdict, deciding = judge(found.distances, own)
-        notes = [*found.notes] if row.cell.role is not Role.REFERENCE else []  # it accumulates what the other does not
+        if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
+            return Judged(verdict=verdict, distances=found.distances, deciding=deciding)
+        notes = [*found.notes]
         if verdict is Verdict.NOT_JUDGED:
             notes.append("no equivalent run measured its noise")
+        if found.lacks_norms and verdict is not Verdict.DIFFERS:
+            verdict = Verdict.NOT_JUDGED
         return Judged(verdict=verdict, distances=found.distances, deciding=deciding, notes=notes)
 
     def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Found:
@@ -122,6 +127,10 @@ class Judge:
             self._found[name, reference] = found
         return self._found[name, reference]
 
+    def _ceiling(self, dtype: Dtype, row: Row) -> float:
+        run = self._run(row)
+        return ceiling_of(dtype, run.config, max(record.real_tokens for record in run.records))
+
     def _run(self, row: Row) -> PastRun:
         assert row.log is not None
         if row.cell.name not in self._runs:
@@ -130,13 +139,16 @@ class Judge:
 
     def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
         """A reference of a narrow dtype that is further from fp32's than rounding explains."""
-        plain = {row.cell.spec.actor.dtype: row for row in done.values() if row.cell.reference == row.cell.name}
+        plain: dict[Dtype, Row] = {}
+        for row in done.values():
+            if row.cell.reference == row.cell.name:
+                plain.setdefault(row.cell.spec.actor.dtype, row)
         wide = plain.pop(Dtype.FP32, None)
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
             found = self._compared(row.cell.name, wide.cell.name, done)
-            ceiling = ceiling_of(dtype, self._run(row).config)
+            ceiling = self._ceiling(dtype, row)
             for quantity, distance in found.distances.items():
                 if distance.value > ceiling:
                     remarks.append(

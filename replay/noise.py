@@ -6,13 +6,14 @@ row of one sure token has a log-prob near 0, and its rounding is not to be taken
 The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples falls short
 of what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the multiple of
 their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4, for kinds of
-equivalent runs were seen to differ by that much among themselves. Few samples do not lift it beyond the ceiling:
+equivalent runs were seen to differ by that much among themselves.
 
-A fault must not become the floor. What rounding
-explains is about u * sqrt(2 L), for the two additions to the residual stream that each of L layers makes in a dtype of
-unit roundoff u; fp32, which has no wider dtype to sum its products in, has sqrt(H) more, for sums of H products
-(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An
-equivalent beyond that ceiling is not trusted, nor one an order above all others that is within an order of the ceiling.
+A fault must not become the floor. What rounding explains is about u * sqrt(2 L), for the two additions to the residual
+stream that each of L layers makes in a dtype of unit roundoff u; fp32, which has no wider dtype to sum its products in,
+has sqrt(n) more for sums of n products, over the hidden size or the tokens of a pass (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond that ceiling is not
+trusted, nor one an order above all others that is within an order of the ceiling. Few samples do not lift a bound
+beyond it.
 """
 
 import math
@@ -110,11 +111,11 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
     return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
 
 
-def ceiling_of(dtype: Dtype, config: Mapping[str, Any]) -> float:
-    """What rounding alone explains, by the model's config as run.json has it."""
+def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
+    """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
     text = config.get("text_config") or config
-    sums = text["hidden_size"] if dtype is Dtype.FP32 else 1
-    return max(UNIT_ROUNDOFF[dtype] * math.sqrt(2 * text["num_hidden_layers"] * sums), LEAST_FACTOR * FP32_SPACING)
+    summed = max(text["hidden_size"], num_tokens) if dtype is Dtype.FP32 else 1
+    return UNIT_ROUNDOFF[dtype] * math.sqrt(2 * text["num_hidden_layers"] * summed)
 
 
 def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[Verdict, list[str]]:

@@ -11,11 +11,11 @@ from typing import Any
 from actor_init.spec import UsageError
 from replay.cells import Here, plan
 from replay.child import Child, run_child
-from replay.console import ParityProgress
 from replay.judgement import Judge, Judgement
 from replay.logbook import INTERRUPTED, create_folder, to_json
 from replay.matrix import settings_of
 from replay.options import command_line, run_spec, toggles
+from replay.parity_console import ParityProgress
 from replay.parity_log import FILE, ParityLog, Row, State
 from replay.parity_page import page
 from replay.parting import Partings

@@ -10,6 +10,7 @@ from pathlib import Path
 from actor_init.spec import UsageError
 from replay.cells import Cell
 from replay.child import run_child
+from replay.compare_wording import parting
 from replay.first_difference import FirstDifference, first_difference
 from replay.judgement import MEASURING, Judgement
 from replay.noise import Verdict
@@ -36,7 +37,7 @@ class Partings:
             if judged.verdict is Verdict.DIFFERS:
                 place = judged.distances[judged.deciding[0]].place
                 try:
-                    said = worded(self._between(self._rows[name].cell, place, sound))
+                    said = parting(self._between(self._rows[name].cell, place, sound))
                 except UsageError as error:
                     said = f"not found: {error}"
                 yield "first", f"{name}: {said}"
@@ -75,17 +76,3 @@ class Partings:
                 raise UsageError(f"the traced run of {cell.name} failed: {child.trouble}")
             self._traced[key] = PastRun.read(home).folder
         return self._traced[key]
-
-
-def worded(found: FirstDifference | None) -> str:
-    """As `layer 1, model.layers.1.mlp, output (forward), by 0.01 (bound 4e-6), at row 0, token 17 of x.pkl`, and what follows."""
-    if found is None:
-        return "no traced tensor leaves its bound"
-    layer = "" if found.layer is None else f"layer {found.layer}, "
-    places = [f"{name} {place}" for name, place in (("row", found.row), ("token", found.token)) if place is not None]
-    where = f", at {', '.join(places)}" if places else ""
-    source = f" of {found.source}" if found.source else ""
-    return (
-        f"{layer}{found.name}, {found.what} ({found.kind}), by {found.relative:.3g} (bound {found.bound:.3g}){where}"
-        f"{source}; {found.num_following_beyond} of the {found.num_following} behind it leave theirs too"
-    )

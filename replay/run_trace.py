@@ -18,6 +18,7 @@ from actor_init.sketching import sketch_of_parameter
 from actor_init.spec import ActorSpec
 from actor_init.tracing import LayerTracer
 from actor_init.world import World
+from replay.first_difference import Kind
 from replay.trace_file import (
     FED,
     FED_PLACES,
@@ -27,7 +28,6 @@ from replay.trace_file import (
     PREDICTED,
     PREDICTED_PLACES,
     Key,
-    Kind,
     pass_file,
     write_trace,
 )

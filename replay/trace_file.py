@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actor_init.spec import UsageError
+from replay.first_difference import Kind
 
 FORMAT = 1
 FOLDER = "trace"
@@ -31,16 +31,6 @@ FED_PLACES, PREDICTED_PLACES = "fed_places", "predicted_places"  # int64, in the
 FED_COLUMNS = ("attention_mask", "input_ids", "position_ids", "documents")  # the last: its place in its document
 PREDICTED_COLUMNS = ("action_mask", "labels")  # the token that predicts it, and what is predicted
 LOG_PROBS = "log_probs"
-
-
-class Kind(StrEnum):
-    """What a traced tensor is, in the order in which they are looked at."""
-
-    PARAMETER = "parameter"
-    INPUT = "input"
-    FORWARD = "forward"
-    GRADIENT = "gradient of an activation"
-    PARAMETER_GRADIENT = "gradient of a parameter"
 
 
 class Key(NamedTuple):

@@ -23,7 +23,7 @@ def far(value: float, num_points: int = 16) -> Distance:
 
 def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> Noise:
     named = {f"equivalent {number}": far(value, num_points) for number, value in enumerate(values)}
-    return noise_of(dtype, "loss", named, ceiling_of(dtype, CONFIG))
+    return noise_of(dtype, "loss", named, ceiling_of(dtype, CONFIG, 100))
 
 
 def test_the_floor_is_the_largest_distance_of_an_equivalent_run() -> None:
@@ -63,7 +63,7 @@ def test_what_is_far_beyond_rounding_is_not_in_the_floor() -> None:
 
 
 def test_an_equivalent_that_stands_alone_an_order_above_all_others_is_not_in_the_floor() -> None:
-    ceiling = ceiling_of(Dtype.BF16, CONFIG)
+    ceiling = ceiling_of(Dtype.BF16, CONFIG, 100)
     assert noise(0.0, 3e-5, 0.5 * ceiling).distrusted == ["equivalent 2"]
     assert noise(0.0, 0.1 * ceiling, 0.5 * ceiling).distrusted == []  # two say so
     assert noise(0.0, 0.0, 0.05 * ceiling).distrusted == []  # kernels alone round otherwise, and by what bf16 explains
@@ -75,13 +75,14 @@ def test_an_equivalent_that_stands_alone_an_order_above_all_others_is_not_in_the
         (Dtype.BF16, {"num_hidden_layers": 32, "hidden_size": 4096}, 2**-8 * 8),
         (Dtype.FP16, {"num_hidden_layers": 32, "hidden_size": 4096}, 2**-11 * 8),
         (Dtype.FP32, {"num_hidden_layers": 32, "hidden_size": 4096}, 2**-24 * 8 * 64),
+        (Dtype.FP32, {"num_hidden_layers": 32, "hidden_size": 64}, 2**-24 * 8 * 32),  # 1024 tokens
         (Dtype.FP32, {"text_config": {"num_hidden_layers": 32, "hidden_size": 4096}}, 2**-24 * 8 * 64),
     ],
 )
 def test_the_ceiling_grows_with_the_square_root_of_what_is_summed(
     dtype: Dtype, config: dict[str, int], expected: float
 ) -> None:
-    assert ceiling_of(dtype, config) == expected
+    assert ceiling_of(dtype, config, 1024) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_
         measured = {
             str(scale): far(max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8)), 8) for scale in (0.2, 1, 0.5, 1)
         }
-        one = noise_of(Dtype.BF16, "loss", measured, ceiling_of(Dtype.BF16, CONFIG))
+        one = noise_of(Dtype.BF16, "loss", measured, ceiling_of(Dtype.BF16, CONFIG, 100))
         for _, scale in product(range(40), (0.2, 1)):
             clean = max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8))
             assert judge({"loss": far(clean)}, {"loss": one})[0] in (Verdict.EQUAL, Verdict.WITHIN_NOISE)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from actor_init.packing import actor_inputs
-from replay import cli, parity
+from replay import cli, parity, parting
 from replay.child import Child, run_child
 from replay.cli import app
 from replay.judgement import Judge
 from replay.noise import Verdict
 from replay.parity_log import ParityLog, State
+from replay.past_run import PastRun
 from replay.session import run_in
 from replay.spec import RunSpec
 from tests.made_captures import write_pass
@@ -75,6 +76,8 @@ class Runs:
             return 5 if actor.packing else 6
         if spec.inputs.reverse_rows:
             return 2
+        if spec.measure.trace and actor.attention == "sdpa" and not actor.packing:
+            return 0
         if actor.packing or actor.attention == "eager":
             return 4 if actor.packing else 3
         return 1 if REFERENCE in self.names else 0
@@ -84,6 +87,7 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
     monkeypatch.setattr(parity, "run_child", runs)
+    monkeypatch.setattr(parting, "run_child", runs)
     return runs
 
 
@@ -183,6 +187,27 @@ def test_after_the_time_limit_no_run_is_started(tmp_path: Path, runs: Runs, caps
     assert said(capsys, "go on") == [f"replay parity --continue {folder_in(tmp_path)}"]
 
 
+def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_can_be_trusted(
+    tmp_path: Path, runs: Runs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.told = {4: 1.01, 5: 1.001}  # of the equivalents one is wrong itself
+    asked: list[list[str]] = []
+
+    windows: set[tuple[bool, int, int | None]] = set()
+
+    def first_difference(reference: Path, other: Path, equivalents: Sequence[Path]) -> None:
+        specs = [PastRun.read(folder).spec for folder in (reference, other, *equivalents)]
+        windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
+        asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
+
+    monkeypatch.setattr(parting, "first_difference", first_difference)
+    assert typed(tmp_path, "--first-difference") == 1
+    assert asked == [["fsdp2 sdpa", "fsdp2 sdpa", "fsdp2 eager"], ["fsdp2 sdpa", "deepspeed auto", "fsdp2 eager"]]
+    assert windows == {(True, 1, 1)}  # y, where they are farthest apart
+    assert len(runs.names) == len(RUNS) + 4  # the reference and the equivalent serve both
+    assert said(capsys, "first") == [f"{name}: no traced tensor leaves its bound" for name in (RUNS[4], RUNS[5])]
+
+
 def test_the_report_needs_no_network_and_no_script(tmp_path: Path, runs: Runs) -> None:
     runs.told = {5: 1.001, 6: "died of <script>"}
     typed(tmp_path)
@@ -254,6 +279,7 @@ def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> 
         return Child(exit_code=run_in(world, spec), seconds=0.0, output=output, logs=logs)
 
     monkeypatch.setattr(parity, "run_child", run)
+    monkeypatch.setattr(parting, "run_child", run)
 
 
 def small_model(tmp_path: Path) -> list[str]:
@@ -286,9 +312,13 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.pass_runner.actor_inputs", positions_go_on)
-    assert typed(tmp_path, *small_model(tmp_path)) == 1
+    assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}
     verdicts = Judge().judge(log.rows).cells
     assert [name for name, one in verdicts.items() if one.verdict is Verdict.DIFFERS] == [RUNS[4], RUNS[5]]
-    assert any("fsdp2 fp32 packed sdpa" in line for line in said(capsys, "WRONG"))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))
+    firsts = [line for line in lines if line.startswith("first")]
+    assert len(firsts) == 2
+    assert all("input, position_ids fed at actor_inputs_" in line for line in firsts)
