@@ -279,6 +279,17 @@ def test_architectures_that_deepspeed_cannot_read(monkeypatch: pytest.MonkeyPatc
     assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in compilers(on_cuda=False, built_for=None)]
 
 
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old, new = (tmp_path / name / "lock" for name in ("deepspeed_shm_comm", "being_built"))
+    for lock in (old, new):
+        lock.parent.mkdir()
+        lock.touch()
+    os.utime(old, (0, 0))
+    locks = [check for check in compilers(on_cuda=False, built_for=None) if check.name == "extension lock"]
+    assert [(check.status, check.advice.partition("Try: ")[2]) for check in locks] == [(Status.BROKEN, f"rm {old}")]
+
+
 def test_an_nvcc_of_another_cuda_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
