@@ -7,7 +7,6 @@ import itertools
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from replay.logbook import read_log
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.reference import Reference
+from tests.warm import warm_bin
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order
 NORM_BOUND = 1e-4
@@ -113,9 +113,9 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             commands.append([*arguments, "--model", str(model_folder), "--log-folder", str(folders[name]), "--quiet"])
         table = home / f"commands{num_ranks}.json"
         table.write_text(json.dumps(commands))
-        launcher = [sys.executable]
+        launcher = [str(warm_bin() / "python")]
         if num_ranks > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run(
             [*launcher, "-m", "tests.replay_worker", str(table)],
             cwd=Path(__file__).parent.parent,
