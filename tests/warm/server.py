@@ -127,6 +127,10 @@ def run_python(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        exec(arguments[1], vars(sys.modules["__main__"]))
     else:
         assert not arguments[0].startswith("-"), f"not one of the options that warm processes know: {arguments[0]}"
         sys.argv = arguments
