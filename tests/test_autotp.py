@@ -49,9 +49,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def launch(num_processes: int, module: str, *arguments: object) -> None:
-    launcher = [str(warm_bin() / "python"), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m", module]
     done = subprocess.run(
-        [*launcher, "-m", module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
+        [str(warm_bin() / "python"), *launcher, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 

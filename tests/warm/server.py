@@ -99,9 +99,6 @@ def become(program: Program, stand_in: str) -> list[str]:
     for number, stream in enumerate(program.streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environment)
@@ -121,7 +118,7 @@ def write_command_line(words: Sequence[str]) -> None:
 
 def run_python(arguments: list[str]) -> None:
     """As the interpreter does with its command line."""
-    while arguments[0] == "-u":  # streams are line-buffered here
+    while arguments[0] == "-u":  # as the server was started
         del arguments[0]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
