@@ -76,16 +76,16 @@ def keep(connection: socket.socket) -> Program:
     """Fork once more, and tell the stand-in how the program ends; without a stand-in the program is ended."""
     header, streams, _, _ = socket.recv_fds(connection, 8, 3)
     with connection.makefile("rb") as file:
-        program = Program(*json.loads(file.read(int.from_bytes(header, "big"))), streams)
+        arguments, folder, environment = json.loads(file.read(int.from_bytes(header, "big")))
     process = os.fork()
     if process == 0:
         connection.close()
-        return program
+        return Program(arguments, folder, environment, streams)
     connection.sendall(f"{process}\n".encode())
     for stream in streams:
         os.close(stream)
     descriptor = os.pidfd_open(process)
-    ready, _, _ = select.select([descriptor, connection], [], [])
+    ready, _, _ = select.select([descriptor, connection.fileno()], [], [])
     if descriptor not in ready:
         os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
