@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-LIMIT = 240  # seconds; a run takes about ten
+LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
 COLD = [
     "replay --max-inputs 5",
@@ -46,12 +47,12 @@ def free_port() -> int:
 
 
 def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """As it is typed, but for deepspeed's port and, unless it is `cold`, with all imports there already."""
+    """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
     program, *arguments = shlex.split(command)
     if program == "deepspeed":
         arguments = ["--master_port", str(free_port()), *arguments]
     return subprocess.run(
-        [program, *arguments, "--log-folder", str(log_folder)],
+        [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
         cwd=ROOT,
         env=os.environ | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,

@@ -139,7 +139,7 @@ def replayed(case: Case, home: Path) -> Outcome:
     else:
         folder = folder_of(home, lengths, num_ranks=2)
     command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}", port=free_port())
-    arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 60".split()
+    arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 1800".split()
     with subprocess.Popen(
         [*arguments, *["--uneven"] * case.uneven],
         cwd=ROOT,

@@ -54,7 +54,7 @@ def run_command(command: Sequence[str], *, cold: bool = True) -> str:
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     python = sys.executable if cold else str(warm_bin() / "python")
-    done = subprocess.run([python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stderr
 
