@@ -12,6 +12,7 @@ from actor_init.world import World
 
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compiles where it is asked, without worker processes
 
 
 @pytest.fixture(scope="session")

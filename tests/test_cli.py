@@ -34,7 +34,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
 
 def started(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=1800, check=False)
 
 
 def scripts(name: str) -> str:
