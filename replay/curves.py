@@ -112,7 +112,6 @@ def judge(
     name: str,
     curve: Curve,
     *,
-    num_steps: int,
     steps_an_epoch: int,
     ddp: Curve | None,
     deepspeed: Curve | None,
@@ -120,8 +119,6 @@ def judge(
 ) -> Judgement:
     """`ddp` and `deepspeed` are None where they did not run, or are this one."""
     complaints = []
-    if len(curve.steps) != num_steps:
-        complaints.append(f"{len(curve.steps)} steps, not {num_steps}")
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
         complaints.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
     elif not curve.falls(steps_an_epoch):

@@ -2,8 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from actor_init.spec import UsageError
 from replay import suite_wording
@@ -16,7 +17,6 @@ from replay.suite_folder import Suite
 from replay.suite_plan import DDP, Planned, run_spec_of
 from replay.suite_verdict import Outcome, Status, Trouble, outcomes
 
-REFUSED = 2  # the exit code of a replay that cannot be had
 TERMINATED = 143
 
 
@@ -37,12 +37,12 @@ def run_suite(suite: Suite) -> int:
                     troubles[one.name] = trouble
                 print_suite_lines(suite_wording.ended(suite.curve(one.name), trouble))
     except (KeyboardInterrupt, SystemExit):
-        suite.write("interrupted", {one.planned.name: one for one in judged(suite, troubles)})
+        suite.write("interrupted", _results(judged(suite, troubles)))
         print_suite_lines(suite_wording.interrupted(suite))
         raise
     found = judged(suite, troubles)
     has_failed = any(one.status is Status.FAILED for one in found)
-    suite.write("failed" if has_failed else "passed", {one.planned.name: one for one in found})
+    suite.write("failed" if has_failed else "passed", _results(found))
     print_suite(suite_wording.table(found), suite_wording.verdict(suite, found))
     return 1 if has_failed else 0
 
@@ -63,23 +63,30 @@ def train(suite: Suite, one: Planned) -> Trouble | None:
     logs, output = suite.room_for(one.name)
     limit, arguments = suite.spec.limit, command_line(spec)
     child = run_child(arguments, num_processes=one.num_processes, logs=logs, output=output, limit=limit)
-    is_refusal = child.exit_code == REFUSED
-    if is_refusal and one.name == DDP:
-        suite.discard()
-        raise UsageError(child.trouble)
-    if child.trouble:
-        return Trouble(reason=child.trouble, is_refusal=is_refusal)
+    if trouble := child.trouble:
+        is_refusal = child.is_refusal
+        if is_refusal and one.name == DDP and suite.is_untouched:
+            suite.discard()
+            raise UsageError(trouble)
+        return Trouble(reason=trouble, is_refusal=is_refusal)
     try:
-        suite.write_curve(one.name, curve_of(PastRun.read(logs)))
+        curve = curve_of(PastRun.read(logs))
     except UsageError as error:
         return Trouble(reason=str(error))
+    if len(curve.steps) != suite.spec.steps:
+        return Trouble(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
+    suite.write_curve(one.name, curve)
     return None
 
 
 def judged(suite: Suite, troubles: Mapping[str, Trouble]) -> list[Outcome]:
     curves = {one.name: curve for one in suite.plan if (curve := suite.curve(one.name)) is not None}
     steps_an_epoch = suite.inputs.steps_an_epoch(suite.inputs_a_step)
-    return outcomes(suite.plan, curves, troubles, num_steps=suite.spec.steps, steps_an_epoch=steps_an_epoch)
+    return outcomes(suite.plan, curves, troubles, steps_an_epoch=steps_an_epoch)
+
+
+def _results(found: Sequence[Outcome]) -> dict[str, Any]:
+    return {one.planned.name: one.summary() for one in found}
 
 
 @contextmanager

@@ -100,7 +100,11 @@ class Suite:
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             return None
-        return Curve(steps=[_step_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()])
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return Curve(steps=[_step_of(json.loads(line)) for line in lines])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is damaged. Remove it, and: replay suite --continue {self.folder}") from error
 
     def write_curve(self, name: str, curve: Curve) -> None:
         lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
@@ -113,6 +117,10 @@ class Suite:
             tries = (earlier.with_name(f"{earlier.name}.{number}") for number in count(1))
             earlier.rename(next(path for path in tries if not path.exists()))
         return logs, output
+
+    @property
+    def is_untouched(self) -> bool:
+        return not any(self.folder.glob("*.jsonl"))
 
     def discard(self) -> None:
         for folder in (self.inputs.folder, self.folder):

@@ -55,7 +55,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return SuiteInputs(folder=folder, num_inputs=num_inputs, loss=loss, said=f"{counted(num_inputs, 'input')}, {said}")
+    return SuiteInputs(folder=folder, num_inputs=num_inputs, loss=loss, said=f"{counted(num_inputs, 'input')} {said}")
 
 
 def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
@@ -74,12 +74,12 @@ def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]
         raise UsageError(f"--dataset {dataset} holds no training pass. Try: replay inspect {dataset}")
     if (config := dataset / ACTOR_CONFIG_NAME).exists():
         shutil.copy2(config, folder)
-    return num_copied, LossName.STAND_IN, f"copied from {dataset}"
+    return num_copied, LossName.STAND_IN, "of the sample" if dataset == default_folder() else f"of {dataset}"
 
 
 def _written(spec: SuiteSpec, dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
     written = write_texts(dataset, spec.model, folder, most)
-    said = f"texts of {dataset}"
+    said = f"made of the texts in {dataset}"
     said += f"; {written.num_cut} cut to {MAX_LENGTH} tokens" if written.num_cut else ""
     said += f"; {written.num_left_out} left out, of fewer than two tokens" if written.num_left_out else ""
     return written.num_texts, LossName.SFT, said

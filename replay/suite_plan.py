@@ -122,9 +122,8 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
         num_data_ranks = machine.num_devices // share or (0 if machine.has_gpus else 1)
         reason = ""
         if not num_data_ranks:
-            reason = (
-                f"needs {share} GPUs, and there {'is' if machine.num_devices == 1 else 'are'} {machine.num_devices}"
-            )
+            limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"
+            reason = f"needs {share} GPUs, {limit} {machine.num_devices}"
         if one.name in spec.skip:
             reason = "skipped"
         found.append(
