@@ -12,6 +12,7 @@ from replay.comparison import Point, Quantity
 from replay.past_run import PastRun
 from replay.records import PassRecord
 from replay.summary import peak_bytes
+from replay.wording import counted
 
 FROM_DEEPSPEED = 0.05
 INITIAL_FROM_DDP = 0.001  # before the first step: the same weights
@@ -56,14 +57,19 @@ class Curve:
     def peak_bytes(self) -> int:
         return max(step.memory_bytes for step in self.steps)
 
-    def falls(self, steps_an_epoch: int) -> bool:
-        """Is the mean of the last pass through the inputs below that of the first, which was over the same inputs?
+    def why_it_does_not_fall(self, steps_an_epoch: int) -> str:
+        """Empty if the mean of the last pass through the inputs is below that of the first, over the same inputs.
 
-        Where no input comes twice: of the last quarter of the steps below that of the first quarter.
+        Where no input comes twice, it is the last quarter of the steps and the first.
         """
         num_steps = len(self.losses)
-        span = steps_an_epoch if 2 * steps_an_epoch <= num_steps else max(1, num_steps // 4)
-        return fmean(self.losses[-span:]) < fmean(self.losses[:span])
+        repeats = 2 * steps_an_epoch <= num_steps
+        span = steps_an_epoch if repeats else max(1, num_steps // 4)
+        first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
+        if last < first:
+            return ""
+        found = f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
+        return found if repeats else f"{found}, on other inputs. Try: --steps {2 * steps_an_epoch}"
 
 
 def curve_of(run: PastRun) -> Curve:
@@ -121,8 +127,8 @@ def judge(
     complaints = []
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
         complaints.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
-    elif not curve.falls(steps_an_epoch):
-        complaints.append(f"the loss does not fall: {curve.losses[0]:.5f} at first, {curve.losses[-1]:.5f} at last")
+    elif reason := curve.why_it_does_not_fall(steps_an_epoch):
+        complaints.append(reason)
     for other, held_against in (("ddp", ddp), ("deepspeed", deepspeed)):
         if held_against is not None:
             complaints += _other_inputs(curve, held_against, other)

@@ -103,7 +103,7 @@ def suite(
         None,
         min=1,
         envvar="MAX_SAMPLES",
-        help="Train on the first N inputs, over and over. Default: 8, or one step's.",
+        help="Train on the first N inputs, over and over. Default: at most 8.",
     ),
     num_gpus: int | None = typer.Option(
         None, min=1, envvar="NUM_GPUS", help="Use N GPUs, or N processes on a CPU. Default: all; 2 on a CPU."

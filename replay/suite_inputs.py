@@ -42,7 +42,8 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     dataset = spec.dataset if spec.dataset is not None else default_folder()
     if not dataset.exists():
         raise UsageError(f"--dataset {dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file")
-    most = spec.max_samples if spec.max_samples is not None else max(DEFAULT_SAMPLES, inputs_a_step)
+    twice_each = spec.steps * inputs_a_step // 2
+    most = spec.max_samples or max(min(DEFAULT_SAMPLES, twice_each), inputs_a_step)
     unfinished = Path(tempfile.mkdtemp(prefix=".inputs-unfinished-", dir=folder.parent))
     try:
         num_found, loss, said = (

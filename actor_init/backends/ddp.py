@@ -71,7 +71,7 @@ class DDPBackend:
         return cls(
             spec=spec,
             model=model,
-            replica=DistributedDataParallel(model),
+            replica=DistributedDataParallel(model, gradient_as_bucket_view=True),
             source=source,
             optimizer=optimizer,
             schedule=make_schedule(spec, optimizer) if optimizer else None,
