@@ -141,6 +141,8 @@ def _explain(error: Any) -> str:
     """typer's message as one line that ends in what to type next."""
     option = getattr(error, "option_name", None)
     message = _one_line(error.format_message()).rstrip(".")
+    if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
+        message += f", not {os.environ[from_environment[1]]!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
         if error.possibilities:

@@ -180,6 +180,20 @@ def print_comparison(
     print_pairs(out, [("written", str(path)) for path in written])
 
 
+def print_suite_lines(pairs: Pairs, file: IO[str] | None = None) -> None:
+    """What `replay suite` says while it runs, as it happens."""
+    print_pairs(open_console(file), pairs)
+
+
+def print_suite(columns: Columns, verdict: Pairs, file: IO[str] | None = None) -> None:
+    """The answer to `replay suite`; see docs/suite.md."""
+    out = open_console(file)
+    print_line(out)
+    print_table(out, columns)
+    print_line(out)
+    print_pairs(out, verdict)
+
+
 def open_console(file: IO[str] | None = None) -> RichConsole:
     """A rich console that adds no style, and off a terminal no control character whatever the environment says."""
     is_terminal = (file if file is not None else sys.stdout).isatty()

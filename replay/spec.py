@@ -26,6 +26,7 @@ class InputsSpec:
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
     skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
     max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
     uneven: bool = option(
         False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
     )

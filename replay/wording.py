@@ -214,5 +214,17 @@ def _spread(spread: Spread) -> str:
 
 def is_text(name: str) -> bool:
     """Columns of words stand left, columns of numbers right."""
-    words = ("", "at input", "input", "note", "passes", "quantity", "ranks", "run", "setting")
+    words = (
+        "",
+        "at input",
+        "configuration",
+        "input",
+        "note",
+        "passes",
+        "quantity",
+        "ranks",
+        "result",
+        "run",
+        "setting",
+    )
     return name in words or (len(name) == 1 and name.isupper())  # a letter stands for a run

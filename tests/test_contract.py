@@ -48,9 +48,10 @@ class Row(NamedTuple):
         return f"{self.backend}, {self.num_ranks} ranks, {', '.join(toggles)}"
 
     def arguments(self) -> list[str]:
-        backend, stage = self.backend.split()
+        backend, *stage = self.backend.split()
         return [
-            *("--backend", backend, "--zero-stage", stage, "--dtype", "fp32"),
+            *("--backend", backend, "--dtype", "fp32"),
+            *(["--zero-stage", *stage] if stage else []),
             "--packing" if self.packing else "--no-packing",
             *(["--compile"] if self.compile else []),
             *(["--gradient-checkpointing"] if self.checkpointing else []),
@@ -72,11 +73,18 @@ TABLE = [
     Row("fsdp2 2", 2, False, True, False, 2, FEW),
     Row("fsdp2 3", 1, True, True, False, 1, EVERY),
     Row("fsdp2 3", 2, False, False, True, 2, FEW),
+    Row("ddp", 1, False, True, True, 1, FEW),
+    Row("ddp", 2, True, False, False, 2, EVERY),
 ]
-BF16_ROWS = [("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"), ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}")]
+BF16_ROWS = [
+    ("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"),
+    ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
+    ("ddp", f"--backend ddp --max-inputs {FEW}"),
+]
 STEP_ROWS = {
     **{f"deepspeed {stage}": f"--zero-stage {stage}" for stage in range(4)},
     **{f"fsdp2 {stage}": f"--backend fsdp2 --zero-stage {stage}" for stage in (2, 3)},
+    "ddp": "--backend ddp",
 }
 NUM_STEPS, LEARNING_RATE, MAX_NORM = 4, 1e-3, 1.0
 STEPPING = f"--dtype fp32 --step --max-inputs {NUM_STEPS} --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"

@@ -16,13 +16,14 @@ ROOMS = {
     "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
     "matplotlib": {"replay/plot.py"},
+    "pyarrow": {"replay/text_dataset.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = (
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
     *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
-    *("replay/probing.py", "replay/probes.py"),
+    *("replay/probing.py", "replay/probes.py", "replay/suite_plan.py"),
 )
 INSTALLED = set(packages_distributions())  # names that can be imported
 

@@ -1,4 +1,4 @@
-"""What a backend is, and the choice between the two."""
+"""What a backend is, and the choice between them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,3 +81,7 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World) -> Backend:
             from actor_init.backends.fsdp2 import FSDP2Backend
 
             return FSDP2Backend.open(spec, source, world)
+        case BackendName.DDP:
+            from actor_init.backends.ddp import DDPBackend
+
+            return DDPBackend.open(spec, source, world)
