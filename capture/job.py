@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,22 @@ def versions() -> dict[str, str]:
     """Of what is loaded; nothing is imported to ask."""
     used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
     return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """The name of the attention kernel that transformers was asked for; None where nothing says one."""
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def autocast_on(kind: str) -> str:
+    """The dtype that torch.autocast computes in on a kind of device, as this thread is set."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return "off"
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()

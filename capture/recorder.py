@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 
 from capture.alarms import listen, unlisten
 from capture.call_arguments import forward_signature, take_apart
+from capture.fingerprint import WeightSampler, WeightSnapshot
 from capture.host_copy import copy_to_host
-from capture.job import prepare_folder, rank_and_world_size, versions
+from capture.job import attention_of, autocast_on, device_name, prepare_folder, rank_and_world_size, versions
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
-from capture.reproduction import noted, outputs_of, random_snapshot
+from capture.reproduction import computed_in, noted, outputs_of, random_snapshot
 from capture.slow_step import StepWatch
 from capture.store import Opened, Outputs, Pass, Store
 from capture.trouble import Trouble, trouble, trouble_of
@@ -67,8 +69,9 @@ def recording(
     ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
                 that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
-    reproduce   keep what it takes to do a pass again: random states (10 kB), outputs, environment. By default: with a
-                ring. A pass then is complete, and without a ring written, when the next one begins
+    reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
+                samples of the weights (4 kB). By default: with a ring. A pass then is complete, and without a ring
+                written, when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
@@ -122,6 +125,8 @@ class Recorder:
         self._opened = datetime.now(UTC), time.monotonic_ns()
         self._model_name: str | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sampler = WeightSampler(model) if keep.reproduce else None
+        self._attention = attention_of(model)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent = threading.Event()
         self._store = Store(folder, keep, opened=self._time(time.monotonic_ns()), is_urgent=is_urgent)
@@ -183,7 +188,7 @@ class Recorder:
         if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
             return
         try:
-            tensors, plain = noted({"loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            tensors, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
             self._tell_outputs(tensors, plain)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
@@ -256,7 +261,7 @@ class Recorder:
             if error is not None and error is not before:
                 self.hear_exception(error, "forward")
             elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not self._is_capturing(found):
-                self._tell_outputs(found, {})
+                self._tell_outputs(found, computed_in(output) if self.keep.reproduce else {})
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
@@ -273,18 +278,42 @@ class Recorder:
             self.num_skipped += 1
             return
         tensors, copied = copy_to_host(taken.tensors)
+        weights, weights_copied = self._sampled()
         self._writer.offer(
             Pass(
                 tensors=tensors,
-                copied=copied,
+                copied=copied + weights_copied,
                 call_facts=taken.call_facts,
                 left_out=taken.left_out,
                 trains=torch.is_grad_enabled(),
                 origin=partial(self._origin, rank, world_size, self.num_seen - 1, time.monotonic_ns()),
                 random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
+                weights=weights,
+                settings=self._settings(taken.tensors) if self.keep.reproduce else {},
             ),
             sum(tensor.nbytes for tensor in tensors.values()),
         )
+
+    def _sampled(self) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
+        """Samples of the weights, on the host once the events have happened. Trouble with them is not the pass's."""
+        if self._sampler is None:
+            return None, []
+        try:
+            found = self._sampler.take()
+            if found is None:
+                return None, []
+            copies, copied = copy_to_host({"values": found.values})
+            return replace(found, values=copies["values"]), copied
+        except Exception as error:  # the job is worth more than its record
+            self._sampler = None
+            warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
+            return None, []
+
+    def _settings(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """What only the job's thread knows of how it computes."""
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        attention = {} if self._attention is None else {"attention": self._attention}
+        return {"device": device_name(device), "autocast": autocast_on(device.type), **attention}
 
     def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):
