@@ -7,6 +7,7 @@ the next, so that a model of any size costs a job the same.
 
 import hashlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from capture.plain_data import type_name
 from capture.sharding import NotMappedError, Place, place_of
 
 NUM_ELEMENTS = 4
-NUM_A_PASS = 48  # 75 microseconds of the job's thread
+NUM_A_PASS = 32  # see WeightSampler.take
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -85,7 +86,7 @@ class WeightSnapshot:
     """One pass's samples as they were taken, one after the other, and what they are of."""
 
     values: Tensor
-    places: Sequence[tuple[str, str, tuple[int, ...], Place]]  # name, dtype, full shape, where
+    places: Sequence[tuple[str, Place]]  # by name
     num_parameters: int
     num_frozen: int
     is_sharded: bool
@@ -95,12 +96,10 @@ class WeightSnapshot:
         """Once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
-        for name, dtype, shape, place in self.places:
-            end = begin + place.count
-            samples.append(
-                Sample(name=name, dtype=dtype, shape=shape, start=place.start, values=tuple(numbers[begin:end]))
-            )
-            begin = end
+        for name, place in self.places:
+            values = tuple(numbers[begin : begin + place.count])
+            samples.append(Sample(name=name, dtype=place.dtype, shape=place.shape, start=place.start, values=values))
+            begin += place.count
         return Fingerprint(
             samples=tuple(samples),
             num_parameters=self.num_parameters,
@@ -115,16 +114,16 @@ class _Slot:
     """Where a module keeps a parameter. A library may put another object there, or other data into the same one."""
 
     name: str
-    parameters: dict[str, Any]
+    module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
     key: str
-    known: dict[tuple[type, torch.Size, tuple[int, ...]], Place | str]  # str: why it is left out
+    place: Place | str = ""  # text: why it is left out
+    known: tuple[Any, ...] = ()  # type, dtype, shape and strides of the parameter that has this place
 
 
 class WeightSampler:
     """Takes samples of a model's parameters. No wait for a device, no collective, and no hold on the job's memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._slots: list[_Slot] = []
         self._num_parameters = 0
         self._num_frozen = 0
@@ -132,29 +131,32 @@ class WeightSampler:
         self._left_out: dict[str, int] = {}
         self._next = 0
 
-    @torch.no_grad()
-    def take(self) -> WeightSnapshot | None:
-        """The next parameters' samples on their device; None where none can be had.
+    @torch.inference_mode()
+    def take(self, model: nn.Module) -> WeightSnapshot | None:
+        """The next parameters' samples on their device; None where none can be had. Always the same `model`.
 
-        About 1.5 microseconds a parameter. To keep views of the parameters would take half of that, and would keep
+        About 2 microseconds a parameter. To keep views of the parameters would take a tenth of that, and would keep
         memory from being freed that the job moves its weights out of.
         """
         if not self._num_parameters:
-            self._look()
+            self._look(model)
         views: list[Tensor] = []
-        places: list[tuple[str, str, tuple[int, ...], Place]] = []
+        places: list[tuple[str, Place]] = []
         for _ in range(min(NUM_A_PASS, len(self._slots))):
             slot = self._slots[self._next % len(self._slots)]
             self._next = (self._next + 1) % len(self._slots)
-            parameter = slot.parameters.get(slot.key)
-            place = "gone" if parameter is None else _place(slot, parameter)
+            module = slot.module()
+            parameter = None if module is None else module._parameters.get(slot.key)
+            if parameter is None:
+                continue
+            place = _place(slot, parameter)
             if isinstance(place, str) or not place.count:
                 continue
             held = place.held(parameter)
             if views and held.device != views[0].device:
                 continue  # a model over several devices: those of the first one
             views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
-            places.append((slot.name, str(held.dtype).removeprefix("torch."), place.shape, place))
+            places.append((slot.name, place))
         if not views and not self._left_out:
             return None
         return WeightSnapshot(
@@ -166,17 +168,17 @@ class WeightSampler:
             left_out=self._left_out,
         )
 
-    def _look(self) -> None:
+    def _look(self, model: nn.Module) -> None:
         """Once: which parameters there are, and which of them have samples here."""
         seen: set[int] = set()
         left_out: Counter[str] = Counter()
-        for prefix, module in self._model.named_modules(remove_duplicate=True):
+        for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
                 raw = f"{prefix}.{key}" if prefix else key
-                slot = _Slot(name=plain_name(raw), parameters=module._parameters, key=key, known={})
+                slot = _Slot(name=plain_name(raw), module=weakref.ref(module), key=key)
                 self._num_frozen += not parameter.requires_grad
                 place = _reason_by_name(raw) or _place(slot, parameter)
                 if isinstance(place, str):
@@ -217,12 +219,11 @@ def _reason_by_name(name: str) -> str | None:
 
 def _place(slot: _Slot, parameter: Any) -> Place | str:
     """Where the parameter's samples are now, or why that cannot be said."""
-    known = type(parameter), parameter.shape, parameter.stride()
-    place = slot.known.get(known)
-    if place is None:
+    known = type(parameter), parameter.dtype, parameter.shape, parameter.stride()
+    if known != slot.known:
         try:
-            place = place_of(parameter, lambda shape: run_of(slot.name, shape))
+            slot.place = place_of(parameter, lambda shape: run_of(slot.name, shape))
         except NotMappedError as error:
-            place = str(error) or f"of type {type_name(parameter)}"
-        slot.known[known] = place
-    return place
+            slot.place = str(error) or f"of type {type_name(parameter)}"
+        slot.known = known
+    return slot.place

@@ -125,7 +125,7 @@ class Recorder:
         self._opened = datetime.now(UTC), time.monotonic_ns()
         self._model_name: str | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sampler = WeightSampler(model) if keep.reproduce else None
+        self._sampler = WeightSampler() if keep.reproduce else None
         self._attention = attention_of(model)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent = threading.Event()
@@ -245,7 +245,7 @@ class Recorder:
         try:
             if self._watch is not None and self._watch.begin(self.num_seen - 1):
                 self._tell_slow_step()
-            self._take(args, kwargs)
+            self._take(module, args, kwargs)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
@@ -265,7 +265,7 @@ class Recorder:
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
             self._writer.drop()
             return
@@ -278,7 +278,7 @@ class Recorder:
             self.num_skipped += 1
             return
         tensors, copied = copy_to_host(taken.tensors)
-        weights, weights_copied = self._sampled()
+        weights, weights_copied = self._sampled(module)
         self._writer.offer(
             Pass(
                 tensors=tensors,
@@ -294,12 +294,12 @@ class Recorder:
             sum(tensor.nbytes for tensor in tensors.values()),
         )
 
-    def _sampled(self) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
+    def _sampled(self, module: nn.Module) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
         """Samples of the weights, on the host once the events have happened. Trouble with them is not the pass's."""
         if self._sampler is None:
             return None, []
         try:
-            found = self._sampler.take()
+            found = self._sampler.take(module)
             if found is None:
                 return None, []
             copies, copied = copy_to_host({"values": found.values})

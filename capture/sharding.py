@@ -26,6 +26,7 @@ class Place:
     offset: int  # in what the rank holds, in elements of its storage
     stride: int
     is_of_shard: bool
+    dtype: str
     held_as: str | None  # attribute of the parameter that holds the rank's part; None: the parameter itself
 
     def held(self, parameter: Any) -> Tensor:
@@ -46,7 +47,14 @@ def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
     start, count = run_of(shape)
     offset, stride = _in_strides(_unflattened(start, shape), parameter)
     return Place(
-        shape=shape, start=start, count=count, offset=offset, stride=stride, is_of_shard=False, held_as=None
+        shape=shape,
+        start=start,
+        count=count,
+        offset=offset,
+        stride=stride,
+        is_of_shard=False,
+        dtype=_name(parameter.dtype),
+        held_as=None,
     )
 
 
@@ -85,7 +93,8 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
         raise NotMappedError("sharded in a way that is not known here")
     _check(local, shape)
     start, count = run_of(shape)
-    place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "held_as": "_local_tensor"}
+    place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "dtype": _name(local.dtype)}
+    place |= {"held_as": "_local_tensor"}
     *rows, column = _unflattened(start, shape) if shape else [0]
     found = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
     columns = own[-1].tolist() if shape else [0]
@@ -115,6 +124,7 @@ def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> P
         offset=max(first - begin, 0),
         stride=1,
         is_of_shard=num_ranks > 1,
+        dtype=_name(part.dtype),
         held_as="ds_tensor",
     )
 
@@ -124,6 +134,10 @@ def _check(held: Tensor, shape: tuple[int, ...]) -> None:
         raise NotMappedError(f"of {held.dtype} on {held.device.type}")
     if not math.prod(shape):
         raise NotMappedError("without elements")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
