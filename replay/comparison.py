@@ -131,7 +131,7 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
 
 
 def _chances(reference: PastRun) -> list[str]:
-    drops = [key for key, value in reference.config.items() if ("dropout" in key or "pdrop" in key) and value]
+    drops = dropout_of(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 

@@ -11,7 +11,7 @@ from replay.wording import counted
 
 ALWAYS_SAME = ("loss", "backward", "step", "grad_accumulation")
 SAME_UNDER_STEP = ("optimizer", "learning_rate", "lr_warmup_steps", "max_norm")
-MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model")
+MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model", "verdict")
 MOST_NAMED = 3
 
 
