@@ -10,12 +10,40 @@ from dataclasses import dataclass, field
 
 from capture.capture_file import Call
 from capture.micro_batch import IGNORED_LABEL, MicroBatch
-from replay.same_weights import WeightsFound
 from replay.spec import LossName
 
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherValue:
+    """The first element that is another one."""
+
+    name: str
+    index: int  # in the flattened parameter
+    recorded: float
+    found: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsFound:
+    """What one pass's samples say, in numbers of parameters.
+
+    doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
+    """
+
+    num_compared: int = 0
+    num_differ: int = 0
+    num_parameters: int = 0  # of the job's model
+    first: OtherValue | None = None
+    is_sharded: bool = False  # the job's other ranks kept the other samples
+    doubt: str | None = None
+
+    @property
+    def are_same(self) -> bool:
+        return self.num_compared > 0 and not self.num_differ and self.doubt is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

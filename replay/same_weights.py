@@ -5,45 +5,16 @@ nothing is gathered.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from actor_init.model import ModelSource, parameter_shapes
 from capture.fingerprint import Fingerprint, Sample
+from replay.recorded import OtherValue, WeightsFound
 from replay.wording import counted
 
 BF16_EPS, FP16_SMALLEST = 2**-7, 2**-24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherValue:
-    """The first element that is another one."""
-
-    name: str
-    index: int  # in the flattened parameter
-    recorded: float
-    found: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsFound:
-    """What one pass's samples say, in numbers of parameters.
-
-    doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
-    """
-
-    num_compared: int = 0
-    num_differ: int = 0
-    num_parameters: int = 0  # of the job's model
-    first: OtherValue | None = None
-    is_sharded: bool = False  # the job's other ranks kept the other samples
-    doubt: str | None = None
-
-    @property
-    def are_same(self) -> bool:
-        return self.num_compared > 0 and not self.num_differ and self.doubt is None
 
 
 class SameWeights:

@@ -93,6 +93,11 @@ def _of_steps(
     return []
 
 
+def dropouts(config: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that make a model's training a matter of chance."""
+    return [key for key, value in config.items() if ("dropout" in key or "pdrop" in key) and value]
+
+
 def settings(run: PastRun) -> dict[str, str]:
     """What there is to say of how a run was done, by name; what was resolved in the place of what was asked for."""
     asked: dict[str, Any] = {}

@@ -27,12 +27,13 @@ from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.position import Phase
 from replay.recorded import Recorded
 from replay.records import PassRecord
-from replay.selection import Selection, default_folder, select
 from replay.same_weights import SameWeights
+from replay.same_work import dropouts
+from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec, VerdictRule
 from replay.summary import summarize
 from replay.verdict import Outcome, Setting, judge
-from replay.verdict_wording import dropout_of, verdict_lines, weights_line
+from replay.verdict_wording import verdict_lines, weights_line
 from replay.watch import Watch, watching
 from replay.wording import Pairs, counted
 
@@ -172,7 +173,7 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.grad_accumulation,
         steps=spec.measure.step,
-        dropout=dropout_of(lasting_config(source.config)),
+        dropout=dropouts(lasting_config(source.config)),
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 

@@ -6,10 +6,7 @@ weights    as the job's in 32 of its 291 parameters, as sampled
 here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from replay.same_weights import WeightsFound
+from replay.recorded import WeightsFound
 from replay.verdict import Finding, Outcome, Verdict
 from replay.wording import Pairs, counted
 
@@ -34,12 +31,9 @@ def weights_line(found: WeightsFound) -> str:
     if not found.num_compared:
         return found.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if found.doubt is None else f", but {found.doubt}"
-    return f"as the job's in {found.num_compared} of its {counted(found.num_parameters, 'parameter')}, as sampled{doubt}"
-
-
-def dropout_of(config: Mapping[str, Any]) -> Sequence[str]:
-    """Settings of a model's config that make its training a matter of chance."""
-    return [f"{key} {value}" for key, value in config.items() if ("dropout" in key or "pdrop" in key) and value]
+    return (
+        f"as the job's in {found.num_compared} of its {counted(found.num_parameters, 'parameter')}, as sampled{doubt}"
+    )
 
 
 def _explained(verdict: Verdict) -> str:
