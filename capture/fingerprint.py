@@ -10,12 +10,13 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from capture.host_copy import copy_to_host
 from capture.micro_batch import CaptureError
 from capture.plain_data import type_name
 from capture.sharding import NotMappedError, Place, place_of
@@ -131,9 +132,17 @@ class WeightSampler:
         self._left_out: dict[str, int] = {}
         self._next = 0
 
+    def take_to_host(self, model: nn.Module) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
+        """The next parameters' samples, complete once every event has happened; None where none can be had."""
+        found = self.take(model)
+        if found is None:
+            return None, []
+        copies, copied = copy_to_host({"values": found.values})
+        return replace(found, values=copies["values"]), copied
+
     @torch.inference_mode()
     def take(self, model: nn.Module) -> WeightSnapshot | None:
-        """The next parameters' samples on their device; None where none can be had. Always the same `model`.
+        """The same on their device. Always the same `model`.
 
         About 2 microseconds a parameter. To keep views of the parameters would take a tenth of that, and would keep
         memory from being freed that the job moves its weights out of.

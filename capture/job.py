@@ -4,12 +4,13 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from capture.capture_file import read_actor_config, write_actor_config
 from capture.micro_batch import CaptureError
@@ -73,8 +74,14 @@ def attention_of(model: nn.Module) -> str | None:
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def autocast_on(kind: str) -> str:
-    """The dtype that torch.autocast computes in on a kind of device, as this thread is set."""
+def settings_of(tensors: Mapping[str, Tensor], attention: str | None) -> dict[str, str]:
+    """What only the job's thread knows of how it computes with `tensors`."""
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    kernel = {} if attention is None else {"attention": attention}
+    return {"device": device_name(device), "autocast": _autocast_on(device.type), **kernel}
+
+
+def _autocast_on(kind: str) -> str:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return "off"
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

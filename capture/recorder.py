@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from capture.alarms import listen, unlisten
 from capture.call_arguments import forward_signature, take_apart
 from capture.fingerprint import WeightSampler, WeightSnapshot
 from capture.host_copy import copy_to_host
-from capture.job import attention_of, autocast_on, device_name, prepare_folder, rank_and_world_size, versions
+from capture.job import attention_of, prepare_folder, rank_and_world_size, settings_of, versions
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
 from capture.reproduction import computed_in, noted, outputs_of, random_snapshot
@@ -289,7 +288,7 @@ class Recorder:
                 origin=partial(self._origin, rank, world_size, self.num_seen - 1, time.monotonic_ns()),
                 random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
                 weights=weights,
-                settings=self._settings(taken.tensors) if self.keep.reproduce else {},
+                settings=settings_of(taken.tensors, self._attention) if self.keep.reproduce else {},
             ),
             sum(tensor.nbytes for tensor in tensors.values()),
         )
@@ -299,21 +298,11 @@ class Recorder:
         if self._sampler is None:
             return None, []
         try:
-            found = self._sampler.take(module)
-            if found is None:
-                return None, []
-            copies, copied = copy_to_host({"values": found.values})
-            return replace(found, values=copies["values"]), copied
+            return self._sampler.take_to_host(module)
         except Exception as error:  # the job is worth more than its record
             self._sampler = None
             warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
             return None, []
-
-    def _settings(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """What only the job's thread knows of how it computes."""
-        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        attention = {} if self._attention is None else {"attention": self._attention}
-        return {"device": device_name(device), "autocast": autocast_on(device.type), **attention}
 
     def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):

@@ -20,6 +20,7 @@ from capture.reproduction import environment
 from replay.console import Console
 from replay.digests import digest_of_weights
 from replay.evidence import outlast
+from replay.findings import Setting
 from replay.keeping import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.meter import Meter
@@ -32,7 +33,7 @@ from replay.same_work import dropouts
 from replay.selection import Selection, default_folder, select
 from replay.spec import InputsSpec, RunSpec, VerdictRule
 from replay.summary import summarize
-from replay.verdict import Outcome, Setting, judge
+from replay.verdict import Outcome, judge
 from replay.verdict_wording import verdict_lines, weights_line
 from replay.watch import Watch, watching
 from replay.wording import Pairs, counted

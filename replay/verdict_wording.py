@@ -2,12 +2,13 @@
 
 verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
            ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
-weights    as the job's in 32 of its 291 parameters, as sampled
+weights    as the job's in 32 of its 291 parameters, sampled
 here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
+from replay.findings import Finding
 from replay.recorded import WeightsFound
-from replay.verdict import Finding, Outcome, Verdict
+from replay.verdict import Outcome, Verdict
 from replay.wording import Pairs, counted
 
 
@@ -31,9 +32,7 @@ def weights_line(found: WeightsFound) -> str:
     if not found.num_compared:
         return found.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if found.doubt is None else f", but {found.doubt}"
-    return (
-        f"as the job's in {found.num_compared} of its {counted(found.num_parameters, 'parameter')}, as sampled{doubt}"
-    )
+    return f"as the job's in {found.num_compared} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
 
 
 def _explained(verdict: Verdict) -> str:
@@ -51,7 +50,8 @@ def _explained(verdict: Verdict) -> str:
             first = verdict.first
             assert first is not None
             wrong = next(one for one in first.findings if one.doubt is None and not one.agrees)
-            return f"{_named(wrong)} of pass {first.index + 1}, {first.source}: {_apart(wrong)}; {share}; computed in {_dtypes(verdict)}"
+            where = f"{_named(wrong)} of pass {first.index + 1}, {first.source}"
+            return f"{where}: {_apart(wrong)}; {share}; computed in {_dtypes(verdict)}"
 
 
 def _named(finding: Finding) -> str:

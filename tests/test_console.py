@@ -26,7 +26,13 @@ def said(records: list[PassRecord], selection: Selection = ALL_REPLAYED, *, quie
     for index in dict.fromkeys(r.index for r in records):
         console.passed([r for r in records if r.index == index])
     console.finish(
-        records, summarize(records), selection, Path("logs/x"), memory_kind="cuda allocator", verdict=[], saved=[]
+        records,
+        summarize(records),
+        selection,
+        Path("logs/x"),
+        memory_kind="cuda allocator",
+        verdict=[],
+        saved=[],
     )
     return file.getvalue()
 
