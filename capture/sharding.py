@@ -62,19 +62,18 @@ def own_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
     """Which of `size` indices along a dimension this rank has, once that dimension is sharded by each of `shards`.
 
     A shard is (number of ranks, this rank's place, split factor), in the order of the mesh's dimensions. The factor is
-    1 but for torch's `_StridedShard`, which cuts that many times as many chunks and deals them in turn.
+    1 but for torch's `_StridedShard`, which shards each of so many chunks.
     """
     indices = torch.arange(size, device="cpu")
     for num_ranks, place, factor in shards:
-        chunks = indices.tensor_split(_borders(len(indices), num_ranks * factor))
-        indices = torch.cat([chunks[place + turn * num_ranks] for turn in range(factor)])
+        indices = torch.cat([_chunks(chunk, num_ranks)[place] for chunk in _chunks(indices, factor)])
     return indices
 
 
-def _borders(size: int, num_chunks: int) -> list[int]:
-    """As torch.chunk cuts, and empty chunks at the end where it would leave them out."""
-    whole = -(-size // num_chunks)
-    return [min(size, number * whole) for number in range(1, num_chunks)]
+def _chunks(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
+    """As torch.chunk cuts, and empty ones at the end where it would leave them out."""
+    size = -(-len(indices) // num_chunks)
+    return indices.tensor_split([min(len(indices), number * size) for number in range(1, num_chunks)])
 
 
 def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
