@@ -133,10 +133,8 @@ def _outcome(
             f"the model trains with {', '.join(setting.dropout)}, so its numbers differ by chance",
         )
     if wrong and not weights.are_same:
-        return (
-            Outcome.CANNOT_TELL,
-            f"{wrong[0].name} is another, but {weights.doubt or 'weights could not be compared'}",
-        )
+        doubt = weights.doubt or "weights could not be compared"
+        return Outcome.CANNOT_TELL, f"{wrong[0].name} is off by {wrong[0].difference:.2g}, but {doubt}"
     if wrong:
         return Outcome.DIFFERS, None
     if certain or any(one.agrees for one in findings):
