@@ -29,13 +29,13 @@ class OtherValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsFound:
-    """What one pass's samples say, in numbers of parameters.
+    """What samples of the job's weights say of this model's.
 
     doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
     """
 
-    num_compared: int = 0
-    num_differ: int = 0
+    compared: tuple[str, ...] = ()  # parameters
+    differing: tuple[str, ...] = ()  # of those
     num_parameters: int = 0  # of the job's model
     first: OtherValue | None = None
     is_sharded: bool = False  # the job's other ranks kept the other samples
@@ -43,7 +43,7 @@ class WeightsFound:
 
     @property
     def are_same(self) -> bool:
-        return self.num_compared > 0 and not self.num_differ and self.doubt is None
+        return bool(self.compared) and not self.differing and self.doubt is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

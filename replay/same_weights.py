@@ -32,7 +32,7 @@ class SameWeights:
             return WeightsFound(doubt="the capture holds no samples of the weights")
         compared: list[str] = []
         first: OtherValue | None = None
-        num_differ = 0
+        differing: list[str] = []
         foreign: list[str] = []
         for sample in fingerprint.samples:
             name = self._own_name(sample)
@@ -44,15 +44,15 @@ class SameWeights:
                 continue
             compared.append(name)
             other = first_other(sample, found)
-            num_differ += other is not None
+            differing += [] if other is None else [name]
             first = first or other
         return WeightsFound(
-            num_compared=len(compared),
-            num_differ=num_differ,
+            compared=tuple(compared),
+            differing=tuple(differing),
             num_parameters=fingerprint.num_parameters,
             first=first,
             is_sharded=fingerprint.is_sharded,
-            doubt=self._doubt(fingerprint, foreign, len(compared)),
+            doubt=self._doubt(fingerprint, foreign, bool(compared)),
         )
 
     def _own_name(self, sample: Sample) -> str | None:
@@ -63,14 +63,14 @@ class SameWeights:
                 return name
         return None
 
-    def _doubt(self, fingerprint: Fingerprint, foreign: list[str], num_compared: int) -> str | None:
+    def _doubt(self, fingerprint: Fingerprint, foreign: list[str], has_compared: bool) -> str | None:
         if fingerprint.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
             return f"{kinds} of {counted(fingerprint.num_parameters, 'parameter')} could not be sampled"
         if foreign:
             shown = f"{foreign[0]} and {len(foreign) - 1} more" if foreign[1:] else foreign[0]
             return f"this model has no parameter of the name and shape of the job's {shown}"
-        if not num_compared and not fingerprint.is_sharded:
+        if not has_compared and not fingerprint.is_sharded:
             return f"weights {self._source.weights.describe()} cannot be sampled"
         return None
 

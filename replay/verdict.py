@@ -41,7 +41,7 @@ class Verdict:
     counts: Mapping[Outcome, int]  # passes
     first: PassVerdict | None  # that differs
     worst: Sequence[Finding]  # of each quantity that was held against a claim, in the passes that were judged
-    weights: WeightsFound | None  # of the first pass with other ones, else of the first pass
+    weights: WeightsFound | None  # of the first pass with other ones, else of all passes together
     environment: Mapping[str, tuple[str, str]]  # what differs: in the job, here
     dtypes: tuple[str, str]  # the bounds are the looser of these two
     passes: Sequence[PassVerdict]
@@ -55,14 +55,14 @@ def judge(passes: Sequence[tuple[PassRecord, Recorded | None]], setting: Setting
     judged = _of_inputs(judged, [record.data_rank for record, _ in known])
     counts = Counter(one.outcome for one in judged)
     outcome = next((o for o in (Outcome.DIFFERS, Outcome.REPRODUCED) if counts[o]), Outcome.CANNOT_TELL)
-    others = [found for found in weights.values() if found.num_differ]
+    others = [found for found in weights.values() if found.differing]
     return Verdict(
         outcome=outcome,
         reason=_reason(judged) if outcome is Outcome.CANNOT_TELL else None,
         counts=dict(counts),
         first=next((one for one in judged if one.outcome is Outcome.DIFFERS), None),
         worst=_worst(judged),
-        weights=next(iter(others or weights.values()), None),
+        weights=others[0] if others else _merged(list(weights.values())) if weights else None,
         environment=_environment([recorded for _, recorded in known], setting),
         dtypes=(max((d for _, r in known for d in r.dtypes), key=roundoff, default="unknown"), setting.dtype),
         passes=judged,
@@ -88,15 +88,15 @@ def _weights(known: Sequence[tuple[PassRecord, Recorded]], setting: Setting) -> 
 
 def _merged(members: Sequence[WeightsFound]) -> WeightsFound:
     doubt = next((one.doubt for one in members if one.doubt is not None), None)
-    num_compared = sum(one.num_compared for one in members)
-    if doubt is None and not num_compared:
+    compared = tuple(dict.fromkeys(name for one in members for name in one.compared))
+    if doubt is None and not compared:
         doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
     return WeightsFound(
-        num_compared=num_compared,
-        num_differ=sum(one.num_differ for one in members),
+        compared=compared,
+        differing=tuple(dict.fromkeys(name for one in members for name in one.differing)),
         num_parameters=max(one.num_parameters for one in members),
         first=next((one.first for one in members if one.first is not None), None),
-        is_sharded=True,
+        is_sharded=members[0].is_sharded,
         doubt=doubt,
     )
 
@@ -120,7 +120,7 @@ def _outcome(
 ) -> tuple[Outcome, str | None]:
     if record.error is not None:
         return Outcome.CANNOT_TELL, "the pass failed"
-    if weights.num_differ:
+    if weights.differing:
         return Outcome.CANNOT_TELL, "other weights"
     if not findings:
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a ring"

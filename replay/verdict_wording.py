@@ -25,14 +25,15 @@ def verdict_lines(verdict: Verdict) -> Pairs:
 def weights_line(found: WeightsFound) -> str:
     """What is known of the weights from one pass's samples."""
     if (first := found.first) is not None:
+        share = f"{len(found.differing)} of {counted(len(found.compared), 'sampled parameter')}"
         return (
-            f"other than the job's: {found.num_differ} of {counted(found.num_compared, 'sampled parameter')} differ, "
-            f"first {first.name}, element {first.index}: {first.recorded:.6g} in the job, {first.found:.6g} here"
+            f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
+            f"{first.recorded:.6g} in the job, {first.found:.6g} here"
         )
-    if not found.num_compared:
+    if not found.compared:
         return found.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if found.doubt is None else f", but {found.doubt}"
-    return f"as the job's in {found.num_compared} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
+    return f"as the job's in {len(found.compared)} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
 
 
 def _explained(verdict: Verdict) -> str:

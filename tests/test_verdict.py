@@ -185,13 +185,13 @@ def test_action_log_probs_are_compared_row_by_row(
     _, verdict, _ = replayed(tmp_path, tmp_path / "logs", *FP32, "--loss", "stand-in")
     assert verdict["outcome"] == outcome
     assert {one["name"] for one in verdict["worst"]} == {LOG_PROBS}
-    assert verdict["weights"]["num_compared"] == 21
+    assert len(verdict["weights"]["compared"]) == 21
 
 
 # the rules, on plain data
 
-SAME = WeightsFound(num_compared=3, num_parameters=3)
-OTHER = WeightsFound(num_compared=3, num_differ=1, first=OtherValue(name="a", index=0, recorded=1.0, found=2.0))
+SAME = WeightsFound(compared=("a", "b", "c"), num_parameters=3)
+OTHER = replace(SAME, differing=("a",), first=OtherValue(name="a", index=0, recorded=1.0, found=2.0))
 UNKNOWN = WeightsFound(doubt="the capture holds no samples of the weights")
 SETTING = Setting(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1, steps=False)
 RIGHT, WRONG, VAGUE = (
@@ -278,9 +278,9 @@ def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
 
 def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
     """Each has a part of the parameters; one that differs on any rank is every rank's in that step."""
-    half = WeightsFound(num_compared=1, num_parameters=3, is_sharded=True)
+    half = WeightsFound(compared=("b",), num_parameters=3, is_sharded=True)
     none = WeightsFound(num_parameters=3, is_sharded=True)
-    wrong = replace(OTHER, is_sharded=True, num_compared=1)
+    wrong = replace(OTHER, is_sharded=True, compared=("a",))
     assert judged(recorded(WRONG, weights=half), recorded(WRONG, weights=none, rank=1)).counts == {Outcome.DIFFERS: 2}
     other = judged(recorded(RIGHT, weights=half), recorded(RIGHT, weights=wrong, rank=1), recorded(RIGHT, step=1))
     assert other.counts == {Outcome.CANNOT_TELL: 2, Outcome.REPRODUCED: 1}
