@@ -25,6 +25,7 @@
     slowest    4,037.3 ms, pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     peak       0.503 GiB, resident set (VmHWM), pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     left out   4 passes of the other kind (see --passes)
+    verdict    CANNOT TELL: nothing was recorded of what the job computed. Record with reproduce=True, or a ring
     log        logs/20261121-112435-replay
 
 File names are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs
@@ -85,9 +86,10 @@ class Console:
         log_folder: Path,
         *,
         memory_kind: str,
+        verdict: Pairs,
         saved: Pairs,
     ) -> None:
-        """The table of passes, what failed, the summary, what was saved."""
+        """The table of passes, what failed, the summary, the verdict, what was saved."""
         out = self._out
         if not self._quiet and records:
             self._overwrite("") if out.is_terminal else print_line(out)
@@ -98,7 +100,7 @@ class Console:
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
         print_pairs(out, wording.summary(statistics, memory_kind) + wording.left_behind(selection))
-        print_pairs(out, [*saved, ("log", str(log_folder))])
+        print_pairs(out, [*verdict, *saved, ("log", str(log_folder))])
 
     def _overwrite(self, line: str) -> None:
         width = self._out.width - 1

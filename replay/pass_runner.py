@@ -13,13 +13,15 @@ from actor_init.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
-from capture.capture_file import read_micro_batch
+from capture.capture_file import read_call
 from capture.micro_batch import CaptureError, MicroBatch
 from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.position import Phase, Tracker
+from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
+from replay.same_weights import SameWeights
 from replay.spec import RunSpec
 from replay.wording import one_line
 
@@ -66,6 +68,8 @@ class PassRunner:
         self.actor = actor
         self.meter = meter
         self.tracker = tracker
+        self.same_weights = SameWeights(source)
+        self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
@@ -86,8 +90,10 @@ class PassRunner:
             "warmup": index < self.spec.measure.warmup,
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
+        self.recorded = None
         try:
-            batch = read_micro_batch(path)
+            call = read_call(path)
+            batch = call.micro_batch()
             known |= {
                 "rows": batch.num_rows,
                 "padded_tokens": batch.num_padded_tokens,
@@ -96,6 +102,8 @@ class PassRunner:
                 "input_digest": digest_of_inputs(batch),
                 "trains": batch.trains,
             }
+            weights = self.same_weights.check(call.weights)
+            self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
             record = PassRecord(**known, **self._measured(tokens_for(self.spec.measure.loss, batch)))
@@ -152,6 +160,7 @@ class PassRunner:
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
             "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist(),
+            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist(),
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }

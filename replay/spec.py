@@ -18,6 +18,11 @@ class LossName(StrEnum):
     SFT = "sft"
 
 
+class VerdictRule(StrEnum):
+    REPORT = "report"
+    STRICT = "strict"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputsSpec:
     """Which micro-batches, in which order."""
@@ -46,6 +51,9 @@ class MeasureSpec:
     loss: LossName = option(
         LossName.STAND_IN,
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens.",
+    )
+    verdict: VerdictRule = option(
+        VerdictRule.REPORT, "strict: exit code 1 where a pass DIFFERS from what the job computed; report: say so."
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")
