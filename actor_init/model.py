@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -64,9 +65,12 @@ def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name."""
+    """The module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
+
+    It has a config of its own, since that is where its layers look up their kernel in every forward.
+    """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
     return model
 

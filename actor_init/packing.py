@@ -34,7 +34,8 @@ class ActorInputs:
     target_ids_N: Tensor
     slot_N: Tensor  # index into the flattened [B, A]
     action_mask_BA: Tensor
-    ring: RingSlice | None = None  # then ids, positions, predictors, targets and slots are this rank's own
+    captured_index: Tensor  # like the ids: each one's place in the flattened captured [B, S], -1 for padding
+    ring: RingSlice | None = None  # then all but the action mask is this rank's own
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {
@@ -95,6 +96,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
             cu_seq_lens=None,
             max_length=num_tokens,
             predictor_N=flat_T[predictor_N],
+            captured_index=torch.where(real_BS, flat_BS, -1),
             **shared,
         )
     lengths = documents.lengths(real_BS)
@@ -105,6 +107,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
         max_length=_bucket(int(lengths.max())),
         predictor_N=predictor_N,
+        captured_index=flat_T.unsqueeze(0),
         **shared,
     )
 
@@ -121,6 +124,7 @@ def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
         input_ids=F.pad(inputs.input_ids, (0, more)),
         position_ids=torch.cat([inputs.position_ids, torch.arange(more).expand(rows, more)], dim=1),
         predictor_N=row_N * num_tokens + token_N,
+        captured_index=F.pad(inputs.captured_index, (0, more), value=-1),
     )
     if inputs.cu_seq_lens is None:
         assert inputs.attention_mask_BS is not None
@@ -144,6 +148,7 @@ def sliced(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
         predictor_N=place_T[inputs.predictor_N[is_own_N]],
         target_ids_N=inputs.target_ids_N[is_own_N],
         slot_N=inputs.slot_N[is_own_N],
+        captured_index=F.pad(inputs.captured_index, (0, more), value=-1)[:, own_L],
         ring=ring,
     )
 

@@ -80,12 +80,12 @@ class RandomWeights:
 
 def _uniform(index: Tensor, keys: tuple[int, int], std: float) -> Tensor:
     """fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
-    bits = _mix(_mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
+    bits = mix(mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
     bound = std * math.sqrt(3)
     return bits.to(torch.float32) * (2 * bound / 2**32) - bound
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix(bits: Tensor) -> Tensor:
     """A 32-bit integer hash held in int64. The multiplier is below 2**31, so nothing overflows on any device.
 
     Thomas Mueller's, from https://stackoverflow.com/a/12996028.

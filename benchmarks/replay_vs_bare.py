@@ -46,7 +46,7 @@ def main() -> int:
         source = find_source(spec)
         actor = ReopenedActor(spec.actor, source, world)
         tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
-        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker)
+        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker, SameWeights(source))
         paths = select(spec.inputs, 0, 1).inputs
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}

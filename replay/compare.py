@@ -8,6 +8,7 @@ from pathlib import Path
 from actor_init.spec import UsageError
 from replay.comparison import Comparison, compare
 from replay.console import print_comparison
+from replay.first_difference import Parted
 from replay.logbook import to_json
 from replay.past_run import PastRun
 from replay.same_work import settings_that_differ
@@ -30,14 +31,26 @@ def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, a
         check_plot(plot)
     reference, *others = runs = [PastRun.read(folder) for folder in folders]
     comparisons = [compare(reference, other) for other in others]
+    parted = first_differences(reference, others)
     names = [chr(ord("A") + number) for number in range(len(runs))]
     differing = settings_that_differ(runs)
     if as_json is not None:
-        write_json(as_json, runs, comparisons, differing, threshold)
+        write_json(as_json, runs, comparisons, differing, threshold, parted)
     if plot is not None:
         draw(plot, comparisons, names, threshold)
-    print_comparison(names, runs, differing, comparisons, threshold, written=[p for p in (plot, as_json) if p])
+    written = [path for path in (plot, as_json) if path]
+    print_comparison(names, runs, differing, comparisons, threshold, parted, written=written)
     return 0 if all(one.max_relative <= threshold for one in comparisons) else 1
+
+
+def first_differences(reference: PastRun, others: Sequence[PastRun]) -> Parted:
+    """Of those that were traced, if the reference was."""
+    if not reference.spec.measure.trace:
+        return {}
+    from replay.first_difference import first_difference
+
+    traced = {number: other for number, other in enumerate(others) if other.spec.measure.trace}
+    return {number: first_difference(reference.folder, other.folder) for number, other in traced.items()}
 
 
 def write_json(
@@ -46,15 +59,24 @@ def write_json(
     comparisons: Sequence[Comparison],
     differing: dict[str, list[str]],
     threshold: float,
+    parted: Parted,
 ) -> None:
-    """The whole of it, each point too; a float that JSON has no word for is text, as in a log."""
+    """The whole of it, each point too, and where traced runs part.
+
+    A float that JSON has no word for is text, as in a log.
+    """
     whole = {
         "threshold": threshold,
         "runs": [str(run.folder) for run in runs],
         "settings": differing,
         "comparisons": [
-            {"run": str(run.folder), "within": one.max_relative <= threshold, **to_json(one)}
-            for run, one in zip(runs[1:], comparisons, strict=True)
+            {
+                "run": str(run.folder),
+                "within": one.max_relative <= threshold,
+                **to_json(one),
+                **({"first_difference": to_json(parted[number])} if number in parted else {}),
+            }
+            for number, (run, one) in enumerate(zip(runs[1:], comparisons, strict=True))
         ],
     }
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from replay.comparison import Comparison, Quantity
+from replay.first_difference import FirstDifference, Kind, Parted
 from replay.past_run import PastRun
 from replay.wording import Columns, Pairs, counted, gibibytes, milliseconds
 
@@ -72,3 +73,20 @@ def verdicts(names: Sequence[str], comparisons: Sequence[Comparison], threshold:
         text = f"{name}: {', '.join(said)} at most, threshold {threshold:g}"
         pairs.append(("beyond" if far else "within", text))
     return pairs
+
+
+def partings(names: Sequence[str], parted: Parted) -> Pairs:
+    return [("first diff", f"{names[number + 1]}: {_parting(one)}") for number, one in parted.items()]
+
+
+def _parting(one: FirstDifference | None) -> str:
+    if one is None:
+        return "no traced tensor leaves its bound"
+    place = [f"row {one.row}"] if one.row is not None else []
+    place += [f"token {one.token}"] if one.token is not None else []
+    where = f" at {' '.join([*([one.source] if one.source else []), *place])}"
+    by = f"{one.relative:.3g} of it, bound {one.bound:.2g}"
+    if one.kind is Kind.INPUT:
+        by = f"{one.relative:.3g} of the tokens differ"
+    behind = f"{one.num_following_beyond} of the {counted(one.num_following, 'tensor')} behind it leave theirs too"
+    return f"{one.kind}, {one.name} {one.what}{where}: {by}; {behind}"

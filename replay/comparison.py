@@ -170,7 +170,7 @@ def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Qua
     """Of the passes that count in both runs, each on its slowest and its fullest rank; and what is not compared."""
     both = [(place, one, partner) for place, one, partner in placed if one.is_counted and partner.is_counted]
     if not both:
-        return [], ["time and memory are not compared: no pass counts in both runs (warm-up, or a new graph)"]
+        return [], ["time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"]
     costs: list[Quantity] = []
     for phase in PHASES:
         values = [(place, one.source, _seconds(one, phase), _seconds(partner, phase)) for place, one, partner in both]

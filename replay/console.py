@@ -42,6 +42,7 @@ from rich.table import Table
 
 from replay import compare_wording, wording
 from replay.comparison import Comparison
+from replay.first_difference import Parted
 from replay.inspection import FolderFacts
 from replay.past_run import PastRun
 from replay.records import PassRecord
@@ -148,6 +149,7 @@ def print_comparison(
     differing: Mapping[str, Sequence[str]],
     comparisons: Sequence[Comparison],
     threshold: float,
+    parted: Parted,
     *,
     written: Sequence[Path],
     file: IO[str] | None = None,
@@ -178,6 +180,7 @@ def print_comparison(
     print_table(out, compare_wording.difference_table(names, comparisons))
     print_line(out)
     print_pairs(out, compare_wording.remarks(names, comparisons))
+    print_pairs(out, compare_wording.partings(names, parted))
     print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
     print_pairs(out, [("written", str(path)) for path in written])
 

@@ -21,6 +21,7 @@ from replay.meter import Meter
 from replay.position import Phase, Tracker
 from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
+from replay.run_trace import RunTrace
 from replay.same_weights import SameWeights
 from replay.spec import RunSpec
 from replay.wording import one_line
@@ -60,7 +61,15 @@ class PassRunner:
     """One pass after the other through the actor, and where the accumulation window stands."""
 
     def __init__(
-        self, spec: RunSpec, world: World, source: ModelSource, actor: ReopenedActor, meter: Meter, tracker: Tracker
+        self,
+        spec: RunSpec,
+        world: World,
+        source: ModelSource,
+        actor: ReopenedActor,
+        meter: Meter,
+        tracker: Tracker,
+        same_weights: SameWeights,
+        trace: RunTrace | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -68,8 +77,9 @@ class PassRunner:
         self.actor = actor
         self.meter = meter
         self.tracker = tracker
-        self.same_weights = SameWeights(source)
+        self.same_weights = same_weights
         self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
+        self.trace = trace
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
@@ -78,6 +88,8 @@ class PassRunner:
         """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
         if self._broke_off:
             self.actor.reopen()
+            if self.trace:
+                self.trace.attach(self.actor.backend)
             self._broke_off = False
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
@@ -88,6 +100,7 @@ class PassRunner:
             "rank": self.world.rank,
             "data_rank": self.world.data_rank,
             "warmup": index < self.spec.measure.warmup,
+            "traced": self.trace is not None,
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
         self.recorded = None
@@ -107,6 +120,8 @@ class PassRunner:
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
             record = PassRecord(**known, **self._measured(tokens_for(self.spec.measure.loss, batch)))
+            if self.trace:
+                self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
             return record, None
         except SystemExit as error:
@@ -121,6 +136,8 @@ class PassRunner:
         step = last_of_window and self.spec.measure.step
         inputs = self._inputs(batch)
         graphs_before = num_graphs()
+        if self.trace:
+            self.trace.begin(inputs)
         self.world.meet()
         try:
             self.tracker.at(Phase.FORWARD)
@@ -128,6 +145,8 @@ class PassRunner:
             with torch.set_grad_enabled(batch.trains):
                 with self.meter.phase("forward"):
                     log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
+                    if self.trace:
+                        self.trace.end_forward(log_probs_BA)
                     loss = negated_mean(log_probs_BA, inputs)
                 self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
@@ -138,6 +157,8 @@ class PassRunner:
                     with self.meter.phase("backward"):
                         self.actor.backend.backward(loss)
                 grad_norm = None
+                if self.trace and last_of_window:
+                    self.trace.end_window()
                 if step:
                     self.tracker.at(Phase.STEP)
                     with self.meter.phase("step"):

@@ -41,5 +41,6 @@ class PassRecord:
     grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
     warmup: bool = False
+    traced: bool = False  # and so slower than it would be
     error: str | None = None
     error_type: str | None = None

@@ -28,6 +28,7 @@ from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.position import Phase
 from replay.recorded import Recorded
 from replay.records import PassRecord
+from replay.run_trace import RunTrace
 from replay.same_weights import SameWeights
 from replay.same_work import dropouts
 from replay.selection import Selection, default_folder, select
@@ -79,7 +80,7 @@ def _run_watched(
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
     num_inputs = world.gather(len(selection.inputs))
-    runner = PassRunner(spec, world, source, actor, meter, watch.tracker)
+    same_weights = SameWeights(source)
     setting = _setting(spec, source, world, actor.backend.facts())
     if console:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
@@ -92,9 +93,11 @@ def _run_watched(
             devices=devices,
         )
         header = _header(spec, source, facts, selection, devices, num_inputs)
-        header |= _first_look(runner.same_weights, selection)
+        header |= _first_look(same_weights, selection)
         console.header(header, num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
+    trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, same_weights, trace)
     passes: list[tuple[PassRecord, Recorded | None]] = []
     saved: Pairs = []
     ended: BaseException | None = None

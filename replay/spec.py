@@ -57,6 +57,10 @@ class MeasureSpec:
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")
+    trace: bool = option(
+        False,
+        "Keep a sketch of every layer's output and gradient, and of every parameter's gradient, for `replay compare`.",
+    )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(
         120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1

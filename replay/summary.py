@@ -1,7 +1,7 @@
 """Statistics over the records of a run.
 
-A pass counts if it counts on every rank: no warm-up, no new graph, no error. Ranks wait for each other within a pass,
-so one rank's compilation is in everybody's seconds.
+A pass counts if it counts on every rank: no warm-up, no new graph, no error, not traced. Ranks wait for each other
+within a pass, so one rank's compilation is in everybody's seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from statistics import median, quantiles
 
 from replay.records import PassRecord
 
-FAILED, WARMUP, NEW_GRAPH = "failed", "warm-up", "compiled a new graph"
+FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a new graph"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     for record in sorted(records, key=lambda r: (r.index, r.rank)):
         passes.setdefault(record.index, []).append(record)
     reasons = {index: reason_to_leave_out(ranks) for index, ranks in passes.items()}
-    left_out = {name: n for name in (FAILED, WARMUP, NEW_GRAPH) if (n := list(reasons.values()).count(name))}
+    left_out = {name: n for name in (FAILED, TRACED, WARMUP, NEW_GRAPH) if (n := list(reasons.values()).count(name))}
     counted = [ranks for index, ranks in passes.items() if reasons[index] is None]
     if not counted:
         return Statistics(num_passes=len(passes), num_counted=0, left_out=left_out)
@@ -94,6 +94,8 @@ def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
     """Why a pass, as all its ranks recorded it, is not in the statistics; None if it is."""
     if any(record.error is not None for record in ranks):
         return FAILED
+    if any(record.traced for record in ranks):
+        return TRACED
     if any(record.warmup for record in ranks):
         return WARMUP
     return NEW_GRAPH if any(record.new_graphs for record in ranks) else None

@@ -13,7 +13,7 @@ FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 ROOMS = {
     "typer": {"replay/cli.py", "replay/subcommands.py", "replay/options.py"},
     "rich": {"replay/console.py"},
-    "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
+    "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
     "matplotlib": {"replay/plot.py"},
     "pyarrow": {"replay/text_dataset.py"},

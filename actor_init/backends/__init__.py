@@ -1,10 +1,11 @@
 """What a backend is, and the choice between them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
@@ -38,6 +39,26 @@ class Backend(Protocol):
 
     def facts(self) -> Mapping[str, str | int]:
         """What was resolved, for run.json."""
+        ...
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The modules that run, under the names that Hugging Face gives them."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter by name, whole, in the compute dtype. For all ranks to take, one at a time."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's whole gradient by name, averaged, without the loss scale.
+
+        For all ranks to take, one at a time, between the last backward of a window and `end_window`.
+        """
+        ...
+
+    def loss_scale(self) -> float:
+        """What backward multiplies the loss by before all else; 1 but for fp16."""
         ...
 
     def save_model(self, folder: Path) -> None:

@@ -98,15 +98,16 @@ def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     return squares.sum().sqrt()
 
 
-def whole_over_tp(parameter: Any) -> Tensor:
-    """A copy of `parameter`, put together from the tp ranks' parts where AutoTP has split it. For all ranks to call."""
+def whole_over_tp(parameter: Any, values: Tensor) -> Tensor:
+    """A copy of `values`, which are of `parameter` or its gradient, put together where AutoTP has split the parameter.
+
+    For all ranks to call.
+    """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    own: Tensor = parameter.data
+    whole = values.detach().clone()
     if is_model_parallel_parameter(parameter):
-        parameter.gather_params([parameter])
-    whole: Tensor = parameter.detach().clone()
-    parameter.data = own
+        parameter.gather_params([whole])
     return whole
 
 

@@ -2,8 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -24,8 +23,8 @@ from actor_init.backends.deepspeed_autotp import (
     mark_split_gradients,
     norm_over_tp,
     split_linears,
-    whole_over_tp,
 )
+from actor_init.backends.deepspeed_gathering import whole, whole_gradients, whole_weights
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
@@ -162,15 +161,21 @@ class DeepSpeedBackend:
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
         }
 
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.engine.module
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.model)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.model, self.loss_scale())
+
+    def loss_scale(self) -> float:
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+
     def save_model(self, folder: Path) -> None:
-        import deepspeed
-
-        def whole(tensor: Tensor) -> Tensor:
-            is_partitioned = hasattr(tensor, "ds_id")  # not so below stage 3, nor buffers
-            with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
-                return whole_over_tp(tensor) if self.spec.parallel.tp > 1 else tensor.detach().clone()
-
-        write_model(folder, self.source.config, self.spec.dtype, self.engine.module, whole)
+        write_model(folder, self.source.config, self.spec.dtype, self.model, whole)
 
     def save_state(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=STATE_TAG, client_state={"schedule": self.schedule.state_dict()})

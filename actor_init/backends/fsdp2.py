@@ -1,6 +1,6 @@
 """The actor under FSDP2: `fully_shard` on every block and on the root."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -133,6 +133,18 @@ class FSDP2Backend:
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
             **({"tp_plan": self.tp_plan.origin} if self.tp_plan else {}),
         }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, _whole(parameter.detach()).to(TORCH_DTYPES[self.spec.dtype])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, _whole(parameter.grad) / self.loss_scale()
+
+    def loss_scale(self) -> float:
+        return self.scaler.get_scale()
 
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, _whole)

@@ -1,0 +1,32 @@
+"""Whole weights and gradients of a model under DeepSpeed, one at a time: from ZeRO's partitions and AutoTP's parts."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+from torch import Tensor, nn
+
+from actor_init.backends.deepspeed_autotp import whole_over_tp
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a parameter or buffer. For all ranks to call."""
+    import deepspeed
+
+    is_partitioned = hasattr(tensor, "ds_id")  # not so below stage 3, nor buffers
+    with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
+        return whole_over_tp(tensor, tensor)
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, whole(parameter)
+
+
+def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
+    """As they were reduced and averaged; those of parameters that have none are left out."""
+    from deepspeed.utils import safe_get_full_grad
+
+    for name, parameter in model.named_parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            yield name, whole_over_tp(parameter, gradient) / loss_scale

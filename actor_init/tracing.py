@@ -1,0 +1,171 @@
+"""A sketch of what the layers compute in one pass and of what comes back to them, by hooks that change no number.
+
+Kept is a row for each real token that this rank fed, whatever row, slice or padding it came in.
+
+Shape letters: B rows and S tokens a row as fed, T real tokens among them, K signs of a sketch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actor_init.model import blocks_of, build_on_meta
+from actor_init.packing import ActorInputs
+from actor_init.spec import ActorSpec, Compile
+from actor_init.token_rows import token_rows
+from actor_init.world import World
+
+DEPTHS = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "none"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedTensor:
+    """One table of a pass."""
+
+    name: str  # the module's, as Hugging Face has it
+    what: str  # "output" or "input"; numbered from the second of a tuple, and from the second call, on
+    is_gradient: bool
+    is_part: bool  # the parts of all tp ranks add up to the whole
+    sketch_TK: Tensor  # fp32, on the host
+
+
+class LayerTracer:
+    """Hooks on the modules of `model`; between `begin` and `take` they keep what passes by, forward and then backward.
+
+    Compiled blocks are seen from outside alone, for hooks inside would change the graph; under DeepCompile, whose graph
+    is the whole model, nothing is.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, world: World) -> None:
+        self._ranks = {"tp": spec.parallel.tp, "tp_rank": world.mesh.get_local_rank("tp")}
+        self._inputs: ActorInputs | None = None
+        self._takes_forward = False
+        self._gradient_scale = 1.0
+        self._found: list[TracedTensor] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._open: Counter[str] = Counter()  # calls of modules that call themselves, as functional_call does
+        self._alive: list[Tensor] = []  # traced in this block; held, so that no other tensor takes their memory
+        self._widths = {  # the module's own may be a rank's share
+            name: (module.in_features, module.out_features)
+            for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        blocks = dict(blocks_of(model))
+        for name, module in _traced_modules(model, blocks, spec.compile):
+            module.register_forward_pre_hook(partial(self._sees_input, name))
+            module.register_forward_hook(partial(self._sees_output, name, name in blocks))
+
+    def begin(self, inputs: ActorInputs, loss_factor: float) -> None:
+        """A pass begins, whose loss backward multiplies by `loss_factor`. What one before left untaken is dropped."""
+        self._inputs = inputs
+        self._takes_forward = True
+        # the ring sends back a gradient that many times as large: see sum_over_ring
+        self._gradient_scale = loss_factor * (inputs.ring.group.size() if inputs.ring else 1)
+        self._found, self._alive = [], []
+        self._calls.clear()
+        self._open.clear()
+
+    def end_forward(self) -> None:
+        """What runs from here on is backward, and what it computes again."""
+        self._takes_forward = False
+        self._alive = []
+
+    def take(self) -> list[TracedTensor]:
+        """What was seen since `begin`, as it was executed."""
+        self._inputs = None
+        taken, self._found = self._found, []
+        return taken
+
+    def _sees_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Kept is a Linear's, unless it is another's output: what attention or an activation function gave."""
+        if not self._takes_forward:
+            return
+        self._open[name] += 1
+        if self._open[name] == 1 and name in self._widths and args and isinstance(args[0], Tensor):
+            self._keep(name, "input", args[0], self._widths[name][0])
+
+    def _sees_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._takes_forward:
+            return
+        self._open[name] -= 1
+        if self._open[name]:
+            return
+        width = self._widths[name][1] if name in self._widths else None
+        for number, tensor in enumerate(_tensors_of(output)):
+            self._keep(name, f"output {number + 1}" if number else "output", tensor, width)
+        if is_block:
+            self._alive = []
+
+    @torch.no_grad()
+    def _keep(self, name: str, what: str, tensor: Tensor, width: int | None) -> None:
+        if not tensor.is_floating_point() or any(_is_same(tensor, other) for other in self._alive):
+            return
+        number = self._calls[name, what]
+        called = f"{what}, call {number + 1}" if number else what
+        traced = self._traced(name, called, tensor, width)
+        if traced is None:
+            return
+        self._calls[name, what] += 1
+        self._alive.append(tensor)
+        self._found.append(traced)
+        if tensor.requires_grad:
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._sees_gradient, name, called, width)
+            )
+
+    @torch.no_grad()
+    def _sees_gradient(self, name: str, what: str, width: int | None, gradient: Tensor) -> None:
+        if self._inputs is None:
+            return
+        traced = self._traced(name, what, gradient, width)
+        assert traced is not None, f"the gradient of {name} has another shape than its {what}"
+        self._found.append(replace(traced, is_gradient=True, sketch_TK=traced.sketch_TK / self._gradient_scale))
+
+    def _traced(self, name: str, what: str, tensor: Tensor, width: int | None) -> TracedTensor | None:
+        assert self._inputs is not None
+        rows, num_tokens = self._inputs.captured_index.shape
+        held = token_rows(tensor, rows, num_tokens, width=width, **self._ranks)
+        if held is None:
+            return None
+        row_T, token_T = (self._inputs.captured_index >= 0).nonzero(as_tuple=True)
+        sketch_TK = held.sketch_of(row_T, token_T).cpu()
+        return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
+
+
+def _traced_modules(
+    model: PreTrainedModel, blocks: dict[str, nn.Module], compiled: Compile
+) -> Iterator[tuple[str, nn.Module]]:
+    """What is beside the blocks, the blocks, and in these their children and whatever has parameters of its own."""
+    if compiled is Compile.DEEPCOMPILE:
+        return
+    trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # of "model.layers.0": "model"
+    for name, module in model.named_modules():
+        above, _, _ = name.rpartition(".")
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if block is not None:
+            is_traced = compiled is Compile.OFF and (above == block or any(True for _ in module.parameters(False)))
+        else:
+            is_traced = bool(name) and name != trunk and above in ("", trunk) and not isinstance(module, nn.ModuleList)
+        if name in blocks or is_traced:
+            yield name, module
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """A module's result; of a tuple the first, or all where they are alike, as cosines and sines are."""
+    if isinstance(output, Tensor):
+        return [output]
+    tensors = [one for one in output if isinstance(one, Tensor)] if isinstance(output, (tuple, list)) else []
+    return tensors if len({one.shape for one in tensors}) == 1 else tensors[:1]
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """The same values, perhaps as another object: libraries pass tensors through functions that only watch backward."""
+    one, two = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
+    return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one._version == two._version
