@@ -19,7 +19,7 @@ from replay.spec import RunSpec
 
 PLAIN: Setting = {"backend": BackendName.FSDP2, "attention": Attention.SDPA, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = ("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing")
-IN_NAMES = ("backend", "zero_stage", "dtype", "packing", "attention", "compile", "tp", "ring")
+IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
 class Role(StrEnum):
