@@ -62,12 +62,12 @@ class LayerTracer:
             module.register_forward_pre_hook(partial(self._sees_input, name))
             module.register_forward_hook(partial(self._sees_output, name, name in blocks))
 
-    def begin(self, inputs: ActorInputs, loss_scale: float) -> None:
-        """A pass begins. What one before left untaken is dropped."""
+    def begin(self, inputs: ActorInputs, loss_factor: float) -> None:
+        """A pass begins, whose loss backward multiplies by `loss_factor`. What one before left untaken is dropped."""
         self._inputs = inputs
         self._takes_forward = True
         # the ring sends back a gradient that many times as large: see sum_over_ring
-        self._gradient_scale = loss_scale * (inputs.ring.group.size() if inputs.ring else 1)
+        self._gradient_scale = loss_factor * (inputs.ring.group.size() if inputs.ring else 1)
         self._found, self._alive = [], []
         self._calls.clear()
         self._open.clear()

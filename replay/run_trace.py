@@ -63,17 +63,18 @@ class RunTrace:
     def begin(self, inputs: ActorInputs) -> None:
         self._inputs = inputs
         self._log_probs, self._parameter_gradients = {}, {}
-        self._layers.begin(inputs, self._backend.loss_scale())
+        self._loss_factor = self._backend.loss_scale() / self._spec.grad_accumulation
+        self._layers.begin(inputs, self._loss_factor)
 
     def end_forward(self, log_probs_BA: Tensor) -> None:
         self._layers.end_forward()
         self._sees_log_probs(Kind.FORWARD, 1.0, log_probs_BA.detach())
         if log_probs_BA.requires_grad:
-            sees_gradient = partial(self._sees_log_probs, Kind.GRADIENT, self._backend.loss_scale())
+            sees_gradient = partial(self._sees_log_probs, Kind.GRADIENT, self._loss_factor)
             log_probs_BA.register_hook(sees_gradient)  # type: ignore[no-untyped-call]
 
-    def _sees_log_probs(self, kind: Kind, scale: float, values_BA: Tensor) -> None:
-        own_N = values_BA.flatten()[self._inputs.slot_N].float() / scale
+    def _sees_log_probs(self, kind: Kind, factor: float, values_BA: Tensor) -> None:
+        own_N = values_BA.flatten()[self._inputs.slot_N].float() / factor
         self._log_probs[Key(kind, LOG_PROBS, "output")] = own_N[:, None].cpu()
 
     def end_window(self) -> None:

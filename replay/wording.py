@@ -9,7 +9,7 @@ from pathlib import Path
 from replay.inspection import FolderFacts, Spread
 from replay.records import PassRecord
 from replay.selection import Selection
-from replay.summary import Place, Statistics
+from replay.summary import TRACED, Place, Statistics
 
 TEXTS = {"as", "at input", "command", "dtype", "given by", "input", "note", "passes", "quantity", "ranks", "run"} | {
     "setting",
@@ -110,7 +110,8 @@ def counts(statistics: Statistics) -> Pairs:
     if statistics.left_out:
         text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
-        text += ". No pass counted, so there are no statistics. Try: more inputs, or --warmup 0"
+        way_out = "the run without --trace" if TRACED in statistics.left_out else "more inputs, or --warmup 0"
+        text += f". No pass counted, so there are no statistics. Try: {way_out}"
     return [("counted", text)]
 
 

@@ -171,7 +171,7 @@ class DeepSpeedBackend:
         return whole_gradients(self.model, self.loss_scale())
 
     def loss_scale(self) -> float:
-        return float(self.engine.optimizer.cur_scale) if self.engine.fp16_enabled() else 1.0
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, whole)
