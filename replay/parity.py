@@ -49,10 +49,11 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
     here = _here(spec, num_devices)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
     planned = plan(settings_of(matrix, here.num_devices), shared, here)
+    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
     log = ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),
         planned,
-        command=shlex.join(["replay", "parity", "--matrix", matrix, *command_line(spec)]),
+        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
         device=here.device,
         num_devices=here.num_devices,
     )
