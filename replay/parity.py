@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from replay.cells import Here, plan
 from replay.child import Child, run_child
 from replay.judgement import Judge, Judgement
 from replay.logbook import INTERRUPTED, create_folder, to_json
-from replay.matrix import settings_of
+from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
 from replay.parity_log import FILE, ParityLog, Row, State
@@ -48,7 +49,7 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
     spec = run_spec(common)
     here = _here(spec, num_devices)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
-    planned = plan(settings_of(matrix, here.num_devices), shared, here)
+    planned = plan(settings_of(matrix, here.num_devices), shared, here, partial(arranged, matrix))
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
     log = ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),

@@ -112,3 +112,13 @@ def test_under_step_other_windows_are_another_training_with_a_reference_of_its_o
 def test_a_cell_with_what_the_reference_is_spared_has_a_name_of_its_own() -> None:
     found = planned([{"backend": "fsdp2", "attention": "sdpa"}], {"gradient_checkpointing": True})
     assert {"fsdp2 bf16 packed sdpa", "fsdp2 bf16 packed sdpa gradient-checkpointing"} <= named(found).keys()
+
+
+def test_the_matrix_arranges_what_can_run_alone() -> None:
+    settings: list[dict[str, Any]] = [{"attention": "flash"}, *({"zero_stage": stage} for stage in (2, 3, 0))]
+    facts = Here(device="cpu", num_devices=1, num_inputs=8, config=CONFIG, must_pack=False)
+    found = plan(settings, {}, facts, lambda able: [able[2], able[0]])
+    assert [cell.name for cell in found.cells if cell.role is Role.CELL] == [
+        "deepspeed stage 0 bf16 packed auto",
+        "deepspeed stage 2 bf16 packed auto",
+    ]
