@@ -1,10 +1,12 @@
 """The optimizer that both backends hand their master weights to, and its learning rate's schedule."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -54,3 +56,15 @@ def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
     """Take over `schedule.state_dict()`. All parameter groups have one rate, but tp makes more groups of them."""
     num_groups = len(schedule.base_lrs)
     schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of them all, fp32 or wider; torch's own but on a CPU, where it sums fp32 squares one after the other.
+
+    That is off by 3e-4 for 8 million elements, and by 3e-3 for 50 million (torch 2.13).
+    """
+    if not gradients or gradients[0].device.type != "cpu":
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

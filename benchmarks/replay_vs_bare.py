@@ -29,6 +29,7 @@ from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor
 from replay.position import Tracker
 from replay.records import PassRecord
+from replay.same_weights import SameWeights
 from replay.selection import select
 from replay.session import find_source
 from replay.summary import peak_bytes

@@ -114,6 +114,19 @@ class MicroBatch:
         return replace(self, extra_tensors=extra, **moved)
 
 
+def with_rows_reversed(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch, its last row first. An extra tensor of as many rows goes along."""
+
+    def reversed_rows(tensor: Tensor) -> Tensor:
+        return tensor.flip(0) if tensor.ndim > 1 and len(tensor) == batch.num_rows else tensor
+
+    own: dict[str, Any] = {
+        f.name: reversed_rows(value) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    extra = {name: reversed_rows(tensor) for name, tensor in batch.extra_tensors.items()}
+    return replace(batch, extra_tensors=extra, **own)
+
+
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MASK_DTYPES = (torch.bool, *_ID_DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

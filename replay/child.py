@@ -65,9 +65,9 @@ def run_child(
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable]
-    if num_processes > 1:
-        launcher = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python"]
-        program += ["-m", "torch.distributed.run", *launcher, f"--nproc-per-node={num_processes}", sys.executable]
+    if num_processes > 1:  # not torchrun, which has one exit code for whatever its ranks left with
+        start = f"from replay.launch import start_processes; sys.exit(start_processes({num_processes}, sys.argv[1:]))"
+        program += ["-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
     began = time.monotonic()
     with output.open("wb") as file:
         process = subprocess.Popen(

@@ -76,10 +76,10 @@ def verdicts(names: Sequence[str], comparisons: Sequence[Comparison], threshold:
 
 
 def partings(names: Sequence[str], parted: Parted) -> Pairs:
-    return [("first diff", f"{names[number + 1]}: {_parting(one)}") for number, one in parted.items()]
+    return [("first diff", f"{names[number + 1]}: {parting(one)}") for number, one in parted.items()]
 
 
-def _parting(one: FirstDifference | None) -> str:
+def parting(one: FirstDifference | None) -> str:
     if one is None:
         return "no traced tensor leaves its bound"
     place = [f"row {one.row}"] if one.row is not None else []

@@ -14,7 +14,7 @@ from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.capture_file import read_call
-from capture.micro_batch import CaptureError, MicroBatch
+from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
@@ -83,6 +83,7 @@ class PassRunner:
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
         self._broke_off = False
+        self._reverses = spec.inputs.reverse_rows
 
     def mend(self) -> None:
         """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
@@ -119,7 +120,8 @@ class PassRunner:
             self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             self._check_vocabulary(batch)
-            record = PassRecord(**known, **self._measured(tokens_for(self.spec.measure.loss, batch)))
+            batch = tokens_for(self.spec.measure.loss, batch)
+            record = PassRecord(**known, **self._measured(with_rows_reversed(batch) if self._reverses else batch))
             if self.trace:
                 self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
@@ -180,8 +182,8 @@ class PassRunner:
             "seconds": seconds,
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
-            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist(),
-            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist(),
+            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[:: -1 if self._reverses else 1],
+            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist()[:: -1 if self._reverses else 1],
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }

@@ -1,7 +1,7 @@
-"""A comparison as a picture: losses by input, below them the relative differences. The only module with matplotlib."""
+"""Comparisons as pictures: losses by input and their differences; a matrix of runs. The only module with matplotlib."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +70,30 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
     if positive:
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))), linscale=0.5)
     axes.set_ylim(bottom=0)
+
+
+def draw_parity(path: Path, shares: Mapping[str, Mapping[str, float]]) -> None:
+    """A line a run, a point a quantity: its distance as a share of its bound, by run and quantity."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.22 * len(shares)), layout="constrained")
+    axes = figure.subplots()
+    shown = [value for one in shares.values() for value in one.values() if 0 < value < math.inf]
+    low = 10.0 ** math.floor(math.log10(min([0.01, *shown])))
+    high = 10.0 ** math.ceil(math.log10(max([10.0, *shown])))
+    axes.axvspan(1, high, color="mistyrose")
+    axes.axvline(1, color="gray", linewidth=1)
+    for number, name in enumerate(STYLES):
+        places = [place for place, one in enumerate(shares.values()) if name in one]
+        values = [min(max(one[name], low), high) for one in shares.values() if name in one]
+        axes.plot(values, places, "o^s"[number], color=f"C{number}", label=name, markersize=5, alpha=0.8)
+    axes.set_xscale("log")
+    axes.set_xlim(low * 0.7, high)
+    axes.set_yticks(range(len(shares)), list(shares), fontsize="small")
+    axes.set_ylim(len(shares) - 0.5, -0.5)
+    axes.set_xlabel("largest difference from the reference, as a share of its bound; left edge: none")
+    axes.grid(axis="y", linewidth=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    with rc_context({"svg.fonttype": "none"}):  # text, and not its outlines, which are ten times as large
+        figure.savefig(path, metadata={"Date": None})

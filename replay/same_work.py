@@ -9,7 +9,7 @@ from replay.options import Toggle, spec_to_dict, toggles
 from replay.past_run import PastRun
 from replay.wording import counted
 
-ALWAYS_SAME = ("loss", "backward", "step", "grad_accumulation")
+ALWAYS_SAME = ("loss", "backward", "step")
 SAME_UNDER_STEP = ("optimizer", "learning_rate", "lr_warmup_steps", "max_norm")
 MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model", "verdict")
 MOST_NAMED = 3

@@ -38,6 +38,9 @@ class InputsSpec:
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+    reverse_rows: bool = option(
+        False, "Feed each micro-batch's last row first: the same numbers but for rounding. The log keeps their order."
+    )
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
@@ -95,6 +98,8 @@ class RunSpec:
     state: StateSpec = field(default_factory=StateSpec)
 
     def __post_init__(self) -> None:
+        if self.measure.trace and self.inputs.reverse_rows:
+            raise UsageError("--trace tells rows by their place, which --reverse-rows changes. Drop one of the two")
         if self.measure.step and not self.measure.backward:
             raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
         if self.measure.step and self.actor.optimizer == "none":

@@ -11,6 +11,13 @@ from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import TRACED, Place, Statistics
 
+TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
+    "ranks",
+    "result",
+    "run",
+    "setting",
+    "verdict",
+}
 Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
 
@@ -215,17 +222,4 @@ def _spread(spread: Spread) -> str:
 
 def is_text(name: str) -> bool:
     """Columns of words stand left, columns of numbers right."""
-    words = (
-        "",
-        "at input",
-        "configuration",
-        "input",
-        "note",
-        "passes",
-        "quantity",
-        "ranks",
-        "result",
-        "run",
-        "setting",
-    )
-    return name in words or (len(name) == 1 and name.isupper())  # a letter stands for a run
+    return not name or name in TEXTS or (len(name) == 1 and name.isupper())  # a letter stands for a run

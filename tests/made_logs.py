@@ -8,6 +8,7 @@ from replay.logbook import Logbook
 from replay.options import run_spec
 from replay.records import PassRecord
 from replay.selection import Selection
+from replay.spec import RunSpec
 from replay.summary import summarize
 from tests.made_records import cost, record
 
@@ -32,13 +33,17 @@ def write_log(
     work: dict[str, Any] | None = None,
     memory_kind: str = "cuda allocator",
     exit_code: int | None = 0,
+    spec: RunSpec | None = None,
 ) -> Path:
-    """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end."""
+    """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end.
+
+    `spec` stands for options that were parsed before.
+    """
     words = typed.split()
     given = {
         name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    spec = run_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
+    spec = spec or run_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
     folder.mkdir(parents=True)
     ranks = sorted({one.rank for one in records})
     books = [Logbook(folder, rank) for rank in ranks]

@@ -117,7 +117,6 @@ def test_help_needs_neither_torch_nor_rich() -> None:
         ({"work": {"weights": "other digest"}}, "weights are other ones, both random, seed 0"),
         ({"typed": "--loss sft"}, "--loss sft, not --loss stand-in"),
         ({"typed": "--backward no"}, "--no-backward, not --backward"),
-        ({"typed": "--grad-accumulation 2"}, "--grad-accumulation 2, not --grad-accumulation 1"),
         ({"typed": "--step yes"}, "--step, not --no-step"),
         ({"records": [passed(0, "y")]}, "no input in common: y.pkl, not x.pkl"),
         (
@@ -126,7 +125,7 @@ def test_help_needs_neither_torch_nor_rich() -> None:
         ),
         ({"records": [passed(0, "x", input_digest="redacted")]}, "x.pkl holds other tensors"),
         ({"records": [passed(0, "x", trains=False)]}, "x.pkl was a training pass in one of them alone"),
-        ({"typed": "--loss sft --grad-accumulation 2"}, "--grad-accumulation 2, not --grad-accumulation 1; --loss sft"),
+        ({"typed": "--loss sft --backward no"}, "--loss sft, not --loss stand-in; --no-backward, not --backward"),
     ],
 )
 def test_what_was_not_the_same_work_is_refused(

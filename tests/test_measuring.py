@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actor_init.optimizer import total_norm
 from replay.cli import main
 from replay.logbook import read_log
 from replay.loss import negated_mean
@@ -74,3 +75,11 @@ def test_memory_is_found_in_its_phase(
     for record in measured(tmp_path, monkeypatch, place(allocate)):
         excess = record.phases[phase].peak_allocated_bytes - record.phases[other].peak_allocated_bytes
         assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
+
+
+def test_the_norm_of_a_large_gradient_is_that_of_fp64() -> None:
+    drawn = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-4
+    small = torch.full((3,), 0.5)
+    wanted = torch.cat([drawn, small]).double().norm()
+    torch.testing.assert_close(total_norm([drawn, small]).double(), wanted, rtol=1e-9, atol=0)
+    assert abs(drawn.norm() / drawn.double().norm() - 1) > 1e-5  # why it is not torch's own: that would be enough

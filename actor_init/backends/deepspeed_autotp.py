@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
+from actor_init.optimizer import total_norm
 from actor_init.spec import UsageError
 from actor_init.tensor_parallel import check_divisible
 
@@ -90,7 +90,7 @@ def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     squares = torch.stack(
         [
-            get_total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
+            total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
             for is_split in (True, False)
         ]
     )

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.backends.deepspeed_gathering import whole, whole_gradients, whole_weights
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule
+from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
 from actor_init.saving import write_model
@@ -147,7 +146,7 @@ class DeepSpeedBackend:
         model: PreTrainedModel = self.engine.module
         if self.spec.parallel.tp > 1:
             return norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
-        return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
         return {

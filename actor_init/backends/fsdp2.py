@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule
+from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, total_norm
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
 from actor_init.saving import write_model
@@ -105,7 +105,7 @@ class FSDP2Backend:
             self.scaler.unscale_(self.optimizer)
         groups = parameters_by_mesh(self.model)
         norms = [_norm_of(parameters) for parameters in groups]
-        norm = torch.stack(norms).norm()
+        norm = torch.stack(norms).norm().float()
         if step:
             assert self.optimizer is not None
             for parameters in groups:
@@ -182,5 +182,5 @@ def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
 
 def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
     """Of the gradients of parameters on one mesh: each shard counts once, each replica not again."""
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,193 @@
+"""A matrix of configurations: tables of option values, each the product of its lists; and the product, spelled out.
+
+    [[cells]]
+    backend = ["deepspeed", "fsdp2"]
+    packing = [true, false]
+    dtype = ["fp32", "bf16"]
+
+    [[cells]]                     # a matrix is all of its tables together
+    backend = "fsdp2"
+    tp = 2
+    data = [1, 2]                 # data ranks: data x ring x tp processes are started
+
+A key is an option of `replay` that says what actor to build, without its dashes, or `data`.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
+from replay.options import Toggle, toggles
+
+Setting = Mapping[str, Any]  # option: its value, a word of an enum, a number or a bool
+Table = Mapping[str, Sequence[Any]]
+
+DATA = "data"
+SET_BY_PARITY = ("grad_accumulation",)
+COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
+BACKENDS, DTYPES = list(BackendName), [Dtype.FP32, Dtype.BF16]
+KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
+
+SPLIT: dict[str, Sequence[Any]] = {"backend": BACKENDS, "dtype": [Dtype.FP32], "attention": [Attention.SDPA]}
+QUICK: tuple[Table, ...] = (
+    {"backend": BACKENDS, "dtype": DTYPES, "packing": [False, True], "attention": [Attention.SDPA]},
+    {"backend": [BackendName.FSDP2], "dtype": DTYPES, "attention": KERNELS},
+    # a wrong number of ranks or a wrong shard shows best where rounding is smallest
+    *(SPLIT | {axis: [2]} for axis in ("tp", "ring", DATA)),
+)
+
+
+class Named(StrEnum):
+    """The matrices that need no file."""
+
+    QUICK = "quick"
+    PAIRS = "pairs"
+    FULL = "full"
+
+
+def full(num_devices: int) -> tuple[Table, ...]:
+    """Every stage, split, kernel and compiler; DeepSpeed's own compiler on one process alone."""
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    split: Table = {"ring": sizes, "tp": sizes, DATA: sizes}
+    shared: Table = {"dtype": DTYPES, "packing": [False, True], "attention": KERNELS}
+    compiled = {"compile": [Compile.OFF, Compile.BLOCKS]}
+    return (
+        {"backend": [BackendName.DEEPSPEED], "zero_stage": [0, 1, 2, 3], **split, **shared, **compiled},
+        {"backend": [BackendName.FSDP2], "zero_stage": [2, 3], **split, **shared, **compiled},
+        {
+            "backend": [BackendName.DEEPSPEED],
+            "zero_stage": [1, 3],
+            "dtype": [Dtype.BF16],
+            "packing": [True],
+            "attention": [Attention.SDPA],
+            "compile": [Compile.DEEPCOMPILE],
+        },
+    )
+
+
+def settings_of(matrix: str, num_devices: int) -> list[Setting]:
+    """What `--matrix` names, `full` for `pairs` too; of full, what fits on `num_devices`.
+
+    Raises UsageError for a file that is no matrix.
+    """
+    if matrix == Named.QUICK:
+        return _distinct(QUICK)
+    if matrix not in list(Named):
+        return _distinct(read_matrix(Path(matrix)))
+    return [one for one in _distinct(full(num_devices)) if num_processes_of(one) <= num_devices]
+
+
+def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Those of the settings that can run which `--matrix` asks for, in its order."""
+    if matrix not in (Named.PAIRS, Named.FULL):
+        return settings
+    ordered, num_covering = pairs_first(settings)
+    return ordered[:num_covering] if matrix == Named.PAIRS else ordered
+
+
+def read_matrix(path: Path) -> list[Table]:
+    try:
+        whole = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--matrix {path} is neither one of {', '.join(Named)} nor a file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--matrix {path} cannot be read: {error}. docs/parity.md has an example") from error
+    tables = whole.get("cells")
+    if list(whole) != ["cells"] or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise UsageError(f"--matrix {path} holds {', '.join(whole) or 'nothing'}; it needs tables called [[cells]]")
+    return [{_axis(key, path): _values(key, value, path) for key, value in table.items()} for table in tables]
+
+
+def _values(key: str, value: Any, path: Path) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(one, (str, int, float)) for one in values):
+        raise UsageError(f"--matrix {path}: {key} is {value!r}; allowed is a value, or a list of values")
+    return values
+
+
+def _axis(key: str, path: Path) -> str:
+    name = key.replace("-", "_")
+    if name not in axes():
+        raise UsageError(f"--matrix {path}: {key} is no axis; allowed are {', '.join(axes())}")
+    return name
+
+
+def axes() -> list[str]:
+    own = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
+    return [DATA, *(name for name in own if name not in SET_BY_PARITY)]
+
+
+def _distinct(tables: Sequence[Table]) -> list[Setting]:
+    """All tables' products, each setting once."""
+    found = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
+    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in found}.values())
+
+
+def num_processes_of(setting: Setting) -> int:
+    return int(setting.get(DATA, 1)) * int(setting.get("tp", 1)) * int(setting.get("ring", 1))
+
+
+def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
+    """In another order: first few that hold every pair of values that any holds, and how many these are.
+
+    So a long matrix that is broken off has seen most of what can go wrong between two options. Greedy: always the one
+    that adds most pairs.
+    """
+    left = {number: set(_pairs(one)) for number, one in enumerate(settings)}
+    order: list[int] = []
+    while left:
+        best = max(left, key=lambda number: len(left[number]))
+        covered = left.pop(best)
+        if not covered:
+            return [settings[number] for number in (*order, best, *left)], len(order)
+        order.append(best)
+        for pairs in left.values():
+            pairs -= covered
+    return [settings[number] for number in order], len(order)
+
+
+def _pairs(setting: Setting) -> Iterator[tuple[Any, Any]]:
+    return combinations(sorted(setting.items()), 2)
+
+
+def typed(setting: Setting) -> dict[str, Any]:
+    """As the command line would give it to `options.run_spec`. Raises UsageError on a value of another kind."""
+    by_field: dict[str, Toggle] = {}
+    for toggle in toggles():
+        by_field.setdefault(toggle.field, toggle)
+    given: dict[str, Any] = {}
+    for name, value in setting.items():
+        if name == DATA:
+            if type(value) is not int or value < 1:
+                raise UsageError(f"data {value!r} is not allowed. Give a whole number of at least 1")
+        elif name == "compile":
+            if value not in list(Compile):
+                raise UsageError(f"compile {value!r} is not allowed. Give one of {', '.join(Compile)}")
+            given |= {COMPILE_SWITCHES[value]: True} if value != Compile.OFF else {}
+        elif by_field[name].base is bool:
+            if type(value) is not bool:
+                raise UsageError(f"{name} {value!r} is not allowed. Give true or false")
+            given[name] = value
+        else:
+            given[name] = str(value)
+    return given
+
+
+def name_of(setting: Setting) -> str:
+    """As `fsdp2 bf16 packed sdpa tp 2`."""
+    rest = dict(setting)
+    words = [str(rest.pop("backend", BackendName.DEEPSPEED))]
+    if (stage := rest.pop("zero_stage", None)) is not None:
+        words.append(f"stage {stage}")
+    words.append(str(rest.pop("dtype", Dtype.BF16)))
+    words.append("packed" if rest.pop("packing", True) else "padded")
+    words.append(str(rest.pop("attention", Attention.AUTO)))
+    if (compiled := rest.pop("compile", Compile.OFF)) != Compile.OFF:
+        words.append("compiled" if compiled == Compile.BLOCKS else str(compiled))
+    words += [f"{name} {size}" for name in (DATA, "tp", "ring") if (size := rest.pop(name, 1)) != 1]
+    rest = {name.replace("_", "-"): value for name, value in rest.items()}
+    return " ".join([*words, *(name if value is True else f"{name} {value}" for name, value in rest.items())])

@@ -1,0 +1,191 @@
+"""`replay parity`: one folder of captures through a matrix of configurations, each in processes of its own."""
+
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import UsageError
+from replay.cells import Here, plan
+from replay.child import Child, run_child
+from replay.judgement import Judge, Judgement
+from replay.logbook import INTERRUPTED, create_folder, to_json
+from replay.matrix import arranged, settings_of
+from replay.options import command_line, run_spec, toggles
+from replay.parity_console import ParityProgress
+from replay.parity_log import FILE, ParityLog, Row, State
+from replay.parity_page import page
+from replay.parting import Partings
+from replay.past_run import PastRun
+from replay.spec import RunSpec
+from replay.wording import Pairs
+
+SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "name")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
+NOT_OF_A_CELL = ("max_inputs", "log_folder")
+NUM_INPUTS = 8
+NUM_PROCESSES_ON_A_CPU = 2
+MISUSE = 2  # the exit code of a replay that refuses what it was asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """In seconds."""
+
+    cell: float
+    total: float | None  # no cell is started after it
+
+
+def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
+    """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
+
+    `common` is what was typed of a replay's own options. Raises UsageError before anything has run.
+    """
+    _refuse_what_parity_sets(common)
+    spec = run_spec(common)
+    here = _here(spec, num_devices)
+    shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
+    planned = plan(settings_of(matrix, here.num_devices), shared, here, partial(arranged, matrix))
+    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
+    log = ParityLog.begin(
+        create_folder(spec.measure.log_folder, "parity"),
+        planned,
+        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
+        device=here.device,
+        num_devices=here.num_devices,
+    )
+    return _work(log, limits, trace=trace)
+
+
+def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
+    """The cells of a parity run that have not run yet, and the report of all. Raises UsageError without such a run."""
+    return _work(ParityLog.read(folder), limits, trace=trace)
+
+
+def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
+    for toggle in toggles():
+        if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
+            raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
+
+
+def _here(spec: RunSpec, num_devices: int | None) -> Here:
+    """Heavy: reads the inputs, and asks torch and transformers."""
+    import torch
+
+    from actor_init.documents import documents_of
+    from capture.capture_file import read_micro_batch
+    from replay.selection import select
+    from replay.session import find_source
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices is not None and num_gpus and num_devices > num_gpus:
+        raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
+    wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
+    inputs = select(wanted, 0, 1).inputs
+    if not inputs:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    batches = map(read_micro_batch, inputs)
+    return Here(
+        device="cuda" if num_gpus else "cpu",
+        num_devices=num_devices or num_gpus or NUM_PROCESSES_ON_A_CPU,
+        num_inputs=len(inputs),
+        config=find_source(spec).config,
+        must_pack=any(documents_of(batch).share_rows for batch in batches),
+    )
+
+
+def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
+    judge, progress = Judge(), ParityProgress(log)
+    began = time.monotonic()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit around us ends the run's processes too
+    differences: Pairs = []
+    interrupted = False
+    try:
+        for number, row in log.pending():
+            if limits.total is not None and time.monotonic() - began > limits.total:
+                break
+            settled = _settle(log, number, row, limits.cell)
+            progress.ended(number, settled, judge.judge(log.rows))
+        if trace:
+            differences.extend(Partings(log, limits.cell).of(judge.judge(log.rows)))
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    judgement = judge.judge(log.rows)
+    _report(log, judgement, differences, progress)
+    if interrupted:
+        return INTERRUPTED
+    failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
+    return 0 if judgement.is_clean and judgement.cells and not failed else 1
+
+
+def _settle(log: ParityLog, number: int, row: Row, limit: float) -> Row:
+    """Run it, unless its reference did not. An interrupted one stays pending."""
+    [reference] = [one for one in log.rows if one.cell.name == row.cell.reference]
+    if reference is not row and reference.state is not State.DONE:
+        trouble = f"not run, for its reference was not: {row.cell.reference}"
+        return log.settle(number, state=State.FAILED, trouble=trouble)
+    home = log.home_of(number)
+    home.mkdir(parents=True, exist_ok=True)
+    logs = home / str(len(list(home.iterdir())))  # a new one for each attempt
+    child = run_child(
+        command_line(row.cell.spec),
+        num_processes=row.cell.num_processes,
+        logs=logs,
+        output=logs / "output.txt",
+        limit=limit,
+    )
+    state, trouble, folder = _outcome(child)
+    return log.settle(number, state=state, trouble=trouble, seconds=child.seconds, log=folder)
+
+
+def _outcome(child: Child) -> tuple[State, str, Path | None]:
+    if child.exit_code == MISUSE:
+        return State.REFUSED, child.trouble, None
+    if child.exit_code not in (0, 1):
+        return State.FAILED, child.trouble, None
+    try:
+        return State.DONE, child.trouble, PastRun.read(child.logs).folder  # damaged inputs make it 1, with every pass
+    except UsageError as error:
+        has_run = any(child.logs.glob("*/run.json"))
+        return State.FAILED, str(error) if has_run else child.trouble, None
+
+
+def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: ParityProgress) -> None:
+    log.finished = all(row.state is not State.PENDING for row in log.rows)
+    log.judgement = {**to_json(judgement), "first_differences": [text for _, text in differences]}
+    log.write()
+    written, note, picture = [log.folder / FILE], "", None
+    if shares := _shares(log, judgement):
+        drawn = log.folder / "parity.svg"
+        try:
+            from replay.plot import draw_parity
+
+            draw_parity(drawn, shares)
+        except ImportError:
+            note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
+        else:
+            written.append(drawn)
+            picture = drawn.read_text(encoding="utf-8")
+    report = log.folder / "parity.html"
+    report.write_text(page(log, judgement, differences, picture), encoding="utf-8")
+    progress.finish(judgement, differences, [*written, report], note)
+
+
+def _shares(log: ParityLog, judgement: Judgement) -> dict[str, dict[str, float]]:
+    """Of its bound, each distance of each run that has one."""
+    bounds = {(one.dtype, one.quantity): one.bound for one in judgement.noises}
+    dtypes = {row.cell.name: row.cell.spec.actor.dtype for row in log.rows}
+    return {
+        name: {
+            quantity: one.value / bounds[dtypes[name], quantity]
+            for quantity, one in judged.distances.items()
+            if (dtypes[name], quantity) in bounds
+        }
+        for name, judged in judgement.cells.items()
+    }

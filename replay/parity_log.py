@@ -1,0 +1,144 @@
+"""The state of a parity run, `logs/<time>-parity/parity.json`: rewritten whole whenever a cell has ended.
+
+{"format": 1, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
+ "cells": [{"name": "fsdp2 fp32 padded sdpa", "role": "reference", "state": "done", "seconds": 8.1,
+            "log": "cells/01-fsdp2-fp32-padded-sdpa/20261121-185921-replay", "spec": {...}, ...}],
+ "refused": {"fsdp2 bf16 packed flash": "flash-attn has no CPU kernel. Try: [...]"},
+ "judgement": {"noise": [...], "cells": {...}, "remarks": [...]}}
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.spec import UsageError
+from capture.atomic import write_atomically
+from replay.cells import Cell, Plan, Role
+from replay.logbook import to_json
+from replay.options import spec_from_dict, spec_to_dict
+
+FORMAT = 1
+FILE = "parity.json"
+
+
+class State(StrEnum):
+    PENDING = "pending"  # not run yet, or interrupted
+    DONE = "done"
+    REFUSED = "refused"  # by the run itself, as what makes no sense or cannot be had here
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A cell and what became of it."""
+
+    cell: Cell
+    state: State = State.PENDING
+    trouble: str = ""
+    seconds: float | None = None
+    log: Path | None = None  # the run's folder
+
+
+@dataclass(kw_only=True, slots=True)
+class ParityLog:
+    folder: Path
+    command: str
+    device: str
+    num_devices: int
+    rows: list[Row]
+    refused: dict[str, str]
+    judgement: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
+    finished: bool = False
+
+    @classmethod
+    def begin(cls, folder: Path, plan: Plan, *, command: str, device: str, num_devices: int) -> Self:
+        log = cls(
+            folder=folder,
+            command=command,
+            device=device,
+            num_devices=num_devices,
+            rows=[Row(cell=cell) for cell in plan.cells],
+            refused=plan.refused,
+        )
+        log.write()
+        return log
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises UsageError for what no parity run of this version left."""
+        path = folder / FILE
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            if whole["format"] != FORMAT:
+                raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
+            return cls(
+                folder=folder,
+                command=whole["command"],
+                device=whole["device"],
+                num_devices=whole["num_devices"],
+                rows=[_row_of(one, folder) for one in whole["cells"]],
+                refused=whole["refused"],
+            )
+        except FileNotFoundError:
+            raise UsageError(f"--continue {folder} holds no {FILE}. Give a folder that `replay parity` left") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{path} is damaged: {error!r}. Try: replay parity, from the beginning") from error
+
+    def write(self) -> None:
+        whole = {
+            "format": FORMAT,
+            "command": self.command,
+            "finished": self.finished,
+            "device": self.device,
+            "num_devices": self.num_devices,
+            "cells": [_plain(row, self.folder) for row in self.rows],
+            "refused": self.refused,
+            "judgement": self.judgement,
+        }
+        write_atomically(self.folder / FILE, json.dumps(to_json(whole), indent=1, allow_nan=False).encode())
+
+    def pending(self) -> Iterator[tuple[int, Row]]:
+        """As they are when they are reached."""
+        for number in range(len(self.rows)):
+            if self.rows[number].state is State.PENDING:
+                yield number, self.rows[number]
+
+    def settle(self, number: int, **changes: Any) -> Row:
+        self.rows[number] = replace(self.rows[number], **changes)
+        self.write()
+        return self.rows[number]
+
+    def home_of(self, number: int) -> Path:
+        """Where the files of a cell belong."""
+        name = re.sub(r"[^\w.]+", "-", self.rows[number].cell.name).strip("-")
+        return self.folder / "cells" / f"{number + 1:03d}-{name}"
+
+
+def _plain(row: Row, folder: Path) -> dict[str, Any]:
+    cell = {name: value for name, value in asdict(row.cell).items() if name != "spec"}
+    log = None if row.log is None else str(row.log.relative_to(folder))
+    own = {"state": row.state, "trouble": row.trouble, "seconds": row.seconds, "log": log}
+    return {**cell, **own, "spec": spec_to_dict(row.cell.spec)}
+
+
+def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
+    return Row(
+        cell=Cell(
+            name=plain["name"],
+            role=Role(plain["role"]),
+            spec=spec_from_dict(plain["spec"]),
+            num_processes=plain["num_processes"],
+            reference=plain["reference"],
+            varies=plain["varies"],
+        ),
+        state=State(plain["state"]),
+        trouble=plain["trouble"],
+        seconds=plain["seconds"],
+        log=None if plain["log"] is None else folder / plain["log"],
+    )

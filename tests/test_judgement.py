@@ -1,0 +1,185 @@
+"""From logs with known numbers to verdicts: which run is held against which, and what is said of a bad reference."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.cells import Cell, Role
+from replay.judgement import Judge, Judgement
+from replay.noise import Verdict
+from replay.options import run_spec
+from replay.parity_log import Row, State
+from replay.records import PassRecord
+from tests.made_logs import passed, write_log
+
+CONFIG = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
+NAMES = "wxyz"
+
+
+@dataclass
+class Made:
+    """Rows of a parity run whose logs say what they are told to say."""
+
+    home: Path
+    rows: list[Row]
+
+    def add(
+        self,
+        name: str,
+        factor: float = 1.0,
+        *,
+        varies: str = "",
+        reference: str = "ref",
+        dtype: str = "fp32",
+        role: Role = Role.CELL,
+        num_processes: int = 1,
+        records: list[PassRecord] | None = None,
+        **changes: Any,
+    ) -> None:
+        """A run whose losses are `factor` of the reference's."""
+        spec = run_spec({"dtype": dtype})
+        own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
+        folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
+        role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role
+        cell = Cell(name=name, role=role, spec=spec, num_processes=num_processes, reference=reference, varies=varies)
+        self.rows.append(Row(cell=cell, state=State.DONE, log=folder))
+
+    def judged(self) -> Judgement:
+        return Judge().judge(self.rows)
+
+    def verdict_of(self, name: str) -> Verdict:
+        return self.judged().cells[name].verdict
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    made = Made(tmp_path, [])
+    made.add("ref")
+    made.add("again", varies="the same again")
+    made.add("eager", 1 + 2e-7, varies="kernel")
+    return made
+
+
+def test_a_clean_run_has_no_remarks(made: Made) -> None:
+    made.add("near", 1 - 3e-7)
+    made.add("equal")
+    judgement = made.judged()
+    assert judgement.is_clean
+    assert judgement.remarks == []
+    assert {name: one.verdict for name, one in judgement.cells.items()} == {
+        "again": "EQUAL",
+        "eager": "WITHIN NOISE",
+        "near": "WITHIN NOISE",
+        "equal": "EQUAL",
+    }
+
+
+def test_each_quantity_can_differ_alone(made: Made) -> None:
+    clean = [passed(index, letter) for index, letter in enumerate(NAMES[:-1])]
+    rows: dict[str, Any] = {
+        "loss": {"loss": 2.1},
+        "log-probs": {"row_log_probs": [-10.0, -20.1]},
+        "gradient norm": {"norm": 4.1},
+    }
+    for quantity, change in rows.items():
+        made.add(quantity, records=[*clean, passed(3, "z", **change)])
+    judgement = made.judged()
+    assert not judgement.is_clean
+    for quantity in rows:
+        judged = judgement.cells[quantity]
+        assert (judged.verdict, judged.deciding) == (Verdict.DIFFERS, [quantity])
+        assert judged.distances[quantity].source == "z.pkl"
+        assert judged.distances[quantity].place == 3
+
+
+def test_data_ranks_are_held_against_the_same_inputs_accumulated(made: Made) -> None:
+    windows = [passed(index, letter, norm=None if index % 2 == 0 else 4.0) for index, letter in enumerate(NAMES)]
+    made.add("ref 2", records=windows, role=Role.REFERENCE)
+    for name, norm in (("two ranks", 4.0), ("summed, not averaged", 8.0)):
+        records = [passed(i // 2, letter, norm=norm, rank=i % 2) for i, letter in enumerate(NAMES)]
+        made.add(name, reference="ref 2", num_processes=2, records=records)
+    judgement = made.judged()
+    assert judgement.cells["ref 2"].verdict is Verdict.EQUAL
+    assert judgement.cells["two ranks"].verdict is Verdict.EQUAL
+    assert judgement.cells["summed, not averaged"].deciding == ["gradient norm"]
+    assert judgement.cells["two ranks"].notes == []
+
+
+def test_a_reference_that_does_not_repeat_itself_is_not_noise(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    made.add("ref")
+    made.add("again", 1.01, varies="the same again")
+    made.add("eager", 1.02, varies="kernel")
+    made.add("cell", 0.99)
+    judgement = made.judged()
+    assert not judgement.is_clean
+    assert "The reference does not repeat itself: look for dropout, or memory" in judgement.remarks[0]
+    assert {one.verdict for one in judgement.cells.values()} == {Verdict.DIFFERS}
+
+
+def test_a_reference_that_all_others_are_far_from_is_named(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    made.add("ref")
+    made.add("again", varies="the same again")
+    for name in ("kernel", "reduction order", "tp"):
+        made.add(name, 1.01, varies=name)
+    [remark] = made.judged().remarks
+    assert remark.endswith("The reference itself may be the one that is wrong")
+    assert "fp32 loss: not in the floor, for rounding explains 1.5e-06" in remark
+
+
+def test_repeating_and_row_order_alone_measure_no_noise(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    made.add("ref")
+    made.add("again", varies="the same again")
+    made.add("reversed", varies="row order")
+    made.add("cell", 1 + 1e-6)
+    judged = made.judged().cells["cell"]
+    assert judged.verdict is Verdict.NOT_JUDGED
+    assert judged.notes == ["no equivalent run measured its noise"]
+
+
+def test_each_dtype_has_its_own_bound_and_is_held_against_fp32(made: Made) -> None:
+    made.add("ref bf16", 1.001, reference="ref bf16", dtype="bf16")
+    made.add("eager bf16", 1.0011, varies="kernel", reference="ref bf16", dtype="bf16")
+    made.add("bf16", 1.0012, reference="ref bf16", dtype="bf16")
+    made.add("fp32", 1.0001)
+    assert made.verdict_of("bf16") is Verdict.WITHIN_NOISE
+    assert made.verdict_of("fp32") is Verdict.DIFFERS
+    assert made.judged().remarks == []
+
+
+def test_a_narrow_reference_that_is_further_from_fp32_than_rounding_explains_is_named(made: Made) -> None:
+    made.add("ref bf16", 1.05, reference="ref bf16", dtype="bf16")
+    [remark] = made.judged().remarks
+    assert remark.startswith("the reference in bf16 is 0.05 from that in fp32 in its loss at w.pkl, and")
+
+
+def test_what_did_other_work_is_not_judged_and_says_why(made: Made) -> None:
+    made.add("other", work={"config": {**CONFIG["config"], "hidden_size": 32}})
+    judged = made.judged().cells["other"]
+    assert judged.verdict is Verdict.NOT_JUDGED
+    assert "hidden_size is 32, not 64" in judged.notes[0]
+    assert not made.judged().is_clean
+
+
+def test_a_run_without_the_reference_s_gradient_norms_says_so(made: Made) -> None:
+    made.add("forward alone", records=[passed(index, letter, norm=None) for index, letter in enumerate(NAMES)])
+    judged = made.judged().cells["forward alone"]
+    assert judged.verdict is Verdict.NOT_JUDGED
+    assert judged.notes == [
+        "gradient norms are not compared: no gradient was averaged over the same inputs (1 input each, against none)"
+    ]
+
+
+def test_what_is_not_finite_in_both_is_equal_and_said(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    records = [passed(index, letter, math.nan) for index, letter in enumerate(NAMES)]
+    for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", "")):
+        made.add(name, varies=varies, records=records)
+    judged = made.judged().cells["cell"]
+    assert judged.verdict is Verdict.EQUAL
+    assert judged.notes == ["loss is not finite at 4 points"]

@@ -1,0 +1,324 @@
+"""`replay parity` as it is typed: what is run in which order, what is left when something fails, how it goes on."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor_init.packing import actor_inputs
+from replay import cli, parity, parting
+from replay.child import Child, run_child
+from replay.cli import app
+from replay.judgement import Judge
+from replay.noise import Verdict
+from replay.parity_log import ParityLog, State
+from replay.past_run import PastRun
+from replay.session import run_in
+from replay.spec import RunSpec
+from tests.made_captures import write_pass
+from tests.made_logs import passed, write_log
+from tests.sharded import SIZES
+
+MATRIX = """
+[[cells]]
+dtype = "fp32"
+backend = ["deepspeed", "fsdp2"]
+packing = [true, false]
+"""
+REFERENCE = "fsdp2 fp32 padded sdpa"
+RUNS = [  # in the order in which they are run
+    REFERENCE,
+    f"{REFERENCE}, again",
+    f"{REFERENCE}, rows reversed",
+    "fsdp2 fp32 padded eager gradient-checkpointing",
+    "fsdp2 fp32 packed sdpa",
+    "deepspeed fp32 packed auto",
+    "deepspeed fp32 padded auto",
+]
+Captured = pytest.CaptureFixture[str]
+
+
+class Runs:
+    """In the place of `run_child`: writes a log with one input's known loss, or fails as it is told."""
+
+    def __init__(self, **by_place: Any) -> None:
+        self.names: list[str] = []
+        self.told: dict[int, Any] = {}  # of the run as started: a factor on the loss, an exit code's words, an error
+        self.limits: list[float] = []
+
+    def __call__(
+        self, arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float
+    ) -> Child:
+        spec = app([*arguments], standalone_mode=False).args[0]
+        place = self.place_of(spec)
+        self.names.append(RUNS[place])
+        self.limits.append(limit)
+        told = self.told.get(place, 1.0)
+        if isinstance(told, BaseException):
+            del self.told[place]
+            raise told
+        output.parent.mkdir(parents=True)
+        output.write_text(f"replay: {told}\n")
+        if isinstance(told, float):
+            records = [passed(index, name, told * (2.0 + index)) for index, name in enumerate("xy")]
+            config = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
+            write_log(logs / "run", records, spec=spec, work=config)
+        code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
+        return Child(exit_code=code, seconds=1.5, output=output, logs=logs)
+
+    def place_of(self, spec: RunSpec) -> int:
+        actor = spec.actor
+        if actor.backend == "deepspeed":
+            return 5 if actor.packing else 6
+        if spec.inputs.reverse_rows:
+            return 2
+        if spec.measure.trace and actor.attention == "sdpa" and not actor.packing:
+            return 0
+        if actor.packing or actor.attention == "eager":
+            return 4 if actor.packing else 3
+        return 1 if REFERENCE in self.names else 0
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs = Runs()
+    monkeypatch.setattr(parity, "run_child", runs)
+    monkeypatch.setattr(parting, "run_child", runs)
+    return runs
+
+
+def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:
+    file = tmp_path / "matrix.toml"
+    file.write_text(matrix)
+    common = ["--matrix", str(file), "--num-devices", "1", "--log-folder", str(tmp_path / "logs")]
+    return cli.main(["parity", *common, *more])
+
+
+def folder_in(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "logs").iterdir()
+    return folder
+
+
+def states(folder: Path) -> dict[str, str]:
+    whole = json.loads((folder / "parity.json").read_text())
+    return {cell["name"]: cell["state"] for cell in whole["cells"]}
+
+
+def said(capsys: Captured, word: str) -> list[str]:
+    """The lines that begin with `word`, and what they say."""
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix(word).strip() for line in lines if line.startswith(f"{word} ")]
+
+
+def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    runs.told = {3: 1 + 3e-7, 6: 1 + 6e-7}
+    assert typed(tmp_path) == 0
+    assert runs.names == RUNS
+    folder = folder_in(tmp_path)
+    whole = json.loads((folder / "parity.json").read_text())
+    assert whole["finished"]
+    assert set(states(folder).values()) == {"done"}
+    loss = next(one for one in whole["judgement"]["noises"] if one["quantity"] == "loss")
+    assert loss["floor"] == pytest.approx(3e-7)
+    assert loss["equivalent"] == RUNS[3]
+    assert whole["judgement"]["cells"][RUNS[6]]["verdict"] == "WITHIN NOISE"
+    out = capsys.readouterr().out
+    assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
+    assert "result     4 EQUAL, 2 WITHIN NOISE" in out
+
+
+def test_a_cell_beyond_the_bound_differs_and_is_named_with_its_input(
+    tmp_path: Path, runs: Runs, capsys: Captured
+) -> None:
+    runs.told = {5: 1.001}
+    assert typed(tmp_path) == 1
+    [line] = said(capsys, "DIFFERS")
+    assert re.fullmatch(rf"{RUNS[5]}: loss by 0.001 at y.pkl \(bound [\d.e-]+\)", line)  # 0.003 of 3.0
+
+
+def test_a_run_that_dies_or_hangs_is_a_row_and_the_others_run(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    runs.told = {4: "CUDA out of memory", 5: "late"}
+    assert typed(tmp_path, "--cell-timeout", "77") == 1
+    assert runs.names == RUNS
+    assert runs.limits == [77.0] * 7
+    assert said(capsys, "FAILED") == [
+        f"{RUNS[4]}: CUDA out of memory",
+        f"{RUNS[5]}: no end within 2 s, see " + str(next(folder_in(tmp_path).glob("cells/006*/0/output.txt"))),
+    ]
+
+
+def test_what_a_run_itself_refuses_fails_nothing(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    runs.told = {5: "refused: AutoTP cannot. Try: --tp 1"}
+    assert typed(tmp_path) == 0
+    assert f"{RUNS[5]}: refused: AutoTP cannot. Try: --tp 1" in said(capsys, "refused")
+
+
+def test_without_its_reference_no_run_is_started(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    runs.told = {0: "CUDA out of memory"}
+    assert typed(tmp_path) == 1
+    assert runs.names == [REFERENCE]
+    assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run, for its reference was not: {REFERENCE}"
+
+
+def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
+    tmp_path: Path, runs: Runs, capsys: Captured
+) -> None:
+    runs.told = {3: KeyboardInterrupt(), 5: "died"}
+    assert typed(tmp_path) == 130
+    folder = folder_in(tmp_path)
+    assert list(states(folder).values()) == ["done"] * 3 + ["pending"] * 4
+    assert said(capsys, "go on") == [f"replay parity --continue {folder}"]
+    runs.names = [REFERENCE]  # how the stand-in tells it from the same again
+    assert cli.main(["parity", "--continue", str(folder)]) == 1
+    assert runs.names[1:] == RUNS[3:]
+    assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
+    assert cli.main(["parity", "--continue", str(folder)]) == 1
+    assert runs.names[1:] == RUNS[3:]  # nothing is left
+    assert Judge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].verdict is Verdict.EQUAL
+
+
+def test_after_the_time_limit_no_run_is_started(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    assert typed(tmp_path, "--time-limit", "0") == 1
+    assert runs.names == []
+    assert said(capsys, "go on") == [f"replay parity --continue {folder_in(tmp_path)}"]
+
+
+def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_can_be_trusted(
+    tmp_path: Path, runs: Runs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.told = {4: 1.01, 5: 1.001}  # of the equivalents one is wrong itself
+    asked: list[list[str]] = []
+
+    windows: set[tuple[bool, int, int | None]] = set()
+
+    def first_difference(reference: Path, other: Path, equivalents: Sequence[Path]) -> None:
+        specs = [PastRun.read(folder).spec for folder in (reference, other, *equivalents)]
+        windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
+        asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
+
+    monkeypatch.setattr(parting, "first_difference", first_difference)
+    assert typed(tmp_path, "--first-difference") == 1
+    assert asked == [["fsdp2 sdpa", "fsdp2 sdpa", "fsdp2 eager"], ["fsdp2 sdpa", "deepspeed auto", "fsdp2 eager"]]
+    assert windows == {(True, 1, 1)}  # y, where they are farthest apart
+    assert len(runs.names) == len(RUNS) + 4  # the reference and the equivalent serve both
+    assert said(capsys, "first") == [f"{name}: no traced tensor leaves its bound" for name in (RUNS[4], RUNS[5])]
+
+
+def test_the_report_needs_no_network_and_no_script(tmp_path: Path, runs: Runs) -> None:
+    runs.told = {5: 1.001, 6: "died of <script>"}
+    typed(tmp_path)
+    text = (folder_in(tmp_path) / "parity.html").read_text()
+    assert "<svg" in text
+    assert not re.search(r"<(script|link|img|iframe)", text)
+    assert {value[:1] for value in re.findall(r"(?:src|href)=[\"']?([^\"'> ]*)", text)} == {"#"}
+    assert "url(http" not in text
+    assert "died of &lt;script&gt;" in text
+    assert all(name in text for name in RUNS)
+
+
+def test_without_matplotlib_there_is_a_report_and_a_line(
+    tmp_path: Path, runs: Runs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert typed(tmp_path) == 0
+    assert said(capsys, "note") == ["no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"]
+    assert "<svg" not in (folder_in(tmp_path) / "parity.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--matrix", "quik"], "--matrix quik is neither one of quick, pairs, full nor a file"),
+        (["--continue", "nowhere"], "--continue goes on with what that folder says. Leave out --matrix"),
+        (["--save-model", "there"], "--save-model cannot be given to parity, which starts many runs. Leave it out"),
+        (["--inputs", "nowhere"], "--inputs nowhere: no such folder."),
+        (["--backend", "zero"], "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2"),
+        (["--dtype", "fp16"], "no cell of the matrix can run here: the options leave no cell"),
+        (["--model", "nothing"], "--model nothing: "),
+    ],
+)
+def test_wrong_usage_is_one_line_before_anything_runs(
+    tmp_path: Path, runs: Runs, capsys: Captured, more: list[str], says: str
+) -> None:
+    assert typed(tmp_path, *more) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), runs.names) == ("", 1, [])
+    assert err.startswith(f"replay: {says}")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "holds no parity.json"), ("{}", "is damaged: KeyError"), ('{"format": 7}', "is of format 7")],
+)
+def test_a_folder_that_parity_cannot_go_on_with_is_refused(
+    tmp_path: Path, capsys: Captured, text: str | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / "parity.json").write_text(text)
+    assert cli.main(["parity", "--continue", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_exit_code_of_several_processes_is_that_of_the_rank_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.child.PROGRAM", ("-c", "import os, sys; sys.exit(2 * (os.environ['RANK'] == '1'))"))
+    found = run_child([], num_processes=2, logs=tmp_path, output=tmp_path / "out.txt", limit=60)
+    assert found.exit_code == 2
+
+
+@pytest.fixture
+def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
+    def run(arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float) -> Child:
+        spec = app([*arguments, "--log-folder", str(logs)], standalone_mode=False).args[0]
+        return Child(exit_code=run_in(world, spec), seconds=0.0, output=output, logs=logs)
+
+    monkeypatch.setattr(parity, "run_child", run)
+    monkeypatch.setattr(parting, "run_child", run)
+
+
+def small_model(tmp_path: Path) -> list[str]:
+    for step, length in enumerate((24, 40, 31, 52)):
+        write_pass(tmp_path / "in", step=step, length=length, num_real=length - 4, num_actions=12, vocabulary=264)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    return ["--inputs", str(tmp_path / "in"), "--model", str(tmp_path / "config.json")]
+
+
+def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> None:
+    assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
+    verdicts = Judge().judge(ParityLog.read(folder_in(tmp_path)).rows).cells
+    assert {one.verdict for one in verdicts.values()} <= {Verdict.EQUAL, Verdict.WITHIN_NOISE}
+    assert [*verdicts] == RUNS[1:]
+
+
+def positions_go_on(*args: Any, **kwargs: Any) -> Any:
+    """Packed documents whose positions do not begin again: each sees those before it."""
+    from dataclasses import replace
+
+    import torch
+
+    inputs = actor_inputs(*args, **kwargs)
+    if inputs.cu_seq_lens is None:
+        return inputs
+    return replace(inputs, position_ids=torch.arange(inputs.input_ids.shape[1]).unsqueeze(0))
+
+
+def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
+    tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.pass_runner.actor_inputs", positions_go_on)
+    assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
+    log = ParityLog.read(folder_in(tmp_path))
+    assert {row.state for row in log.rows} == {State.DONE}
+    verdicts = Judge().judge(log.rows).cells
+    assert [name for name, one in verdicts.items() if one.verdict is Verdict.DIFFERS] == [RUNS[4], RUNS[5]]
+    lines = capsys.readouterr().out.splitlines()
+    assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))
+    firsts = [line for line in lines if line.startswith("first")]
+    assert len(firsts) == 2
+    assert all("input, position_ids fed at actor_inputs_" in line for line in firsts)
