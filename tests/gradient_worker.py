@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actor_init.backends import Backend, open_backend
-from actor_init.backends.deepspeed_autotp import whole_over_tp
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
@@ -69,28 +68,8 @@ class WatchedBackend:
             self._backend.backward(loss)
 
     def end_window(self, *, step: bool) -> float:
-        self._windows.append(gathered_gradients(self._backend))
+        self._windows.append({name: gradient.cpu() for name, gradient in self._backend.gradients()})
         return self._backend.end_window(step=step)
-
-
-def gathered_gradients(backend: Any) -> dict[str, Tensor]:
-    """Whole gradients by parameter name, fp32 on the host. Every rank has to call it."""
-    if hasattr(backend, "engine"):
-        return {name: _whole_under_deepspeed(p) for name, p in backend.engine.module.named_parameters()}
-    return {name: _whole(p.grad).float().cpu() for name, p in backend.model.named_parameters()}
-
-
-def _whole_under_deepspeed(parameter: Any) -> Tensor:
-    from deepspeed.utils import safe_get_full_grad
-
-    values, parameter.data = parameter.data, safe_get_full_grad(parameter).to(parameter.dtype)
-    gradient = whole_over_tp(parameter)
-    parameter.data = values
-    return gradient.float().cpu()
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _replay(job: dict[str, Any], world: World) -> int:

@@ -1,6 +1,6 @@
 """What a backend is, and the choice between the two."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -27,6 +27,13 @@ class Backend(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Add `loss`'s gradient, averaged over the data ranks and the accumulation window."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What `backward` added up: each parameter's whole gradient, fp32, by name; none for one that has none.
+
+        For all ranks to go through, between the last backward of a window and its end; they are gathered one by one.
+        """
         ...
 
     def end_window(self, *, step: bool) -> float:

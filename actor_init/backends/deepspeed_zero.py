@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,19 @@ class DeepSpeedBackend:
         self.engine.backward(loss)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # counts the micro-batch
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        scale = self.engine.optimizer.loss_scale if self.engine.fp16_enabled() else 1.0
+        for name, parameter in self.engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter)  # over the data ranks
+            if gradient is not None and self.spec.parallel.tp > 1:
+                values, parameter.data = parameter.data, gradient.to(parameter.dtype)
+                gradient = whole_over_tp(parameter)
+                parameter.data = values
+            if gradient is not None:
+                yield name, gradient.float() / scale
 
     def end_window(self, *, step: bool) -> float:
         if self.spec.parallel.tp > 1:

@@ -1,6 +1,6 @@
 """The actor under FSDP2: `fully_shard` on every block and on the root."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -108,6 +108,11 @@ class FSDP2Backend:
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss / self.spec.grad_accumulation))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, _whole(parameter.grad).float() / self.scaler.get_scale()
 
     def end_window(self, *, step: bool) -> float:
         if self.scaler.is_enabled():
