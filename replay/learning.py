@@ -73,9 +73,7 @@ def learned(
         own = sum(trial.passed(batch) for batch in batches) / len(batches)
         everyones = trial.world.gather(own)
         losses.append(sum(everyones) / len(everyones))
-        curve = Curve(
-            losses=tuple(losses), goal=goal_of(losses[0]), learning_rate=trial.spec.learning_rate
-        )
+        curve = Curve(losses=tuple(losses), goal=goal_of(losses[0]), learning_rate=trial.spec.learning_rate)
         ends = curve.reached or len(losses) > num_steps or not math.isfinite(losses[-1])
         trial.backend.end_window(step=not ends)
         if ends:

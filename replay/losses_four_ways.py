@@ -1,7 +1,7 @@
 """The loss that the actor gives beside others' of the same tokens: Hugging Face's, one in chunks, Liger's.
 
-They come from a plain model: one process, nothing sharded, packed or padded, each document alone. Its gradient, averaged
-over the data ranks by torch alone, is what the actor's has to be.
+They come from a plain model: one process, nothing sharded, packed or padded, each document alone. Its gradient,
+averaged over the data ranks by torch alone, is what the actor's has to be.
 
 Shape letters: L tokens of one document, N of them with a label, C of those in a chunk, D hidden width, V vocabulary.
 """
@@ -80,7 +80,7 @@ def plain_answer(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world:
 def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:
     """The sum over tokens of the cross entropy, by a log-sum-exp that goes over tokens and vocabulary in chunks."""
     total = 0.0
-    for hidden_CD, target_C in zip(hidden_ND.split(TOKENS), target_N.split(TOKENS), strict=True):
+    for hidden_CD, target_C in zip(torch.split(hidden_ND, TOKENS), torch.split(target_N, TOKENS), strict=True):
         log_sum_C = torch.full_like(target_C, -torch.inf, dtype=torch.float32)
         target_logit_C = torch.zeros_like(log_sum_C)
         for begin in range(0, head.out_features, WORDS):

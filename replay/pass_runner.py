@@ -161,7 +161,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
 
     For all ranks to call.
     """
-    _check_vocabulary(batch, source)
+    check_vocabulary(batch, source)
     inputs = actor_inputs(batch, packing=spec.packing)
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
@@ -177,7 +177,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     return inputs.to(world.device)
 
 
-def _check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+    """Raises CaptureError for token ids that the model does not have."""
     largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
     if largest >= size:
         raise CaptureError(

@@ -5,6 +5,7 @@ Shape letters: B rows, S tokens a row, A trailing tokens a row with an action ma
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]
     for row in range(batch.num_rows):
         token_R = batch.attention_mask_BS[row].nonzero().flatten()
         borders = [*is_first_BS[row, token_R].nonzero().flatten().tolist(), len(token_R)]
-        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+        for begin, end in pairwise(borders):
             token_L = token_R[begin:end]
             yield batch.sequences_BS[row, token_L][None], position_BS[row, token_L][None], label_BS[row, token_L][None]
 
