@@ -42,6 +42,7 @@ from replay.wording import counted
 NUM_INPUTS = 4  # of a data rank, without --max-inputs
 # learning rate x hidden size: AdamW's best rate goes with 1 / width, https://arxiv.org/abs/2203.03466
 RATE_OF_WIDTH = 0.2
+LEARNT_TOKENS = 16  # fewer are learned by any step
 
 
 def diagnose(
@@ -193,9 +194,10 @@ def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
 
 
 def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Of those with a token to learn. Raises UsageError if there is none."""
+    """Of those with tokens enough to learn, or the one with most. Raises UsageError if none has any."""
     rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
-    useful = [row for row in rows if row.num_real_tokens and actor_inputs(row, packing=True).action_mask_BA.any()]
-    if not useful:
+    counts = [int(actor_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
+    if not any(counts):
         raise UsageError("no row of these inputs has a token to learn. Try: --loss sft, or other inputs")
-    return min(useful, key=lambda row: row.num_real_tokens)
+    enough = min(LEARNT_TOKENS, max(counts))
+    return min((row for row, n in zip(rows, counts, strict=True) if n >= enough), key=lambda row: row.num_real_tokens)

@@ -159,7 +159,7 @@ def _as_one_process(case: Case, whole: Gradients, plain: PlainAnswer) -> Check:
     advice = "look at what reduces and scales gradients, and at frozen parameters. Try: one process, which reduces none"
     check = _equal("as a plain model", case.spec.dtype, apart, advice=advice)
     ranks = counted(case.world.num_data_ranks, "data rank")
-    return replace(check, found=f"{ranks} beside one model, not sharded: {check.found}")
+    return replace(check, found=f"{ranks} beside a plain model: {check.found}")
 
 
 def _loss_on_peers(case: Case, losses: list[tuple[int, float]]) -> Check:
@@ -212,8 +212,8 @@ def _equal(
     bound = GRADIENT_BOUNDS[dtype]
     apart = relative(*losses) if losses else 0.0
     found = f"loss by {apart:.2g}, bound {LOSS_BOUND:g}; " if losses else ""
-    found += f"gradient by {gradient.relative:.2g} at most, bound {bound:g}, {gradient.parameter}"
-    return _verdict(name, passes=apart <= LOSS_BOUND and gradient.relative <= bound, found=found, advice=advice)
+    passes = apart <= LOSS_BOUND and gradient.relative <= bound
+    return _verdict(name, passes=passes, found=found + gradient.said(bound), advice=advice)
 
 
 def _verdict(name: str, *, passes: bool, found: str, advice: str) -> Check:

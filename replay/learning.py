@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from capture.micro_batch import MicroBatch
 from replay.checks import Check, Status
 from replay.trial import Trial
+from replay.wording import counted
 
 ROW_LOSS = 0.1  # one row is known by heart below it, if that is
 ROW_SHARE = 0.5  # of the first loss or less, too
 INPUTS_SHARE = 0.8  # of the first loss or less: several inputs are being learned
-STANDS = 1e-6  # relative; less than this is no change
+STANDS = 0.01  # relative: less is no change, or that which weight decay makes alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +29,8 @@ class Curve:
 
     def check(self, name: str) -> Check:
         found = (
-            f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {len(self.losses) - 1} steps at learning rate "
-            f"{self.learning_rate:.2g}, wanted {self.goal:.3g}"
+            f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {counted(len(self.losses) - 1, 'step')}, "
+            f"wanted {self.goal:.3g}, learning rate {self.learning_rate:.2g}"
         )
         if self.reached:
             return Check(name=name, status=Status.OK, found=found)
@@ -42,7 +43,10 @@ class Curve:
         if not math.isfinite(last):
             return f"it is {last} at step {len(self.losses) - 1}: the steps are too large. {lower}"
         if max(self.losses) - lowest <= STANDS * abs(first):
-            return "it does not move at all: no parameter takes part, or --learning-rate is 0, or no step is made"
+            return (
+                "it hardly moves: look for frozen parameters, a loss that none of them moves, and steps that are not made. "
+                f"Try: --learning-rate {self.learning_rate * 10 or 1e-3:.1g}"
+            )
         if last > first:
             return f"it rises: the steps are too large, or go the wrong way. {lower}"
         if last > 1.5 * lowest:
