@@ -44,14 +44,14 @@ class Curve:
             return f"it is {last} at step {len(self.losses) - 1}: the steps are too large. {lower}"
         if max(self.losses) - lowest <= STANDS * abs(first):
             return (
-                "it hardly moves: look for frozen parameters, a loss that none of them moves, and steps that are not made. "
+                "it hardly moves: look for frozen parameters, a loss that none moves, and steps that are not made. "
                 f"Try: --learning-rate {self.learning_rate * 10 or 1e-3:.1g}"
             )
         if last > first:
             return f"it rises: the steps are too large, or go the wrong way. {lower}"
         if last > 1.5 * lowest:
             return f"it fell to {lowest:.4g} and rose again: the steps are too large. {lower}"
-        half = self.losses[len(self.losses) // 2]
+        half = self.losses[(len(self.losses) - 1) // 2]
         if last < 0.9 * half:
             return f"it is still falling. Try: --steps {4 * (len(self.losses) - 1)}"
         return (

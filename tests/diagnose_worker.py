@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
@@ -32,13 +31,8 @@ def gradient_not_reduced(world: World) -> Iterator[None]:
 @contextmanager
 def gradient_summed(world: World) -> Iterator[None]:
     """The data ranks' gradients are added up, and not averaged (fsdp2)."""
-
-    def summing(module: Any, **options: Any) -> FSDPModule:
-        sharded: FSDPModule = fully_shard(module, **options)
-        sharded.set_gradient_divide_factor(1.0)
-        return sharded
-
-    with patch("actor_init.backends.fsdp2.fully_shard", summing):
+    backward = FSDP2Backend.backward
+    with patch.object(FSDP2Backend, "backward", lambda self, loss: backward(self, loss * world.num_data_ranks)):
         yield
 
 

@@ -39,6 +39,7 @@ EVERY = [
     "inputs learned",
 ]
 LEARNING = {"one row learned", "inputs learned"}
+FEW = ["--steps", "15"]
 FAST = ["--backend", "fsdp2", "--dtype", "fp32"]
 
 
@@ -153,7 +154,7 @@ def log_probs_changed(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 FAULTS: list[tuple[str, AbstractContextManager[None], list[str], set[str], str]] = [
     ("accumulation not scaled", accumulation_not_scaled(), [], {"accumulated"}, "--grad-accumulation"),
     ("the last micro-batch alone", last_micro_batch_alone(), [], {"accumulated"}, "from one pass to the next"),
-    ("frozen parameters", frozen(but_for="norm"), [], {"as a plain model", *LEARNING}, "frozen parameters"),
+    ("frozen parameters", frozen(but_for="norm"), FEW, {"as a plain model", *LEARNING}, "frozen parameters"),
     (
         "targets not shifted",
         targets_not_shifted(),
@@ -164,12 +165,12 @@ FAULTS: list[tuple[str, AbstractContextManager[None], list[str], set[str], str]]
     (
         "a loss that no parameter moves",
         log_probs_changed(lambda log_probs_BA: log_probs_BA.detach() + 0 * log_probs_BA),
-        [],
+        FEW,
         {"as a plain model", *LEARNING},
         "it hardly moves",
     ),
-    ("the loss goes up", nullcontext(), ["--learning-rate", "30"], LEARNING, "the steps are too large"),
-    ("no step", nullcontext(), ["--learning-rate", "0"], LEARNING, "it hardly moves"),
+    ("the loss goes up", nullcontext(), [*FEW, "--learning-rate", "30"], LEARNING, "the steps are too large"),
+    ("no step", nullcontext(), [*FEW, "--learning-rate", "0"], LEARNING, "it hardly moves"),
     ("too few steps", nullcontext(), ["--steps", "3"], {"one row learned"}, "still falling. Try: --steps 12"),
 ]
 
