@@ -16,6 +16,7 @@ ROOMS = {
     "deepspeed": {"actor_init/backends/deepspeed_zero.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
     "matplotlib": {"replay/plot.py"},
+    "liger_kernel": {"replay/losses_four_ways.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
