@@ -25,7 +25,7 @@ from actor_init.world import World
 from capture.atomic import write_atomically
 from capture.capture_file import read_micro_batch
 from capture.micro_batch import CaptureError, MicroBatch
-from replay.checks import Check, line
+from replay.checks import Check, Status, line
 from replay.evidence import outlast
 from replay.examination import Case, examined
 from replay.logbook import create_folder, to_json, versions
@@ -151,7 +151,7 @@ class Report:
     def finish(self, folder: Path) -> int:
         """The last line; returns the exit code."""
         failing = self._failing()
-        num_run = sum(check.status not in ("not run", "note") for check in self._checks)
+        num_run = sum(check.status in (Status.OK, Status.FAILED) for check in self._checks)
         if failing:
             self._say(f"\n{counted(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
         else:
