@@ -119,7 +119,6 @@ class PassRunner:
             weights = self.same_weights.check(call.weights)
             self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            self._check_vocabulary(batch)
             batch = tokens_for(self.spec.measure.loss, batch)
             record = PassRecord(**known, **self._measured(with_rows_reversed(batch) if self._reverses else batch))
             if self.trace:
@@ -136,7 +135,7 @@ class PassRunner:
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
         step = last_of_window and self.spec.measure.step
-        inputs = self._inputs(batch)
+        inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
         graphs_before = num_graphs()
         if self.trace:
             self.trace.begin(inputs)
@@ -188,27 +187,33 @@ class PassRunner:
             "new_graphs": num_graphs() - graphs_before,
         }
 
-    def _inputs(self, batch: MicroBatch) -> ActorInputs:
-        """On the device, padded and sliced as the toggles say."""
-        spec = self.spec.actor
-        inputs = actor_inputs(batch, packing=spec.packing)
-        if spec.pad_to is PadTo.LONGEST:
-            inputs = padded_to(inputs, max(self.world.gather(inputs.input_ids.shape[1])))
-        if spec.parallel.ring > 1:
-            assert inputs.cu_seq_lens is not None
-            ring = ring_slice(
-                inputs.cu_seq_lens,
-                self.world.ring_group,
-                head_stride=spec.parallel.ring_head_stride,
-                may_zigzag=may_zigzag(self.source.config),
-            )
-            inputs = sliced(inputs, ring)
-        return inputs.to(self.world.device)
 
-    def _check_vocabulary(self, batch: MicroBatch) -> None:
-        largest, size = int(batch.sequences_BS.max()), self.source.config.get_text_config().vocab_size
-        if largest >= size:
-            raise CaptureError(
-                f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
-                "these inputs belong to another model. Name it with --model"
-            )
+def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
+    """`batch` on the device, padded and sliced as the toggles say. Raises CaptureError if it is no input of the model.
+
+    For all ranks to call.
+    """
+    check_vocabulary(batch, source)
+    inputs = actor_inputs(batch, packing=spec.packing)
+    if spec.pad_to is PadTo.LONGEST:
+        inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
+    if spec.parallel.ring > 1:
+        assert inputs.cu_seq_lens is not None
+        ring = ring_slice(
+            inputs.cu_seq_lens,
+            world.ring_group,
+            head_stride=spec.parallel.ring_head_stride,
+            may_zigzag=may_zigzag(source.config),
+        )
+        inputs = sliced(inputs, ring)
+    return inputs.to(world.device)
+
+
+def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+    """Raises CaptureError for token ids that the model does not have."""
+    largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
+    if largest >= size:
+        raise CaptureError(
+            f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
+            "these inputs belong to another model. Name it with --model"
+        )

@@ -69,13 +69,8 @@ class WatchedBackend:
             self._backend.backward(loss)
 
     def end_window(self, *, step: bool) -> float:
-        self._windows.append(gathered_gradients(self._backend))
+        self._windows.append({name: gradient.cpu() for name, gradient in self._backend.gradients()})
         return self._backend.end_window(step=step)
-
-
-def gathered_gradients(backend: Backend) -> dict[str, Tensor]:
-    """Whole gradients by parameter name, fp32 on the host. Every rank has to call it."""
-    return {name: gradient.float().cpu() for name, gradient in backend.gradients()}
 
 
 def _replay(job: dict[str, Any], world: World) -> int:

@@ -20,7 +20,7 @@ from actor_init import kernel_check
 from actor_init.attention import kernel_name
 from actor_init.spec import ActorSpec
 from replay import doctor, hardware, packages
-from replay.checks import Check, Status, tried
+from replay.checks import Check, Status, line, tried
 from replay.cli import main
 from replay.hardware import devices, log_folder, shared_memory
 from replay.packages import PACKAGES, is_within, package, required_ranges
@@ -321,7 +321,7 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
     assert named(checks, "CUDA_LAUNCH_BLOCKING").found == "1"
     assert named(checks, "PYTORCH_CUDA_ALLOC_CONF").found == "expandable_segments:True"
     assert named(checks, "also set").found == "TORCH_HUB_TOKEN"
-    said = "\n".join(doctor.line(check) for check in checks)
+    said = "\n".join(line(check) for check in checks)
     for absent in ("hunter2", "secret", "AWS"):
         assert absent not in said
 
@@ -460,8 +460,8 @@ def test_trouble_that_comes_from_a_package_names_it(
 
 def test_a_check_is_one_line_without_control_characters() -> None:
     check = Check(name="a", status=Status.BROKEN, found="x\n\x1b[31my", advice="Try: z")
-    assert doctor.line(check) == "broken       a                    x  [31my; Try: z"
-    assert len(doctor.line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
+    assert line(check) == "broken       a                    x  [31my; Try: z"
+    assert len(line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_later_changes_of_the_job_do_not_reach_what_was_recorded(
     assert batch.call_facts == {"lengths": [4, 2]}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_tensors_on_a_gpu_are_copied_as_the_forward_saw_them(tmp_path: Path) -> None:
     """The GPU is kept busy, so that the job's next change is queued long before the copy has happened."""
     model, ids_BS = TinyModel().cuda(), IDS_BS.cuda()

@@ -51,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's whole gradient by name, averaged, without the loss scale.
+        """Each parameter's whole gradient by name, averaged, fp32, without the loss scale; none where there is none.
 
         For all ranks to take, one at a time, between the last backward of a window and `end_window`.
         """

@@ -3,7 +3,7 @@
 It is what the sharding backends are held against, so it shares no sharding, gathering or casting code with them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule
+from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, total_norm
 from actor_init.packing import ActorInputs
 from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
@@ -94,7 +94,7 @@ class DDPBackend:
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if step:
             assert self.optimizer is not None
             if self.spec.max_norm:
@@ -119,6 +119,18 @@ class DDPBackend:
             "optimizer": self.spec.optimizer.value,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
         }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().to(TORCH_DTYPES[self.spec.dtype])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad.float() / self.loss_scale()
+
+    def loss_scale(self) -> float:
+        return self.scaler.get_scale()
 
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)

@@ -141,7 +141,7 @@ class FSDP2Backend:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, _whole(parameter.grad) / self.loss_scale()
+                yield name, _whole(parameter.grad).float() / self.loss_scale()
 
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
