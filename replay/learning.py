@@ -52,7 +52,7 @@ class Curve:
         if last > 1.5 * lowest:
             return f"it fell to {lowest:.4g} and rose again: the steps are too large. {lower}"
         half = self.losses[(len(self.losses) - 1) // 2]
-        if last < 0.9 * half:
+        if half - last > 0.1 * (first - last):
             return f"it is still falling. Try: --steps {4 * (len(self.losses) - 1)}"
         return (
             f"it stands at {last:.4g}: look for frozen parameters, dropout, or a target that no input tells. "
