@@ -140,10 +140,8 @@ def _fed(inputs: ActorInputs, num_columns: int) -> dict[str, Tensor]:
 
 def _places_in_document(inputs: ActorInputs, attended: Tensor) -> Tensor:
     """Like the ids: how many tokens of its document come before each."""
-    borders = inputs.cu_seq_lens
-    if borders is None:
+    if inputs.cu_seq_lens is None:
         return attended.long().cumsum(dim=1) - 1
-    index = (
-        torch.arange(inputs.input_ids.shape[1], device=borders.device) if not inputs.ring else inputs.ring.own_index_L
-    )
+    borders = inputs.cu_seq_lens.long()
+    index = inputs.ring.own_index_L if inputs.ring else torch.arange(inputs.input_ids.shape[1], device=borders.device)
     return (index - borders[torch.bucketize(index, borders, right=True) - 1]).unsqueeze(0)
