@@ -60,8 +60,8 @@ def bound_of(name: str, dtypes: Sequence[str], num_layers: int, num_tokens: int)
     Each layer adds to the residual stream twice and rounds it, so a log-prob is off by about u sqrt(2 L); over tokens
     that is random and averages out, but for a part that does not. Seen: up to 0.15 u in the loss of Llama 3.1 8B with
     other kernels or tp, and single tokens to 128 at 2 to 24 layers off by 1.8 u sqrt(2 L / N) at most. Of a gradient
-    norm: 4 u, where 1.3 u was seen. In fp32 sums in another order are more
-    than all that, and the bounds are those of this project's tests, 1e-5 and 1e-4.
+    norm: 4 u, where 1.3 u was seen. In fp32 sums in another order are more than all that, and the bounds are those of
+    this project's tests, 1e-5 and 1e-4.
     """
     unit = max(map(roundoff, dtypes))
     computed = 4 * unit if name == GRAD_NORM else unit * (0.5 + 3 * math.sqrt(2 * num_layers / max(num_tokens, 1)))
@@ -150,6 +150,8 @@ def _with_norms_doubted(
 
 
 def _steps_each_pass(recorded: Recorded, known: Sequence[tuple[PassRecord, Recorded]]) -> bool:
-    own = {r.step: r for _, r in known if r.rank == recorded.rank and r.trains and r.step is not None}
-    before = max((step for step in own if recorded.step is not None and step < recorded.step), default=None)
-    return before is not None and any(claim.name == GRAD_NORM for claim in own[before].claims)
+    """Has the job's very pass before this one, by the same rank, a norm of its own?"""
+    return recorded.step is not None and any(
+        one.rank == recorded.rank and one.step == recorded.step - 1 and any(c.name == GRAD_NORM for c in one.claims)
+        for _, one in known
+    )

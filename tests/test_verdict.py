@@ -264,6 +264,7 @@ NORM = Claim(name=GRAD_NORM, values=[5.0])
     [
         (recorded(RIGHT, NORM), {}, Outcome.DIFFERS),  # the second pass; what one pass alone tells is not enough
         (recorded(RIGHT), {}, Outcome.REPRODUCED),  # the norm may be of two passes
+        (recorded(RIGHT, NORM), {"step": 2}, Outcome.REPRODUCED),  # of two passes, of which every second was recorded
         (recorded(RIGHT, NORM), {"num_frozen": 2}, Outcome.REPRODUCED),
         (recorded(RIGHT, NORM), {"world_size": 2}, Outcome.REPRODUCED),  # of two ranks' gradients
         (recorded(RIGHT, NORM), {"claims": [VAGUE, NORM]}, Outcome.REPRODUCED),
