@@ -16,7 +16,7 @@ from actor_init.model import ModelSource, blocks_of
 from actor_init.packing import ActorInputs
 from actor_init.sketching import sketch_of_parameter
 from actor_init.spec import ActorSpec
-from actor_init.tracing import LayerTracer
+from actor_init.tracing import SEEN, LayerTracer
 from actor_init.world import World
 from replay.first_difference import Kind
 from replay.trace_file import (
@@ -112,7 +112,7 @@ class RunTrace:
         self, name: str, tables: dict[Key, Tensor], fed: dict[str, Tensor] | None = None, **about: str | int | list[str]
     ) -> None:
         blocks = blocks_of(self._backend.model)[0][0].rpartition(".")[0]
-        about |= {"order": [str(key) for key in tables], "blocks": blocks}
+        about |= {"order": [str(key) for key in tables], "blocks": blocks, "seen": SEEN[self._spec.compile]}
         write_trace(self._folder / name, {str(key): table for key, table in tables.items()} | (fed or {}), about)
 
 
