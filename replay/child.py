@@ -15,7 +15,6 @@ GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REFUSED = 2  # the exit code of a replay that cannot be had
-ROOT_CAUSE = re.compile(r"^Root Cause.*?^\s*exitcode\s*: (-?\d+)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +28,8 @@ class Child:
 
     @property
     def is_refusal(self) -> bool:
-        """Did it say beforehand that it cannot be had? torch's launcher ends with 1, whatever a rank ended with."""
-        first = ROOT_CAUSE.search(self.output.read_text(errors="replace")) if self.exit_code == 1 else None
-        return (int(first[1]) if first else self.exit_code) == REFUSED
+        """Did it say beforehand that it cannot be had?"""
+        return self.exit_code == REFUSED
 
     @property
     def trouble(self) -> str:

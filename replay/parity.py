@@ -29,7 +29,6 @@ NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 NUM_PROCESSES_ON_A_CPU = 2
-MISUSE = 2  # the exit code of a replay that refuses what it was asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ def _settle(log: ParityLog, number: int, row: Row, limit: float) -> Row:
 
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:
-    if child.exit_code == MISUSE:
+    if child.is_refusal:
         return State.REFUSED, child.trouble, None
     if child.exit_code not in (0, 1):
         return State.FAILED, child.trouble, None

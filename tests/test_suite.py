@@ -210,24 +210,6 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
     }
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "report", "is_refusal"),
-    [
-        (2, "", True),
-        (1, "", False),
-        (None, "", False),
-        (1, "  exitcode  : -15 (pid: 7)\nRoot Cause (first observed failure):\n  exitcode  : 2 (pid: 6)\n", True),
-        (1, "  exitcode  : 2 (pid: 7)\nRoot Cause (first observed failure):\n  exitcode  : 1 (pid: 6)\n", False),
-    ],
-)
-def test_a_refusal_is_known_behind_the_launcher_too(
-    tmp_path: Path, exit_code: int | None, report: str, is_refusal: bool
-) -> None:
-    output = tmp_path / "output"
-    output.write_text(report)
-    assert Child(exit_code=exit_code, seconds=1.0, output=output, logs=tmp_path).is_refusal is is_refusal
-
-
 # the command
 
 
