@@ -75,6 +75,12 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     return model
 
 
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Of the model's parameters by qualified name, tied ones under each of their names."""
+    model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The transformer layers by qualified name: the model's largest nn.ModuleList.
 

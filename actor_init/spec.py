@@ -32,6 +32,7 @@ def option(
 class BackendName(StrEnum):
     DEEPSPEED = "deepspeed"
     FSDP2 = "fsdp2"
+    DDP = "ddp"
 
 
 class Attention(StrEnum):
@@ -103,7 +104,10 @@ class ParallelSpec:
 class ActorSpec:
     """What to build. Raises UsageError on a combination that makes no sense."""
 
-    backend: BackendName = option(BackendName.DEEPSPEED, "Who shards, reduces and steps.")
+    backend: BackendName = option(
+        BackendName.DEEPSPEED,
+        "Who shards, reduces and steps. ddp: torch's, and nobody shards: to hold the others against.",
+    )
     model: str | None = option(
         None,
         "A preset (llama-3.1-8b), a model folder or a config.json. Default: the config beside the inputs.",
@@ -119,7 +123,7 @@ class ActorSpec:
     zero_stage: int | None = option(
         None,
         "What is sharded. deepspeed: 0 nothing, 1 optimizer (default where there is one), 2 + gradients, 3 + weights. "
-        "fsdp2: 2 keeps weights gathered between forward and backward, 3 (default) does not.",
+        "fsdp2: 2 keeps weights gathered between forward and backward, 3 (default) does not. ddp: nothing ever.",
         min=0,
         max=3,
     )
@@ -158,7 +162,9 @@ class ActorSpec:
                 f"--zero-stage {self.zero_stage} does not exist under fsdp2, which has 2 (keep weights gathered after "
                 f"forward) and 3 (reshard). Try: --backend fsdp2 --zero-stage 3, or --backend deepspeed"
             )
-        if self.backend is BackendName.FSDP2 and self.compile is Compile.DEEPCOMPILE:
+        if self.backend is BackendName.DDP:
+            self._refuse_sharding()
+        if self.backend is not BackendName.DEEPSPEED and self.compile is Compile.DEEPCOMPILE:
             raise UsageError("--deepcompile belongs to deepspeed. Try: --backend deepspeed --deepcompile, or --compile")
         if self.backend is BackendName.DEEPSPEED and self.parallel.sequence_parallel:
             raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
@@ -176,10 +182,25 @@ class ActorSpec:
         if self.attention is Attention.VARLEN and not self.packing:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
 
+    def _refuse_sharding(self) -> None:
+        asked = {
+            f"--zero-stage {self.zero_stage}": self.zero_stage is not None,
+            f"--tp {self.parallel.tp}": self.parallel.tp > 1,
+            f"--ring {self.parallel.ring}": self.parallel.ring > 1,
+        }
+        for typed, is_given in asked.items():
+            if is_given:
+                raise UsageError(
+                    f"{typed} shards, and under ddp every rank holds the whole model and its own inputs. "
+                    f"Try: --backend fsdp2 {typed}, or --backend ddp alone"
+                )
+
     @property
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
+        if self.backend is BackendName.DDP:
+            return 0
         if self.backend is BackendName.FSDP2:
             return 3
         return 0 if self.optimizer is OptimizerName.NONE else 1

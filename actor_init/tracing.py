@@ -22,7 +22,7 @@ from actor_init.spec import ActorSpec, Compile
 from actor_init.token_rows import token_rows
 from actor_init.world import World
 
-DEPTHS = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "none"}
+SEEN = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "no layer"}  # for a trace to say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

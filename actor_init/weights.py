@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,13 @@ class Weights(Protocol):
         """Write the values of `name` into a whole, unsharded `parameter`; False leaves them to the model's own init."""
         ...
 
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        """`count` neighbours of the flattened `name` from `start` on, within one row of its last dimension.
+
+        Nothing else is computed or read. In the dtype of the weights; None where they do not say.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomWeights:
@@ -52,14 +59,23 @@ class RandomWeights:
     def fill(self, name: str, parameter: Tensor) -> bool:
         if parameter.ndim < 2:
             return False
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+        keys = self._keys(name)
         flat = parameter.detach().view(-1)
         for start in range(0, flat.numel(), _CHUNK):
             stop = min(start + _CHUNK, flat.numel())
             index = torch.arange(start, stop, device=flat.device)
             flat[start:stop] = _uniform(index, keys, self.std).to(torch.bfloat16)
         return True
+
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        if len(shape) < 2:
+            return None
+        index = torch.arange(start, start + count, device="cpu")
+        return _uniform(index, self._keys(name), self.std).to(torch.bfloat16).float()
+
+    def _keys(self, name: str) -> tuple[int, int]:
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def _uniform(index: Tensor, keys: tuple[int, int], std: float) -> Tensor:
@@ -120,3 +136,21 @@ class FolderWeights:
             )
         parameter.detach().copy_(values)
         return True
+
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        if name not in self.file_of_name:
+            return None
+        with safe_open(self.file_of_name[name], framework="pt") as file:
+            values = file.get_slice(name)
+            if tuple(values.get_shape()) != tuple(shape):
+                return None
+            if not shape:
+                whole: Tensor = file.get_tensor(name)
+                return whole.reshape(1)
+            places: list[slice] = []
+            for size in reversed(shape):
+                width = count if not places else 1
+                places.append(slice(start % size, start % size + width))
+                start //= size
+            found: Tensor = values[tuple(reversed(places))]
+        return found.flatten() if found.is_floating_point() else None

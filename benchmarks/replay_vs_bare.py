@@ -29,6 +29,7 @@ from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor
 from replay.position import Tracker
 from replay.records import PassRecord
+from replay.same_weights import SameWeights
 from replay.selection import select
 from replay.session import find_source
 from replay.summary import peak_bytes
@@ -46,7 +47,7 @@ def main() -> int:
         source = find_source(spec)
         actor = ReopenedActor(spec.actor, source, world)
         tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
-        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker)
+        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker, SameWeights(source))
         paths = select(spec.inputs, 0, 1).inputs
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}

@@ -7,7 +7,8 @@ A file is two pickles, one after the other, that name no class (protocol 5):
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
 The second may also have what it takes to do the pass again (`capture/reproduction.py`): "outputs": {name: value},
-"random": {generator: {name: value}} and "environment": {name: text}.
+"random": {generator: {name: value}}, "environment": {name: text} and "weights": samples of them
+(`capture/fingerprint.py`).
 
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
@@ -27,6 +28,7 @@ from capture.atomic import write_atomically
 from capture.encoded_call import FORMAT as FORMAT
 from capture.encoded_call import encode_call
 from capture.encoded_call import utc_time as utc_time
+from capture.fingerprint import Fingerprint
 from capture.legacy import read_legacy
 from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
 from capture.plain_pickle import NamesAClassError, load_plain
@@ -45,7 +47,7 @@ _ORIGIN_KINDS: dict[str, Any] = {
     "versions": dict,
 }
 _BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
-_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict}
+_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict, "weights": dict}
 
 
 def write_call(
@@ -73,9 +75,11 @@ def write_call(
 class Call:
     """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
 
-    outputs      what came of it: `loss`, `grad_norm`, and of longer ones `<name>_row_sums` and `<name>_crc32`
+    outputs      what came of it: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`, and of longer ones
+                 `<name>_row_sums` and `<name>_crc32`
     random       the generators' states before it, for `restore_random_states`
     environment  settings that change numbers
+    weights      samples of those that it was done with
     """
 
     format: int | None = FORMAT
@@ -87,6 +91,7 @@ class Call:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     random: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    weights: Fingerprint | None = None
 
     def micro_batch(self) -> MicroBatch:
         return micro_batch_from_call(
@@ -103,6 +108,7 @@ class Call:
             left_out=self.left_out,
             random=self.random,
             environment=self.environment,
+            weights=None if self.weights is None else self.weights.plain(),
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
@@ -165,6 +171,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         outputs=body.get("outputs", {}),
         random=body.get("random", {}),
         environment=body.get("environment", {}),
+        weights=Fingerprint.of_plain(body["weights"], source) if "weights" in body else None,
     )
 
 

@@ -4,11 +4,13 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from capture.capture_file import read_actor_config, write_actor_config
 from capture.micro_batch import CaptureError
@@ -63,3 +65,28 @@ def versions() -> dict[str, str]:
     """Of what is loaded; nothing is imported to ask."""
     used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
     return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """The name of the attention kernel that transformers was asked for; None where nothing says one."""
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def settings_of(tensors: Mapping[str, Tensor], attention: str | None) -> dict[str, str]:
+    """What only the job's thread knows of how it computes with `tensors`."""
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    kernel = {} if attention is None else {"attention": attention}
+    return {"device": device_name(device), "autocast": _autocast_on(device.type), **kernel}
+
+
+def _autocast_on(kind: str) -> str:
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return "off"
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from capture.alarms import listen, unlisten
 from capture.call_arguments import forward_signature, take_apart
+from capture.fingerprint import WeightSampler, WeightSnapshot
 from capture.host_copy import copy_to_host
-from capture.job import prepare_folder, rank_and_world_size, versions
+from capture.job import attention_of, prepare_folder, rank_and_world_size, settings_of, versions
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.micro_batch import Origin
-from capture.reproduction import noted, outputs_of, random_snapshot
+from capture.reproduction import computed_in, noted, outputs_of, random_snapshot
 from capture.slow_step import StepWatch
 from capture.store import Opened, Outputs, Pass, Store
 from capture.trouble import Trouble, trouble, trouble_of
@@ -67,8 +68,9 @@ def recording(
     ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
                 that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
-    reproduce   keep what it takes to do a pass again: random states (10 kB), outputs, environment. By default: with a
-                ring. A pass then is complete, and without a ring written, when the next one begins
+    reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
+                samples of the weights (4 kB). By default: with a ring. A pass then is complete, and without a ring
+                written, when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
@@ -122,6 +124,8 @@ class Recorder:
         self._opened = datetime.now(UTC), time.monotonic_ns()
         self._model_name: str | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sampler = WeightSampler() if keep.reproduce else None
+        self._attention = attention_of(model)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent = threading.Event()
         self._store = Store(folder, keep, opened=self._time(time.monotonic_ns()), is_urgent=is_urgent)
@@ -183,7 +187,7 @@ class Recorder:
         if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
             return
         try:
-            tensors, plain = noted({"loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            tensors, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
             self._tell_outputs(tensors, plain)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
@@ -240,7 +244,7 @@ class Recorder:
         try:
             if self._watch is not None and self._watch.begin(self.num_seen - 1):
                 self._tell_slow_step()
-            self._take(args, kwargs)
+            self._take(module, args, kwargs)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
@@ -256,11 +260,11 @@ class Recorder:
             if error is not None and error is not before:
                 self.hear_exception(error, "forward")
             elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not self._is_capturing(found):
-                self._tell_outputs(found, {})
+                self._tell_outputs(found, computed_in(output) if self.keep.reproduce else {})
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
             self._writer.drop()
             return
@@ -273,18 +277,32 @@ class Recorder:
             self.num_skipped += 1
             return
         tensors, copied = copy_to_host(taken.tensors)
+        weights, weights_copied = self._sampled(module)
         self._writer.offer(
             Pass(
                 tensors=tensors,
-                copied=copied,
+                copied=copied + weights_copied,
                 call_facts=taken.call_facts,
                 left_out=taken.left_out,
                 trains=torch.is_grad_enabled(),
                 origin=partial(self._origin, rank, world_size, self.num_seen - 1, time.monotonic_ns()),
                 random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
+                weights=weights,
+                settings=settings_of(taken.tensors, self._attention) if self.keep.reproduce else {},
             ),
             sum(tensor.nbytes for tensor in tensors.values()),
         )
+
+    def _sampled(self, module: nn.Module) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
+        """Samples of the weights, on the host once the events have happened. Trouble with them is not the pass's."""
+        if self._sampler is None:
+            return None, []
+        try:
+            return self._sampler.take_to_host(module)
+        except Exception as error:  # the job is worth more than its record
+            self._sampler = None
+            warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
+            return None, []
 
     def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):

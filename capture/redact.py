@@ -56,7 +56,7 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     zero     every token id is 0
 
     Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
-    goes, and what was computed from the text: outputs and random states.
+    goes, what was computed from the text (outputs and random states), and the samples of the weights.
 
     Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
@@ -106,6 +106,7 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
         origin=replace(call.origin, model_name=None),
         outputs={},
         random={},
+        weights=None,
     )
 
 

@@ -125,6 +125,12 @@ def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     return {"output": output} if output.ndim == 2 and with_rows else {}
 
 
+def computed_in(output: Any) -> dict[str, str]:
+    """The dtype of the logits, which says more of a job's arithmetic than that of its weights does."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    return {"logits_dtype": str(logits.dtype).removeprefix("torch.")} if isinstance(logits, Tensor) else {}
+
+
 def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Sorts what a job noted into tensors to copy and plain values. Of a DTensor the type: its value is collective.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from capture.encoded_call import EncodedCall, encode_call, utc_time
+from capture.fingerprint import WeightSnapshot
 from capture.keep import Keep
 from capture.manifest import stamp_of
 from capture.micro_batch import CaptureError, Origin
@@ -27,7 +28,7 @@ MAX_TROUBLES_OF_A_KIND = 8  # a job that goes on after each would fill the disk
 MAX_TROUBLES_ASKED_FOR = 64
 _MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
 _POLL_SECONDS = 0.01
-_CHECKED = ("loss", "grad_norm")
+_CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,8 @@ class Pass:
     trains: bool
     origin: Callable[[], Origin]  # worked out in the background
     random: RandomSnapshot | None
+    weights: WeightSnapshot | None
+    settings: Mapping[str, str]  # beside those of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +147,8 @@ class Store:
             origin=origin,
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
-            environment=environment() if self._keep.reproduce else None,
+            environment={**environment(), **taken.settings} if self._keep.reproduce else None,
+            weights=None if taken.weights is None else taken.weights.fingerprint().plain(),
         )
         self._held.append(encoded)
         if self._keep.ring is not None:
@@ -169,8 +173,8 @@ class Store:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
             self._put_in_spool(self._held[-1])
-        for name in _CHECKED:
-            value = outputs.get(name)
+        for kept_as, name in _CHECKED.items():
+            value = outputs.get(kept_as)
             if isinstance(value, float) and not math.isfinite(value):
                 self.note_trouble(trouble("not finite", name, came.step, f"{name} is {value}"))
 

@@ -6,7 +6,7 @@ reference that accumulates d passes. Every cell of a dtype is held against the r
 rounds away would hide an error in fp32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -19,7 +19,7 @@ from replay.spec import RunSpec
 
 PLAIN: Setting = {"backend": BackendName.FSDP2, "attention": Attention.SDPA, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = ("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing")
-IN_NAMES = ("backend", "zero_stage", "dtype", "packing", "attention", "compile", "tp", "ring")
+IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
 class Role(StrEnum):
@@ -63,10 +63,15 @@ class Plan:
     refused: dict[str, str]
 
 
-def plan(settings: Sequence[Setting], common: Mapping[str, Any], here: Here) -> Plan:
+def plan(
+    settings: Sequence[Setting],
+    common: Mapping[str, Any],
+    here: Here,
+    arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
+) -> Plan:
     """`common` is what was typed, by parameter name: of an axis the one value that is wanted, else for every cell.
 
-    Raises UsageError where nothing of the matrix can run.
+    `arrange` orders the settings that can run, or chooses among them. Raises UsageError where none can.
     """
     asked = run_spec(common)
     wanted = {
@@ -76,14 +81,20 @@ def plan(settings: Sequence[Setting], common: Mapping[str, Any], here: Here) -> 
     }
     refused: dict[str, str] = {}
     cells: dict[Any, Cell] = {}
+    keys: dict[int, Any] = {}
     for setting in settings:
         if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
             continue
         named = {field: value for field, value in wanted.items() if field in IN_NAMES} | dict(setting)
+        before = len(cells)
         _admit(cells, refused, here, Role.CELL, named, common)
+        if len(cells) > before:
+            keys[id(setting)] = next(reversed(cells))
     if not cells:
         reason = next(iter(refused.values()), "the options leave no cell. Try: fewer of them")
         raise UsageError(f"no cell of the matrix can run here: {reason}")
+    order = [keys[id(one)] for one in arrange([one for one in settings if id(one) in keys])]
+    cells = {key: cells[key] for key in order}
     ground: dict[Any, Cell] = {}
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
         windows = {cell.num_data_ranks for cell in cells.values() if cell.spec.actor.dtype is dtype}

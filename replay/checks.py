@@ -8,6 +8,7 @@ from enum import StrEnum
 from replay.probing import Answer
 
 COMMAND_SECONDS = 5
+MAX_LENGTH = 300  # of what was found, on the console; --json has it whole
 
 
 class Status(StrEnum):
@@ -17,6 +18,8 @@ class Status(StrEnum):
     MISSING = "missing"
     BROKEN = "broken"
     NO_ANSWER = "no answer"  # in its time: a hang, or a slow machine
+    FAILED = "failed"  # works, and gave another answer than it should
+    NOT_RUN = "not run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,14 @@ class Check:
 
     @property
     def fails(self) -> bool:
-        return self.needed and self.status in (Status.MISSING, Status.BROKEN, Status.NO_ANSWER)
+        return self.needed and self.status in (Status.MISSING, Status.BROKEN, Status.NO_ANSWER, Status.FAILED)
+
+
+def line(check: Check) -> str:
+    """As it is printed: how it is, its name, what was found, what it costs and what to type."""
+    found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
+    text = f"{check.status:<12} {check.name:<20} {found}{check.advice and f'; {check.advice}'}"
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))
 
 
 def tried(name: str, answer: Answer, *, works: str, cost: str, needed: bool = False, has_error: bool = False) -> Check:

@@ -14,6 +14,7 @@ from pathlib import Path
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+REFUSED = 2  # the exit code of a replay that cannot be had
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,11 @@ class Child:
     seconds: float
     output: Path  # what it printed
     logs: Path  # holds the folder of its run, if it came that far
+
+    @property
+    def is_refusal(self) -> bool:
+        """Did it say beforehand that it cannot be had?"""
+        return self.exit_code == REFUSED
 
     @property
     def trouble(self) -> str:

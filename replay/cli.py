@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
 from replay.launch import num_processes_missing, relaunch
-from replay.options import command_line, run_spec, with_options
+from replay.options import Action, command_line, run_spec, with_options
 from replay.spec import RunSpec
-from replay.subcommands import COMMANDS, Action
+from replay.subcommands import COMMANDS
 
 # the base of typer's own errors; newer typers carry click inside, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
@@ -141,6 +141,8 @@ def _explain(error: Any) -> str:
     """typer's message as one line that ends in what to type next."""
     option = getattr(error, "option_name", None)
     message = _one_line(error.format_message()).rstrip(".")
+    if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
+        message += f", not {os.environ[from_environment[1]]!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
         if error.possibilities:

@@ -14,7 +14,7 @@ from statistics import fmean
 from actor_init.spec import UsageError
 from replay.matching import Pass, Window, matched, passes_and_windows
 from replay.past_run import PastRun
-from replay.same_work import reasons_to_refuse
+from replay.same_work import dropouts, reasons_to_refuse
 from replay.summary import peak_bytes
 from replay.wording import PHASES, counted
 
@@ -131,7 +131,7 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
 
 
 def _chances(reference: PastRun) -> list[str]:
-    drops = [key for key, value in reference.config.items() if ("dropout" in key or "pdrop" in key) and value]
+    drops = dropouts(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 

@@ -25,6 +25,7 @@
     slowest    4,037.3 ms, pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     peak       0.503 GiB, resident set (VmHWM), pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     left out   4 passes of the other kind (see --passes)
+    verdict    CANNOT TELL: nothing was recorded of what the job computed. Record with reproduce=True, or a ring
     log        logs/20261121-112435-replay
 
 File names are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs
@@ -86,9 +87,10 @@ class Console:
         log_folder: Path,
         *,
         memory_kind: str,
+        verdict: Pairs,
         saved: Pairs,
     ) -> None:
-        """The table of passes, what failed, the summary, what was saved."""
+        """The table of passes, what failed, the summary, the verdict, what was saved."""
         out = self._out
         if not self._quiet and records:
             self._overwrite("") if out.is_terminal else print_line(out)
@@ -99,7 +101,7 @@ class Console:
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
         print_pairs(out, wording.summary(statistics, memory_kind) + wording.left_behind(selection))
-        print_pairs(out, [*saved, ("log", str(log_folder))])
+        print_pairs(out, [*verdict, *saved, ("log", str(log_folder))])
 
     def _overwrite(self, line: str) -> None:
         width = self._out.width - 1
@@ -181,6 +183,20 @@ def print_comparison(
     print_pairs(out, compare_wording.partings(names, parted))
     print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
     print_pairs(out, [("written", str(path)) for path in written])
+
+
+def print_suite_lines(pairs: Pairs, file: IO[str] | None = None) -> None:
+    """What `replay suite` says while it runs, as it happens."""
+    print_pairs(open_console(file), pairs)
+
+
+def print_suite(columns: Columns, verdict: Pairs, file: IO[str] | None = None) -> None:
+    """The answer to `replay suite`; see docs/suite.md."""
+    out = open_console(file)
+    print_line(out)
+    print_table(out, columns)
+    print_line(out)
+    print_pairs(out, verdict)
 
 
 def open_console(file: IO[str] | None = None) -> RichConsole:

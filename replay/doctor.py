@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.checks import Check, Status, first_line, tried
+from replay.checks import Check, Status, first_line, line, tried
 from replay.hardware import devices, limits, log_folder, shared_memory
 from replay.packages import PACKAGES, Package, is_installed, package, project
 from replay.probing import Answer, Prober
@@ -24,7 +24,6 @@ from replay.toolchain import compilers, launcher
 from replay.variables import variables
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: one that hangs takes none
-MAX_LENGTH = 300  # of what was found, on the console; --json has it whole
 KERNELS_ON_CUDA = ("sdpa", "flash", "varlen")
 
 Group = tuple[str, list[Check]]
@@ -50,12 +49,6 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
         named = {title: [asdict(check) for check in checks] for title, checks in groups}
         json_file.write_text(json.dumps({"works": not failing, "failing": failing, "groups": named}, indent=1) + "\n")
     return 1 if failing else 0
-
-
-def line(check: Check) -> str:
-    found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
-    text = f"{check.status:<12} {check.name:<20} {found}{check.advice and f'; {check.advice}'}"
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))
 
 
 def examined(folder: Path, timeout: float) -> Iterator[Group]:

@@ -5,6 +5,7 @@ go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-input
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +45,9 @@ class StateWeights:
     def fill(self, name: str, parameter: Tensor) -> bool:
         parameter.fill_(torch.nan)
         return True
+
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        return None
 
 
 def loaded_source(spec: RunSpec, source: ModelSource, world: World) -> ModelSource:

@@ -8,7 +8,7 @@ is done. Both are strict JSON: a float that JSON has no word for is the string "
      "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
      "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
      "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
-     "statistics": {...}, "exit_code": 0, "seconds": 41.3}
+     "statistics": {...}, "verdict": {"outcome": "REPRODUCED", ...}, "exit_code": 0, "seconds": 41.3}
 
     {"index": 0, "source": "actor_inputs_rank0_20260301_091244_430740.pkl", "rank": 0, "rows": 2, ...,
      "phases": {"forward": {"seconds": 0.06, "peak_allocated_bytes": 41339551744, ...}}, "loss": 1.71, "error": null}
@@ -34,6 +34,7 @@ from replay.records import PassRecord, PhaseCost
 from replay.selection import Selection
 from replay.spec import RunSpec
 from replay.summary import Statistics
+from replay.verdict import Verdict
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 FORMAT = 1  # of run.json and of the lines; another number where a reader of this one would be misled
@@ -125,12 +126,13 @@ class Logbook:
         self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
         self._lines.flush()
 
-    def finish(self, statistics: Statistics, *, exit_code: int) -> None:
+    def finish(self, statistics: Statistics, *, exit_code: int, verdict: Verdict | None = None) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 alone."""
         assert self._run, "begin() comes first"
         self._run |= {
             "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
             "statistics": to_json(statistics),
+            "verdict": verdict and to_json(verdict),
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),
         }

@@ -70,7 +70,7 @@ def full(num_devices: int) -> tuple[Table, ...]:
 
 
 def settings_of(matrix: str, num_devices: int) -> list[Setting]:
-    """What `--matrix` names, without those that need more than `num_devices` in a matrix of ours.
+    """What `--matrix` names, `full` for `pairs` too; of full, what fits on `num_devices`.
 
     Raises UsageError for a file that is no matrix.
     """
@@ -78,8 +78,14 @@ def settings_of(matrix: str, num_devices: int) -> list[Setting]:
         return _distinct(QUICK)
     if matrix not in list(Named):
         return _distinct(read_matrix(Path(matrix)))
-    every = [one for one in _distinct(full(num_devices)) if num_processes_of(one) <= num_devices]
-    ordered, num_covering = pairs_first(every)
+    return [one for one in _distinct(full(num_devices)) if num_processes_of(one) <= num_devices]
+
+
+def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Those of the settings that can run which `--matrix` asks for, in its order."""
+    if matrix not in (Named.PAIRS, Named.FULL):
+        return settings
+    ordered, num_covering = pairs_first(settings)
     return ordered[:num_covering] if matrix == Named.PAIRS else ordered
 
 

@@ -135,14 +135,14 @@ def _factor(num_samples: int) -> float:
     low, high = 1.0, 1e7
     while high / low > 1.001:
         middle = math.sqrt(low * high)
-        if _chance_beyond(middle, num_samples) > FALSE_ALARM:
+        if chance_beyond(middle, num_samples) > FALSE_ALARM:
             low = middle
         else:
             high = middle
     return high
 
 
-def _chance_beyond(factor: float, num_samples: int) -> float:
+def chance_beyond(factor: float, num_samples: int) -> float:
     """The integral, over the largest sample's size m, of its density times the chance of more than `factor` m."""
     step = 0.005
     sizes = [(number + 0.5) * step for number in range(int(8 / step))]

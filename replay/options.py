@@ -20,6 +20,8 @@ import typer
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from replay.spec import InputsSpec, MeasureSpec, RunSpec, StateSpec
 
+Action = Callable[[], int]  # what a command leaves to do; returns the exit code
+
 PARTS: dict[str, type] = {  # of RunSpec, by the way there
     "actor": ActorSpec,
     "actor.parallel": ParallelSpec,
@@ -105,11 +107,14 @@ def bare_type(annotation: Any) -> Any:
     return annotation
 
 
-def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command(..., **given)` one parameter per option in place of its `**given`."""
+def with_options(
+    command: Callable[..., Any], *, serves: Callable[[Toggle], bool] = lambda toggle: True
+) -> Callable[..., Any]:
+    """Give `command(..., **given)` one parameter for each option that `serves` it, in place of its `**given`."""
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + [_parameter(t) for t in toggles()]
+    shared = [_parameter(toggle) for toggle in toggles() if serves(toggle)]
+    every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
     command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in every}
     return command

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from replay.cells import Here, plan
 from replay.child import Child, run_child
 from replay.judgement import Judge, Judgement
 from replay.logbook import INTERRUPTED, create_folder, to_json
-from replay.matrix import settings_of
+from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
 from replay.parity_log import FILE, ParityLog, Row, State
@@ -28,7 +29,6 @@ NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 NUM_PROCESSES_ON_A_CPU = 2
-MISUSE = 2  # the exit code of a replay that refuses what it was asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +48,12 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
     spec = run_spec(common)
     here = _here(spec, num_devices)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
-    planned = plan(settings_of(matrix, here.num_devices), shared, here)
+    planned = plan(settings_of(matrix, here.num_devices), shared, here, partial(arranged, matrix))
+    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
     log = ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),
         planned,
-        command=shlex.join(["replay", "parity", "--matrix", matrix, *command_line(spec)]),
+        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
         device=here.device,
         num_devices=here.num_devices,
     )
@@ -143,7 +144,7 @@ def _settle(log: ParityLog, number: int, row: Row, limit: float) -> Row:
 
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:
-    if child.exit_code == MISUSE:
+    if child.is_refusal:
         return State.REFUSED, child.trouble, None
     if child.exit_code not in (0, 1):
         return State.FAILED, child.trouble, None

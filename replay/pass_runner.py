@@ -13,14 +13,16 @@ from actor_init.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
-from capture.capture_file import read_micro_batch
+from capture.capture_file import read_call
 from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.position import Phase, Tracker
+from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
 from replay.run_trace import RunTrace
+from replay.same_weights import SameWeights
 from replay.spec import RunSpec
 from replay.wording import one_line
 
@@ -66,6 +68,7 @@ class PassRunner:
         actor: ReopenedActor,
         meter: Meter,
         tracker: Tracker,
+        same_weights: SameWeights,
         trace: RunTrace | None = None,
     ) -> None:
         self.spec = spec
@@ -74,6 +77,8 @@ class PassRunner:
         self.actor = actor
         self.meter = meter
         self.tracker = tracker
+        self.same_weights = same_weights
+        self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
         self.trace = trace
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
@@ -99,8 +104,10 @@ class PassRunner:
             "traced": self.trace is not None,
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
+        self.recorded = None
         try:
-            batch = read_micro_batch(path)
+            call = read_call(path)
+            batch = call.micro_batch()
             known |= {
                 "rows": batch.num_rows,
                 "padded_tokens": batch.num_padded_tokens,
@@ -109,8 +116,9 @@ class PassRunner:
                 "input_digest": digest_of_inputs(batch),
                 "trains": batch.trains,
             }
+            weights = self.same_weights.check(call.weights)
+            self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            self._check_vocabulary(batch)
             batch = tokens_for(self.spec.measure.loss, batch)
             record = PassRecord(**known, **self._measured(with_rows_reversed(batch) if self._reverses else batch))
             if self.trace:
@@ -127,7 +135,7 @@ class PassRunner:
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
         step = last_of_window and self.spec.measure.step
-        inputs = self._inputs(batch)
+        inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
         graphs_before = num_graphs()
         if self.trace:
             self.trace.begin(inputs)
@@ -174,31 +182,38 @@ class PassRunner:
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
             "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[:: -1 if self._reverses else 1],
+            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist()[:: -1 if self._reverses else 1],
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
         }
 
-    def _inputs(self, batch: MicroBatch) -> ActorInputs:
-        """On the device, padded and sliced as the toggles say."""
-        spec = self.spec.actor
-        inputs = actor_inputs(batch, packing=spec.packing)
-        if spec.pad_to is PadTo.LONGEST:
-            inputs = padded_to(inputs, max(self.world.gather(inputs.input_ids.shape[1])))
-        if spec.parallel.ring > 1:
-            assert inputs.cu_seq_lens is not None
-            ring = ring_slice(
-                inputs.cu_seq_lens,
-                self.world.ring_group,
-                head_stride=spec.parallel.ring_head_stride,
-                may_zigzag=may_zigzag(self.source.config),
-            )
-            inputs = sliced(inputs, ring)
-        return inputs.to(self.world.device)
 
-    def _check_vocabulary(self, batch: MicroBatch) -> None:
-        largest, size = int(batch.sequences_BS.max()), self.source.config.get_text_config().vocab_size
-        if largest >= size:
-            raise CaptureError(
-                f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
-                "these inputs belong to another model. Name it with --model"
-            )
+def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
+    """`batch` on the device, padded and sliced as the toggles say. Raises CaptureError if it is no input of the model.
+
+    For all ranks to call.
+    """
+    check_vocabulary(batch, source)
+    inputs = actor_inputs(batch, packing=spec.packing)
+    if spec.pad_to is PadTo.LONGEST:
+        inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
+    if spec.parallel.ring > 1:
+        assert inputs.cu_seq_lens is not None
+        ring = ring_slice(
+            inputs.cu_seq_lens,
+            world.ring_group,
+            head_stride=spec.parallel.ring_head_stride,
+            may_zigzag=may_zigzag(source.config),
+        )
+        inputs = sliced(inputs, ring)
+    return inputs.to(world.device)
+
+
+def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+    """Raises CaptureError for token ids that the model does not have."""
+    largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
+    if largest >= size:
+        raise CaptureError(
+            f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
+            "these inputs belong to another model. Name it with --model"
+        )

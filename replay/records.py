@@ -37,6 +37,7 @@ class PassRecord:
     wait_seconds: float | None = None  # after forward, for the slowest rank's forward; None with one rank
     loss: float | None = None
     row_log_probs: list[float] = field(default_factory=list)  # of each row the fp64 sum over its action tokens
+    row_action_tokens: list[int] = field(default_factory=list)  # of each row those tokens
     grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
     warmup: bool = False

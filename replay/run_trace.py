@@ -16,7 +16,7 @@ from actor_init.model import ModelSource, blocks_of
 from actor_init.packing import ActorInputs
 from actor_init.sketching import sketch_of_parameter
 from actor_init.spec import ActorSpec
-from actor_init.tracing import LayerTracer
+from actor_init.tracing import SEEN, LayerTracer
 from actor_init.world import World
 from replay.first_difference import Kind
 from replay.trace_file import (
@@ -112,7 +112,7 @@ class RunTrace:
         self, name: str, tables: dict[Key, Tensor], fed: dict[str, Tensor] | None = None, **about: str | int | list[str]
     ) -> None:
         blocks = blocks_of(self._backend.model)[0][0].rpartition(".")[0]
-        about |= {"order": [str(key) for key in tables], "blocks": blocks}
+        about |= {"order": [str(key) for key in tables], "blocks": blocks, "seen": SEEN[self._spec.compile]}
         write_trace(self._folder / name, {str(key): table for key, table in tables.items()} | (fed or {}), about)
 
 
@@ -140,10 +140,8 @@ def _fed(inputs: ActorInputs, num_columns: int) -> dict[str, Tensor]:
 
 def _places_in_document(inputs: ActorInputs, attended: Tensor) -> Tensor:
     """Like the ids: how many tokens of its document come before each."""
-    borders = inputs.cu_seq_lens
-    if borders is None:
+    if inputs.cu_seq_lens is None:
         return attended.long().cumsum(dim=1) - 1
-    index = (
-        torch.arange(inputs.input_ids.shape[1], device=borders.device) if not inputs.ring else inputs.ring.own_index_L
-    )
+    borders = inputs.cu_seq_lens.long()
+    index = inputs.ring.own_index_L if inputs.ring else torch.arange(inputs.input_ids.shape[1], device=borders.device)
     return (index - borders[torch.bucketize(index, borders, right=True) - 1]).unsqueeze(0)

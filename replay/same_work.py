@@ -11,7 +11,7 @@ from replay.wording import counted
 
 ALWAYS_SAME = ("loss", "backward", "step")
 SAME_UNDER_STEP = ("optimizer", "learning_rate", "lr_warmup_steps", "max_norm")
-MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model")
+MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model", "verdict")
 MOST_NAMED = 3
 
 
@@ -91,6 +91,11 @@ def _of_steps(
                 f"{other_windows[num_shared].name}, not {windows[num_shared].name}{because}"
             ]
     return []
+
+
+def dropouts(config: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that make a model's training a matter of chance."""
+    return [key for key, value in config.items() if ("dropout" in key or "pdrop" in key) and value]
 
 
 def settings(run: PastRun) -> dict[str, str]:

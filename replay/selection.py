@@ -76,7 +76,7 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
     rest: list[list[Captured]] = []
     if spec.input_file is not None:
         found = list(reader.read([_existing_file(spec.input_file)]))
-        rounds = [tuple(found * num_data_ranks)] * len(found)
+        rounds = [tuple(found * num_data_ranks)] * (len(found) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
@@ -97,7 +97,7 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
         num_left_out_passes=reader.num_left_out,
         num_left_over=num_left_over,
         damaged=reader.damaged,
-        dealing=dealing,
+        dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
     )
 
 
@@ -132,7 +132,7 @@ def _dealt(
         order = f"shuffled with seed {spec.random_seed}"
     else:
         order = "rank by rank in recorded order"
-    captures: Iterable[Captured] = reader.read(paths)
+    captures: Iterable[Captured] = _repeated(reader.read(paths), spec.epochs)
     dealing = f"{order}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else order
     columns: list[int] | None = None
     if num_data_ranks > 1 and not spec.shuffle_inputs:
@@ -146,6 +146,16 @@ def _dealt(
     end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
     rounds = list(table) if spec.uneven else list(islice(table, spec.skip_inputs, end))
     return rounds, table.left_over() if table.exhausted else [], dealing
+
+
+def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured]:
+    """Each file is read once, and none before it is needed."""
+    seen: list[Captured] = []
+    for captured in captures:
+        seen.append(captured)
+        yield captured
+    for _ in range(num_times - 1):
+        yield from seen
 
 
 class _Rounds:

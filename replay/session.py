@@ -2,29 +2,40 @@
 
 import shutil
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from actor_init.model import ModelSource, find_model, lasting_config
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
-from capture.capture_file import read_actor_config
+from capture.capture_file import read_actor_config, read_call
+from capture.job import device_name
+from capture.job import versions as loaded_versions
 from capture.micro_batch import CaptureError
+from capture.reproduction import environment
 from replay.console import Console
 from replay.digests import digest_of_weights
 from replay.evidence import outlast
+from replay.findings import Setting
 from replay.keeping import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.logbook import INTERRUPTED, Logbook, create_folder
 from replay.meter import Meter
 from replay.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.position import Phase
+from replay.recorded import Recorded
 from replay.records import PassRecord
 from replay.run_trace import RunTrace
+from replay.same_weights import SameWeights
+from replay.same_work import dropouts
 from replay.selection import Selection, default_folder, select
-from replay.spec import InputsSpec, RunSpec
+from replay.spec import InputsSpec, RunSpec, VerdictRule
 from replay.summary import summarize
+from replay.verdict import Outcome, judge
+from replay.verdict_wording import verdict_lines, weights_line
 from replay.watch import Watch, watching
 from replay.wording import Pairs, counted
 
@@ -69,6 +80,8 @@ def _run_watched(
     devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
     console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
     num_inputs = world.gather(len(selection.inputs))
+    same_weights = SameWeights(source)
+    setting = _setting(spec, source, world, actor.backend.facts())
     if console:
         facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
         logbook.begin(
@@ -79,11 +92,13 @@ def _run_watched(
             memory_kind=meter.memory_kind,
             devices=devices,
         )
-        console.header(_header(spec, source, facts, selection, devices, num_inputs), num_passes=len(selection.inputs))
+        header = _header(spec, source, facts, selection, devices, num_inputs)
+        header |= _first_look(same_weights, selection)
+        console.header(header, num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
     trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
-    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, trace)
-    records: list[PassRecord] = []
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, same_weights, trace)
+    passes: list[tuple[PassRecord, Recorded | None]] = []
     saved: Pairs = []
     ended: BaseException | None = None
     try:
@@ -95,10 +110,10 @@ def _run_watched(
             if error and world.world_size > 1:
                 watch.stop_all(error)
             watch.tracker.at(Phase.GATHERING)
-            ranks = world.gather(record)
-            records += ranks
+            ranks = world.gather((record, runner.recorded))
+            passes += ranks
             if console:
-                console.passed(ranks)
+                console.passed([own for own, _ in ranks])
             if error and spec.measure.step:
                 break  # the weights of the steps so far are lost
             del error  # its frames hold the pass's tensors
@@ -106,21 +121,30 @@ def _run_watched(
         watch.tracker.has_passed(len(selection.inputs), Phase.OUT_OF_INPUTS)
         watch.meet()
         watch.tracker.has_passed(len(selection.inputs), Phase.SAVING)
-        if not any(record.error for record in records):
-            saved = save(spec, source, world, actor.backend, runner.num_settled, len(records) // world.world_size)
+        if not any(record.error for record, _ in passes):
+            saved = save(spec, source, world, actor.backend, runner.num_settled, len(passes) // world.world_size)
         watch.tracker.has_passed(len(selection.inputs), Phase.CLOSING)
     except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
         if isinstance(reason, SavingError) and world.world_size > 1:
             raise  # the others wait for this rank
         ended = reason
-    exit_code = 1 if ended or selection.damaged or any(record.error for record in records) else 0
+    records = [record for record, _ in passes]
+    verdict = judge(passes, setting)
+    differs = verdict.outcome is Outcome.DIFFERS and spec.measure.verdict is VerdictRule.STRICT
+    exit_code = 1 if ended or selection.damaged or any(record.error for record in records) or differs else 0
     if isinstance(ended, KeyboardInterrupt):
         exit_code = INTERRUPTED
     if console:
         statistics = summarize(records)
-        logbook.finish(statistics, exit_code=exit_code)
+        logbook.finish(statistics, exit_code=exit_code, verdict=verdict)
         console.finish(
-            records, statistics, selection, folder, memory_kind=meter.memory_kind, saved=saved or not_saved(spec.state)
+            records,
+            statistics,
+            selection,
+            folder,
+            memory_kind=meter.memory_kind,
+            verdict=verdict_lines(verdict),
+            saved=saved or not_saved(spec.state),
         )
     logbook.close()
     if ended:
@@ -142,6 +166,29 @@ def _inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
         return spec.input_file.parent
     return spec.inputs if spec.inputs is not None else default_folder()
+
+
+def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[str, Any]) -> Setting:
+    dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
+    kernel = {"attention": str(facts["attention_kernel"]), "dtype": dtype}
+    return Setting(
+        dtype=dtype,
+        num_layers=source.config.get_text_config().num_hidden_layers,
+        num_data_ranks=world.num_data_ranks,
+        grad_accumulation=spec.actor.grad_accumulation,
+        steps=spec.measure.step,
+        dropout=dropouts(lasting_config(source.config)),
+        environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
+    )
+
+
+def _first_look(same_weights: SameWeights, selection: Selection) -> dict[str, str]:
+    """Wrong weights are said before the first pass."""
+    try:
+        first = read_call(selection.inputs[0]).weights if selection.inputs else None
+    except CaptureError:  # the pass will say so
+        return {}
+    return {} if first is None else {"recorded": weights_line(same_weights.check(first))}
 
 
 def _header(

@@ -18,6 +18,11 @@ class LossName(StrEnum):
     SFT = "sft"
 
 
+class VerdictRule(StrEnum):
+    REPORT = "report"
+    STRICT = "strict"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputsSpec:
     """Which micro-batches, in which order."""
@@ -26,6 +31,7 @@ class InputsSpec:
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
     skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
     max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
     uneven: bool = option(
         False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
     )
@@ -48,6 +54,9 @@ class MeasureSpec:
     loss: LossName = option(
         LossName.STAND_IN,
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens.",
+    )
+    verdict: VerdictRule = option(
+        VerdictRule.REPORT, "strict: exit code 1 where a pass DIFFERS from what the job computed; report: say so."
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")

@@ -5,10 +5,12 @@ import re
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from replay.checks import Check, Status, first_line
 
+LONGEST_BUILD = 600.0  # seconds
 ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # all that DeepSpeed can read; torch also reads 9.0a and Hopper
 
 
@@ -54,7 +56,8 @@ def _prefix(python: str) -> str:
 def compilers(*, on_cuda: bool, built_for: str | None) -> list[Check]:
     """Programs and headers that torch.compile and DeepSpeed's own extensions are built with. None of them is needed
     by a replay without options."""
-    return [_cxx(), _headers(), _ninja(), _nvcc(on_cuda=on_cuda, built_for=built_for), *_architectures(on_cuda=on_cuda)]
+    nvcc = _nvcc(on_cuda=on_cuda, built_for=built_for)
+    return [_cxx(), _headers(), _ninja(), nvcc, *_architectures(on_cuda=on_cuda), *_left_locks()]
 
 
 def _cxx() -> Check:
@@ -116,3 +119,22 @@ def _architectures(*, on_cuda: bool) -> list[Check]:
         advice = f"--deepcompile fails: DeepSpeed cannot read {bad[0]}. Try: {type_this}"
         return [Check(name=name, status=Status.BROKEN, found=value, advice=advice)]
     return [Check(name=name, status=Status.OK, found=value)]
+
+
+def _left_locks() -> list[Check]:
+    """Locks of torch's extension builder that a killed job left: whoever loads that extension waits for ever."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    ages = {
+        lock: time.time() - lock.stat().st_mtime for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)
+    }
+    return [
+        Check(
+            name="extension lock",
+            status=Status.BROKEN,
+            found=f"{lock} is {age / 60:.0f} minutes old",
+            advice=f"whatever loads {lock.parent.name} waits for ever, if no build is running. Try: rm {lock}",
+        )
+        for lock, age in ages.items()
+        if age > LONGEST_BUILD
+    ]

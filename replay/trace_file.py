@@ -5,7 +5,8 @@
                                           for each token it fed; on rank 0, where a window ends, parameters' gradients
 
 A tensor's key is its kind, name and what it is there, as in `forward/model.layers.1.mlp.down_proj/input`; the header's
-metadata is one JSON object, of which `format` is the version and `order` the keys as the pass came upon them.
+metadata is one JSON object, of which `format` is the version, `order` the keys as the pass came upon them, and `seen`
+what of the model was traced: modules, blocks (where they are compiled), no layer.
 """
 
 import json

@@ -11,7 +11,10 @@ from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import TRACED, Place, Statistics
 
-TEXTS = {"as", "at input", "command", "dtype", "given by", "input", "note", "passes", "quantity", "ranks", "run"} | {
+TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
+    "ranks",
+    "result",
+    "run",
     "setting",
     "verdict",
 }

@@ -1,6 +1,7 @@
 """One process group for all replays that tests run in their own process, and one thread for each process."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -10,8 +11,30 @@ import torch
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 
+GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
+
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compiles where it is asked, without worker processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever asks for GPU tests by name is told that they cannot be had; nothing is skipped in silence."""
+    for marker, needed in GPUS_NEEDED.items():
+        if re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr) and torch.cuda.device_count() < needed:
+            raise pytest.UsageError(
+                f"-m {marker} needs {needed} GPU{'s' * (needed > 1)}, and torch sees {torch.cuda.device_count()} here. "
+                "Try: pytest, for all that needs none"
+            )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need more GPUs than there are do not count as tests of this machine."""
+    lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

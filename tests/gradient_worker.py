@@ -27,6 +27,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
 from replay.session import run_in
+from tests.replay_worker import PATIENCE
 from tests.sabotage import SABOTAGES
 
 
@@ -68,13 +69,8 @@ class WatchedBackend:
             self._backend.backward(loss)
 
     def end_window(self, *, step: bool) -> float:
-        self._windows.append(gathered_gradients(self._backend))
+        self._windows.append({name: gradient.cpu() for name, gradient in self._backend.gradients()})
         return self._backend.end_window(step=step)
-
-
-def gathered_gradients(backend: Backend) -> dict[str, Tensor]:
-    """Whole gradients by parameter name, fp32 on the host. Every rank has to call it."""
-    return {name: gradient.float().cpu() for name, gradient in backend.gradients()}
 
 
 def _replay(job: dict[str, Any], world: World) -> int:
@@ -86,7 +82,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "sabotage" in job:
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
         stack.enter_context(patch("replay.pass_runner.open_backend", opened))
-        spec = app(job["arguments"], standalone_mode=False).args[0]
+        spec = app([*job["arguments"], *PATIENCE], standalone_mode=False).args[0]
         code = run_in(world, spec, show_traceback=True)
     if world.rank == 0:
         torch.save(windows, job["gradients"])

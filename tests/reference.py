@@ -32,16 +32,16 @@ class Reference:
         num_tokens = batch.sequences_BS.shape[1]
         rows = []
         for row in range(num_rows):
-            columns = [t for t in range(num_tokens) if batch.attention_mask_BS[row, t]]
-            out = [torch.zeros(())] * num_actions
+            columns = batch.attention_mask_BS[row].nonzero()[:, 0]  # of the real tokens
+            out_A = torch.zeros(num_actions)
             if len(columns) > 1:
-                ids = batch.sequences_BS[row, columns]
-                log_probs_TV = torch.log_softmax(self.model(input_ids=ids[None]).logits[0], dim=-1)
-                for k, t in enumerate(columns[1:], start=1):
-                    action = t - (num_tokens - num_actions)
-                    if action >= 0 and batch.action_mask_BA[row, action]:
-                        out[action] = log_probs_TV[k - 1, ids[k]]
-            rows.append(torch.stack(out))
+                ids_T = batch.sequences_BS[row, columns]
+                log_probs_TV = torch.log_softmax(self.model(input_ids=ids_T[None]).logits[0], dim=-1)
+                chosen_T = log_probs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+                actions = columns[1:] - (num_tokens - num_actions)
+                counts = (actions >= 0) & batch.action_mask_BA[row, actions.clamp(min=0)].bool()
+                out_A[actions[counts]] = chosen_T[counts]
+            rows.append(out_A)
         return torch.stack(rows)
 
     def answer(self, path: Path) -> Answer:

@@ -14,6 +14,8 @@ from actor_init.world import World
 from replay.cli import app, leave
 from replay.session import run_in
 
+PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
+
 
 def main() -> int:
     torch.set_num_threads(1)
@@ -22,7 +24,8 @@ def main() -> int:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
-            codes.append(run_in(world, app(command, standalone_mode=False).args[0], show_traceback=True))
+            spec = app([*command, *PATIENCE], standalone_mode=False).args[0]
+            codes.append(run_in(world, spec, show_traceback=True))
     return max(codes)
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from tests.gradients import assert_gradients_are_the_reference_s
 from tests.reference import Reference
 from tests.test_commands import ROOT
 from tests.test_contract import LOSS_BOUND, NORM_BOUND, records_of
+from tests.warm import warm_bin
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -159,9 +159,9 @@ def replay_jobs(jobs: Sequence[Job], folders: Mapping[str, Path], home: Path) ->
 def replay_all(jobs: list[dict[str, Any]], table: Path, *, num_processes: int, parallel: tuple[int, int]) -> None:
     """`parallel` is tp and ring."""
     table.write_text(json.dumps(jobs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     done = subprocess.run(
-        [*launcher, "-m", "tests.gradient_worker", str(table), *map(str, parallel)],
+        [str(warm_bin() / "python"), *launcher, "-m", "tests.gradient_worker", str(table), *map(str, parallel)],
         cwd=ROOT,
         capture_output=True,
         text=True,

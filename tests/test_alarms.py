@@ -25,7 +25,7 @@ ROOT = Path(capture.__file__).resolve().parent.parent
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("doomed")
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "doomed_jobs.py", folder], capture_output=True, text=True, timeout=120
+        [sys.executable, ROOT / "tests" / "doomed_jobs.py", folder], capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
@@ -95,7 +95,7 @@ def test_kills_leave_no_torn_file_and_no_stale_temporary(tmp_path: Path) -> None
     """A step waits for the disk here, so that the number of passes lost does not depend on the machine's."""
     script = ROOT / "benchmarks" / "capture_kill.py"
     done = subprocess.run(
-        [sys.executable, script, "--kills", "12", "--step-seconds", "0"], capture_output=True, text=True, timeout=300
+        [sys.executable, script, "--kills", "12", "--step-seconds", "0"], capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 kills: 0 torn files, 0 stale temporaries" in done.stdout

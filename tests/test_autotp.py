@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.reference import Reference
 from tests.sharded import MODELS, SIZES, save_models
 from tests.test_commands import ROOT, run
 from tests.test_contract import BF16_NORM_BOUND, LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
+from tests.warm import warm_bin
 
 NUM_INPUTS = 4
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
@@ -49,9 +49,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def launch(num_processes: int, module: str, *arguments: object) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m", module]
     done = subprocess.run(
-        [*launcher, "-m", module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
+        [str(warm_bin() / "python"), *launcher, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 

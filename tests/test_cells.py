@@ -56,7 +56,9 @@ def test_what_parity_is_asked_for_chooses_among_the_cells_and_holds_for_all() ->
     ]
     common = {"dtype": "fp32", "backend": "deepspeed", "num_layers": "2", "gradient_checkpointing": True}
     found = planned(settings, common)
-    assert [cell.name for cell in found.cells if cell.role is Role.CELL] == ["deepspeed fp32 packed auto"]
+    assert [cell.name for cell in found.cells if cell.role is Role.CELL] == [
+        "deepspeed fp32 packed auto gradient-checkpointing"
+    ]
     assert {cell.spec.actor.dtype for cell in found.cells} == {Dtype.FP32}
     assert {cell.spec.actor.num_layers for cell in found.cells} == {2}
     assert found.cells[-1].spec.actor.gradient_checkpointing
@@ -105,3 +107,18 @@ def test_under_step_other_windows_are_another_training_with_a_reference_of_its_o
     found = planned([{"dtype": "fp32", "data": 2}], {"step": True})
     references = [cell for cell in found.cells if cell.role is Role.REFERENCE]
     assert [cell.reference == cell.name for cell in references] == [True, True]
+
+
+def test_a_cell_with_what_the_reference_is_spared_has_a_name_of_its_own() -> None:
+    found = planned([{"backend": "fsdp2", "attention": "sdpa"}], {"gradient_checkpointing": True})
+    assert {"fsdp2 bf16 packed sdpa", "fsdp2 bf16 packed sdpa gradient-checkpointing"} <= named(found).keys()
+
+
+def test_the_matrix_arranges_what_can_run_alone() -> None:
+    settings: list[dict[str, Any]] = [{"attention": "flash"}, *({"zero_stage": stage} for stage in (2, 3, 0))]
+    facts = Here(device="cpu", num_devices=1, num_inputs=8, config=CONFIG, must_pack=False)
+    found = plan(settings, {}, facts, lambda able: [able[2], able[0]])
+    assert [cell.name for cell in found.cells if cell.role is Role.CELL] == [
+        "deepspeed stage 0 bf16 packed auto",
+        "deepspeed stage 2 bf16 packed auto",
+    ]

@@ -34,7 +34,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
 
 def started(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=1800, check=False)
 
 
 def scripts(name: str) -> str:
@@ -45,7 +45,7 @@ def scripts(name: str) -> str:
     ("typed", "says"),
     [
         ("--max-input 5", "unknown option --max-input. Did you mean --max-inputs? Try: replay --help"),
-        ("--backend zero", "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2"),
+        ("--backend zero", "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2, ddp"),
         ("--max-inputs", "option '--max-inputs' requires an argument. Try: replay --help"),
         ("--max-inputs many", "--max-inputs 'many' is not allowed. Give a whole number of at least 1"),
         ("inputs/sample", "no such command 'inputs/sample'. Try: replay --help"),
@@ -60,6 +60,10 @@ def scripts(name: str) -> str:
         ("--tp 2 --sequence-parallel", "--sequence-parallel is not there for deepspeed. Try: --backend fsdp2"),
         ("--tp 2 --tp-plan builtin", "--tp-plan builtin is fsdp2's. Try: --backend fsdp2"),
         ("--backend fsdp2 --zero-stage 1", "--zero-stage 1 does not exist under fsdp2"),
+        ("--backend ddp --deepcompile", "--deepcompile belongs to deepspeed."),
+        ("--backend ddp --zero-stage 2", "--zero-stage 2 shards, and under ddp every rank holds the whole model"),
+        ("--backend ddp --tp 2", "--tp 2 shards, and under ddp every rank holds the whole model and its own inputs."),
+        ("--backend ddp --ring 2", "--ring 2 shards, and under ddp every rank holds the whole model"),
         ("--attention varlen --no-packing", "--attention varlen reads packed rows."),
         ("--inputs a --input-file b", "--inputs and --input-file exclude each other."),
         ("--step --no-backward", "--step needs the gradients that --no-backward leaves out."),

@@ -1,4 +1,7 @@
-"""The commands of the README, as they are typed, each in processes of its own."""
+"""The commands of the README, as they are typed, each in processes of its own.
+
+COLD ones are as a user's in everything; the others differ from them in options alone, and their imports are there.
+"""
 
 import json
 import os
@@ -11,23 +14,28 @@ from typing import Any
 
 import pytest
 
+from tests.replay_worker import PATIENCE
+from tests.warm import warm_bin
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-LIMIT = 240  # seconds; a run takes about ten
+LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
-COMMANDS = [
+COLD = [
     "replay --max-inputs 5",
     "python -m replay --max-inputs 2",
     "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
+    "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
+    "deepspeed --num_gpus=1 --module replay --quiet",
+    "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 5",
+    "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
+]
+WARM = [
     "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 5",
     "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",
     "deepspeed --num_gpus=1 replay --num-layers 2 --zero-stage 3 --max-inputs 5",
     "deepspeed --num_gpus=1 replay --shuffle-inputs --random-seed 123 --max-inputs 10",
     "deepspeed --num_gpus=1 replay --no-backward --max-inputs 5",
-    "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
-    "deepspeed --num_gpus=1 --module replay --quiet",
-    "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 5",
-    "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 
 
@@ -38,16 +46,15 @@ def free_port() -> int:
         return port
 
 
-def run(command: str, log_folder: Path) -> subprocess.CompletedProcess[str]:
-    """As it is typed, but for deepspeed's port."""
+def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
     program, *arguments = shlex.split(command)
     if program == "deepspeed":
         arguments = ["--master_port", str(free_port()), *arguments]
-    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
-        [program, *arguments, "--log-folder", str(log_folder)],
+        [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -61,9 +68,9 @@ def only_log(log_folder: Path) -> dict[str, Any]:
     return log
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COLD, *WARM])
 def test_the_command_succeeds_and_leaves_its_log(command: str, tmp_path: Path) -> None:
-    done = run(command, tmp_path)
+    done = run(command, tmp_path, cold=command in COLD)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     log = only_log(tmp_path)
     assert log["status"] == "finished"

@@ -148,7 +148,9 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert [quantity.name for quantity in comparison.costs] == ["forward", "backward"]
     warm = compared(tmp_path / "warm", [passed(0, "x")], [passed(0, "x", warmup=True)])
     assert warm.costs == []
-    assert warm.notes == ["time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"]
+    assert warm.notes == [
+        "time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"
+    ]
 
 
 def test_a_model_with_dropout_differs_by_chance(tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ def said(records: list[PassRecord], selection: Selection = ALL_REPLAYED, *, quie
     console.header({"model": "llama, 2 layers", "device": "1 x CPU"}, num_passes=len(records))
     for index in dict.fromkeys(r.index for r in records):
         console.passed([r for r in records if r.index == index])
-    console.finish(records, summarize(records), selection, Path("logs/x"), memory_kind="cuda allocator", saved=[])
+    console.finish(
+        records,
+        summarize(records),
+        selection,
+        Path("logs/x"),
+        memory_kind="cuda allocator",
+        verdict=[],
+        saved=[],
+    )
     return file.getvalue()
 
 

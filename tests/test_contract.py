@@ -7,7 +7,6 @@ import itertools
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from replay.logbook import read_log
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.reference import Reference
+from tests.warm import warm_bin
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order
 NORM_BOUND = 1e-4
@@ -34,6 +34,7 @@ class Row(NamedTuple):
     compile: bool
     checkpointing: bool
     accumulation: int
+    max_inputs: int
 
     @property
     def name(self) -> str:
@@ -42,38 +43,48 @@ class Row(NamedTuple):
             "compiled" if self.compile else "eager",
             *(["checkpointing"] if self.checkpointing else []),
             f"accumulation {self.accumulation}",
+            f"{self.max_inputs} inputs",
         )
         return f"{self.backend}, {self.num_ranks} ranks, {', '.join(toggles)}"
 
     def arguments(self) -> list[str]:
-        backend, stage = self.backend.split()
+        backend, *stage = self.backend.split()
         return [
-            *("--backend", backend, "--zero-stage", stage, "--dtype", "fp32"),
+            *("--backend", backend, "--dtype", "fp32"),
+            *(["--zero-stage", *stage] if stage else []),
             "--packing" if self.packing else "--no-packing",
             *(["--compile"] if self.compile else []),
             *(["--gradient-checkpointing"] if self.checkpointing else []),
-            *("--grad-accumulation", str(self.accumulation)),
+            *("--grad-accumulation", str(self.accumulation), "--max-inputs", str(self.max_inputs)),
         ]
 
 
+EVERY, FEW = 32, 4  # training passes of the sample
 TABLE = [
-    Row("deepspeed 0", 1, True, True, False, 2),
-    Row("deepspeed 0", 2, False, False, True, 1),
-    Row("deepspeed 1", 1, False, True, True, 1),
-    Row("deepspeed 1", 2, True, False, False, 2),
-    Row("deepspeed 2", 1, True, True, False, 2),
-    Row("deepspeed 2", 2, False, False, True, 1),
-    Row("deepspeed 3", 1, False, False, True, 2),
-    Row("deepspeed 3", 2, True, True, False, 1),
-    Row("fsdp2 2", 1, True, False, True, 1),
-    Row("fsdp2 2", 2, False, True, False, 2),
-    Row("fsdp2 3", 1, True, True, False, 1),
-    Row("fsdp2 3", 2, False, False, True, 2),
+    Row("deepspeed 0", 1, True, True, False, 2, EVERY),
+    Row("deepspeed 0", 2, False, False, True, 1, FEW),
+    Row("deepspeed 1", 1, False, True, True, 1, FEW),
+    Row("deepspeed 1", 2, True, False, False, 2, EVERY),
+    Row("deepspeed 2", 1, True, True, False, 2, FEW),
+    Row("deepspeed 2", 2, False, False, True, 1, EVERY),
+    Row("deepspeed 3", 1, False, False, True, 2, EVERY),
+    Row("deepspeed 3", 2, True, True, False, 1, FEW),
+    Row("fsdp2 2", 1, True, False, True, 1, EVERY),
+    Row("fsdp2 2", 2, False, True, False, 2, FEW),
+    Row("fsdp2 3", 1, True, True, False, 1, EVERY),
+    Row("fsdp2 3", 2, False, False, True, 2, FEW),
+    Row("ddp", 1, False, True, True, 1, FEW),
+    Row("ddp", 2, True, False, False, 2, EVERY),
 ]
-BF16_ROWS = [("deepspeed 1", "--zero-stage 1"), ("fsdp2 3", "--backend fsdp2")]
+BF16_ROWS = [
+    ("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"),
+    ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
+    ("ddp", f"--backend ddp --max-inputs {FEW}"),
+]
 STEP_ROWS = {
     **{f"deepspeed {stage}": f"--zero-stage {stage}" for stage in range(4)},
     **{f"fsdp2 {stage}": f"--backend fsdp2 --zero-stage {stage}" for stage in (2, 3)},
+    "ddp": "--backend ddp",
 }
 NUM_STEPS, LEARNING_RATE, MAX_NORM = 4, 1e-3, 1.0
 STEPPING = f"--dtype fp32 --step --max-inputs {NUM_STEPS} --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
@@ -85,6 +96,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     config = read_actor_config(default_folder())
     assert config is not None
+    config = {**config, "num_hidden_layers": 2}
     torch.manual_seed(0)
     rest = {key: value for key, value in config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest), dtype=torch.float32)
@@ -113,9 +125,9 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             commands.append([*arguments, "--model", str(model_folder), "--log-folder", str(folders[name]), "--quiet"])
         table = home / f"commands{num_ranks}.json"
         table.write_text(json.dumps(commands))
-        launcher = [sys.executable]
+        launcher = [str(warm_bin() / "python")]
         if num_ranks > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run(
             [*launcher, "-m", "tests.replay_worker", str(table)],
             cwd=Path(__file__).parent.parent,
@@ -149,7 +161,7 @@ def test_every_pair_of_toggles_meets() -> None:
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_losses_and_norms_are_the_reference_s(row: Row, logs: dict[str, Path], reference: Reference) -> None:
     records = records_of(logs[row.name])
-    assert len({record.source for record in records}) == 32  # every training pass of the sample
+    assert len({record.source for record in records}) == row.max_inputs
     for record in records:
         expected = reference.answer(default_folder() / record.source).loss
         assert record.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source

@@ -19,6 +19,7 @@ from capture.capture_file import capture_files
 from tests.faulty_replay import DEVICE
 from tests.test_commands import BIN, LIMIT, ROOT, free_port
 from tests.test_trouble import folder_of
+from tests.warm import warm_bin
 
 WAITS_AT_ONCE = DEVICE == "cpu"  # for a collective; on CUDA a rank queues more work behind it
 NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
@@ -45,6 +46,11 @@ class Case:
     says: str
     found_in: str | None = ""  # the phase in which the fault is found, if not the one in which it strikes; None: any
     uneven: bool = False
+
+    @property
+    def is_cold(self) -> bool:
+        """One of each launcher has nothing between the launcher and its ranks."""
+        return (self.kind, self.rank, self.phase) == ("killed", 1, "forward")
 
     @property
     def named(self) -> str:
@@ -133,11 +139,11 @@ def replayed(case: Case, home: Path) -> Outcome:
     else:
         folder = folder_of(home, lengths, num_ranks=2)
     command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}", port=free_port())
-    arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 60".split()
+    arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 1800".split()
     with subprocess.Popen(
         [*arguments, *["--uneven"] * case.uneven],
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        env=os.environ | {"PATH": f"{BIN if case.is_cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,7 +20,7 @@ from actor_init import kernel_check
 from actor_init.attention import kernel_name
 from actor_init.spec import ActorSpec
 from replay import doctor, hardware, packages
-from replay.checks import Check, Status, tried
+from replay.checks import Check, Status, line, tried
 from replay.cli import main
 from replay.hardware import devices, log_folder, shared_memory
 from replay.packages import PACKAGES, is_within, package, required_ranges
@@ -279,6 +279,17 @@ def test_architectures_that_deepspeed_cannot_read(monkeypatch: pytest.MonkeyPatc
     assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in compilers(on_cuda=False, built_for=None)]
 
 
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old, new = (tmp_path / name / "lock" for name in ("deepspeed_shm_comm", "being_built"))
+    for lock in (old, new):
+        lock.parent.mkdir()
+        lock.touch()
+    os.utime(old, (0, 0))
+    locks = [check for check in compilers(on_cuda=False, built_for=None) if check.name == "extension lock"]
+    assert [(check.status, check.advice.partition("Try: ")[2]) for check in locks] == [(Status.BROKEN, f"rm {old}")]
+
+
 def test_an_nvcc_of_another_cuda_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -310,7 +321,7 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
     assert named(checks, "CUDA_LAUNCH_BLOCKING").found == "1"
     assert named(checks, "PYTORCH_CUDA_ALLOC_CONF").found == "expandable_segments:True"
     assert named(checks, "also set").found == "TORCH_HUB_TOKEN"
-    said = "\n".join(doctor.line(check) for check in checks)
+    said = "\n".join(line(check) for check in checks)
     for absent in ("hunter2", "secret", "AWS"):
         assert absent not in said
 
@@ -449,8 +460,8 @@ def test_trouble_that_comes_from_a_package_names_it(
 
 def test_a_check_is_one_line_without_control_characters() -> None:
     check = Check(name="a", status=Status.BROKEN, found="x\n\x1b[31my", advice="Try: z")
-    assert doctor.line(check) == "broken       a                    x  [31my; Try: z"
-    assert len(doctor.line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
+    assert line(check) == "broken       a                    x  [31my; Try: z"
+    assert len(line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str,
 def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
     with patch("actor_init.backends.fsdp2.compile_blocks"):
         log = traced("--compile", anew=True)
-    keys = TraceFile.open(next((log / "trace").glob("pass*"))).order
+    file = TraceFile.open(next((log / "trace").glob("pass*")))
+    assert file.about["seen"] == "blocks"
+    keys = file.order
     inside = [key.name for key in keys if key.name.count(".") > 2 and key.kind is not Kind.PARAMETER_GRADIENT]
     assert inside == []
     assert "model.layers.1" in {key.name for key in keys}

@@ -11,18 +11,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 ROOMS = {
-    "typer": {"replay/cli.py", "replay/subcommands.py", "replay/options.py"},
+    "typer": {"replay/cli.py", "replay/options.py", "replay/subcommands.py"}
+    | {f"replay/{name}_command.py" for name in ("diagnose", "parity", "suite")},
     "rich": {"replay/console.py"},
     "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/ring_attention.py"},
     "matplotlib": {"replay/plot.py"},
+    "pyarrow": {"replay/text_dataset.py"},
+    "liger_kernel": {"replay/losses_four_ways.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = (
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
     *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
-    *("replay/probing.py", "replay/probes.py"),
+    *("replay/probing.py", "replay/probes.py", "replay/suite_plan.py"),
 )
 INSTALLED = set(packages_distributions())  # names that can be imported
 

@@ -245,7 +245,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert child.returncode == 0, child.stderr
     report: dict[str, Any] = json.loads(child.stdout)

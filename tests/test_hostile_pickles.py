@@ -380,7 +380,7 @@ def run_child(mode: str, folder: Path) -> Any:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)

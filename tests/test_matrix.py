@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
-from replay.matrix import full, name_of, num_processes_of, pairs_first, settings_of, typed
+from replay.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 from replay.options import run_spec
 
 TWO_TABLES = """
@@ -110,7 +110,9 @@ def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
     assert early == pairs
     assert len(ordered) == len(settings)
     assert all(one in ordered for one in settings)
-    assert settings_of("pairs", 2) == ordered[:num_covering]
+    assert arranged("pairs", settings) == ordered[:num_covering]
+    assert arranged("full", settings) == ordered
+    assert arranged("quick", settings) == settings
     assert num_covering < len(settings) / 10
 
 

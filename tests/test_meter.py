@@ -11,7 +11,6 @@ from replay.meter import HostInstrument, Meter
 MIB = 2**20
 CPU = torch.device("cpu")
 on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets a peak through /proc")
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("slow", ["forward", "backward"])
@@ -97,7 +96,7 @@ def test_a_device_that_cannot_be_measured_is_refused() -> None:
         Meter.for_device(torch.device("meta"))
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["forward", "backward"])
 def test_on_cuda_kernels_are_billed_to_the_phase_that_queued_them(slow: str) -> None:
     device = torch.device("cuda", 0)
@@ -116,7 +115,7 @@ def test_on_cuda_kernels_are_billed_to_the_phase_that_queued_them(slow: str) -> 
     assert host_seconds >= costs[slow].seconds
 
 
-@on_cuda
+@pytest.mark.gpu
 def test_on_cuda_a_peak_lands_in_the_phase_that_had_it() -> None:
     device = torch.device("cuda", 0)
     meter = Meter.for_device(device)

@@ -9,7 +9,7 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.comparison import compare
-from replay.noise import Distance, Noise, Verdict, _chance_beyond, ceiling_of, distances, judge, noise_of
+from replay.noise import Distance, Noise, Verdict, ceiling_of, chance_beyond, distances, judge, noise_of
 from replay.past_run import PastRun
 from tests.made_logs import passed, write_log
 
@@ -45,7 +45,7 @@ def test_the_chance_of_a_value_beyond_is_that_of_drawn_samples(factor: float, nu
     draw = random.Random(0).gauss
     rounds = 60_000
     beyond = sum(abs(draw(0, 1)) > factor * max(abs(draw(0, 1)) for _ in range(num_samples)) for _ in range(rounds))
-    assert beyond / rounds == pytest.approx(_chance_beyond(factor, num_samples), rel=0.15)  # 5 sigma of few hundred
+    assert beyond / rounds == pytest.approx(chance_beyond(factor, num_samples), rel=0.15)  # 5 sigma of few hundred
 
 
 def test_runs_that_are_equal_in_every_bit_leave_fp32_s_own_spacing_as_the_floor() -> None:

@@ -70,7 +70,7 @@ def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tu
 @pytest.mark.parametrize(
     ("typed", "allowed"),
     [
-        ("--backend zero", "deepspeed, fsdp2"),
+        ("--backend zero", "deepspeed, fsdp2, ddp"),
         ("--max-inputs 0", "at least 1"),
         ("--skip-inputs=-1", "at least 0"),
         ("--lr-warmup-steps few", "a whole number"),
@@ -131,7 +131,7 @@ def test_a_saved_spec_keeps_what_is_no_option() -> None:
     ("saved", "complaint"),
     [
         ({"actor": {"colour": "blue"}}, "actor.colour"),
-        ({"actor": {"backend": "zero"}}, "deepspeed, fsdp2"),
+        ({"actor": {"backend": "zero"}}, "deepspeed, fsdp2, ddp"),
         ({"inputs": {"max_inputs": "5"}}, "inputs.max_inputs"),
         ({"inputs": {"max_inputs": 0}}, "at least 1"),
         ({"inputs": {"passes": None}}, "train, rollout, all"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.actor import action_log_probs
-from actor_init.packing import actor_inputs
+from actor_init.packing import actor_inputs, padded_to
 from capture.micro_batch import CaptureError, MicroBatch, Origin
 from tests.reference import Reference
 
@@ -75,6 +75,17 @@ def test_packed_rows_hold_the_real_tokens_alone() -> None:
     assert inputs.cu_seq_lens is not None
     assert inputs.cu_seq_lens.tolist() == [0, 8, 9, 21, 25, 37]
     assert inputs.position_ids[0, 8:11].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_every_real_token_is_fed_once_and_says_where_it_was_captured(packing: bool) -> None:
+    batch = batch_of(ROWS["of many kinds"])
+    inputs = actor_inputs(batch, packing=packing)
+    for fed in (inputs, padded_to(inputs, inputs.input_ids.shape[1] + 3)):
+        is_real = fed.captured_index >= 0
+        assert fed.captured_index.shape == fed.input_ids.shape
+        assert fed.captured_index[is_real].tolist() == batch.attention_mask_BS.flatten().nonzero().flatten().tolist()
+        assert torch.equal(fed.input_ids[is_real], batch.sequences_BS.flatten()[fed.captured_index[is_real]])
 
 
 def test_labels_are_the_targets_where_there_is_no_action_mask() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from capture import capture_files, read_micro_batch, recording
 from capture.cli import main
 from capture.search import Search, TrainedLanguageModel, is_called
+from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -54,12 +55,12 @@ def _every_search_ends() -> Iterator[None]:
     assert nn.Module.__call__ is original_call
 
 
-def captured_run(folder: Path, script: str, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def captured_run(folder: Path, script: str, *typed: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     """`capture run TYPED` in the folder of a script `job.py`."""
     (folder / "job.py").write_text(MODEL + textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-m", "capture", "run", *typed]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable if cold else str(warm_bin() / "python"), "-m", "capture", "run", *typed]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
@@ -73,9 +74,9 @@ def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
         (["job.py", "--lr", "1", "--to", "x", "-m"], tmp_path),
         (["-m", "job", "--lr", "1"], tmp_path),
     ):
-        done = captured_run(tmp_path, script, "--to", "kept", *typed)
+        done = captured_run(tmp_path, script, "--to", "kept", *typed, cold=True)
         assert done.returncode == 0, done.stderr
-        plain = subprocess.run([sys.executable, *typed], cwd=path, capture_output=True, text=True, timeout=100)
+        plain = subprocess.run([sys.executable, *typed], cwd=path, capture_output=True, text=True, timeout=1800)
         assert done.stdout == plain.stdout
         assert "capture: 1 passes of Tiny" in done.stderr
         assert plain.stderr == ""
@@ -147,7 +148,7 @@ def test_ranks_of_one_launcher_share_a_folder_and_deepspeeds_local_rank_is_the_s
     command = [sys.executable, "-m", "capture", "--local_rank=1", "run", "job.py"]
     for rank in (0, 1):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "2"}
-        subprocess.run([*command, str(rank)], cwd=tmp_path, env=environment, check=True, timeout=100)
+        subprocess.run([*command, str(rank)], cwd=tmp_path, env=environment, check=True, timeout=1800)
     (folder,) = (tmp_path / "inputs").iterdir()
     assert folder.name.endswith("-job")
     assert len(capture_files(folder)) == 2

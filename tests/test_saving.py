@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.reference import Reference
 from tests.sharded import SIZES
 from tests.test_commands import ROOT
 from tests.test_contract import LOSS_BOUND, NORM_BOUND, records_of
+from tests.warm import warm_bin
 
 LEARNING_RATE, MAX_NORM, WARMUP_STEPS = 1e-2, 0.5, 4  # the three steps after a load: two of warm-up, one behind it
 TRAINING = f"--step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --lr-warmup-steps {WARMUP_STEPS}"
@@ -80,9 +80,9 @@ class Runs:
     def run(self, world: str, commands: list[list[str]]) -> None:
         table = self.home / f"commands-{len(list(self.home.iterdir()))}.json"
         table.write_text(json.dumps(commands))
-        launcher = [sys.executable]
+        launcher = [str(warm_bin() / "python")]
         if world != "1":
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         done = subprocess.run(
             [*launcher, "-m", "tests.replay_worker", str(table), "2" if world == "tp" else "1"],
             cwd=ROOT,

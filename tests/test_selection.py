@@ -49,6 +49,25 @@ def test_other_numbers_of_data_ranks_are_dealt_all_files_in_turn(tmp_path: Path)
     assert [chosen.num_left_over for chosen in ranks] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("num_data_ranks", [1, 2, 3])
+def test_shuffled_epochs_give_the_same_windows_to_any_number_of_data_ranks(tmp_path: Path, num_data_ranks: int) -> None:
+    write_passes(tmp_path, {0: "ttrt", 1: "tt"})
+    spec = InputsSpec(inputs=tmp_path, shuffle_inputs=True, epochs=4, max_inputs=18 // num_data_ranks)
+    rounds = zip(*(chosen.inputs for chosen in on_all_ranks(num_data_ranks, spec)), strict=True)
+    dealt = [path for members in rounds for path in members]
+    once = select(InputsSpec(inputs=tmp_path, shuffle_inputs=True), 0, 1).inputs
+    assert len(once) == 5
+    assert [sorted(dealt[i : i + 6]) for i in (0, 6, 12)] == [sorted((once * 4)[i : i + 6]) for i in (0, 6, 12)]
+
+
+def test_an_epoch_repeats_the_order_and_reads_no_file_again(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path, {0: "rtt"})
+    damage(paths[0][1])
+    chosen = select(InputsSpec(inputs=tmp_path, epochs=3), 0, 1)
+    assert chosen.inputs == [paths[0][2]] * 3
+    assert (len(chosen.damaged), chosen.num_left_out_passes) == (1, 1)
+
+
 def test_all_data_ranks_stop_at_the_shortest_and_the_rest_is_counted(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tt"})
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path))

@@ -19,7 +19,7 @@ from tests.test_trouble import TOO_LONG, folder_of
 pytestmark = pytest.mark.usefixtures("one_world")
 
 TRAINING = "--dtype fp32 --quiet --warmup 0 --step --learning-rate 1e-2 --lr-warmup-steps 4 --max-norm 0.5"
-BACKENDS = ["--zero-stage 1", "--backend fsdp2"]
+BACKENDS = ["--zero-stage 1", "--backend fsdp2", "--backend ddp"]
 LENGTHS = [20, 22, 24, 26, 28, 30]
 
 

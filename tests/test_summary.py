@@ -3,7 +3,7 @@
 import pytest
 
 from replay.records import PassRecord
-from replay.summary import FAILED, NEW_GRAPH, WARMUP, percentile_95, summarize
+from replay.summary import FAILED, NEW_GRAPH, TRACED, WARMUP, percentile_95, summarize
 from tests.made_records import GIB, cost, record
 
 
@@ -61,6 +61,7 @@ def test_the_slowest_input_and_the_one_with_the_highest_peak_are_named() -> None
         (record(1, forward=99.0, new_graphs=1), NEW_GRAPH),
         (record(1, forward=99.0, error="broken", error_type="RuntimeError"), FAILED),
         (record(1, forward=99.0, warmup=True, new_graphs=3), WARMUP),
+        (record(1, forward=99.0, warmup=True, traced=True), TRACED),
     ],
 )
 def test_a_pass_that_does_not_count_is_left_out_with_its_reason(outlier: PassRecord, reason: str) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from replay.watch import watching
 from tests.test_commands import BIN, LIMIT, ROOT
 from tests.test_deaths_and_hangs import processes_with
 from tests.test_trouble import folder_of
+from tests.warm import warm_bin
 
 
 def start(home: Path, launcher: str) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ def until_the_fault(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_single_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
-    with start(tmp_path, f"{sys.executable} -u -m tests.faulty_replay blocked backward 0") as process:
+    with start(tmp_path, f"{warm_bin()}/python -u -m tests.faulty_replay blocked backward 0") as process:
         output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
     assert "replay: no progress for 6 s in pass 2 on actor_inputs_rank0_" in output
@@ -69,7 +69,7 @@ def test_a_single_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> 
 
 
 def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path) -> None:
-    with start(tmp_path, f"{sys.executable} -u -m tests.faulty_replay blocked forward 0") as process:
+    with start(tmp_path, f"{warm_bin()}/python -u -m tests.faulty_replay blocked forward 0") as process:
         until_the_fault(process)
         process.terminate()
         output, _ = process.communicate(timeout=LIMIT)

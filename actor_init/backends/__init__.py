@@ -1,4 +1,4 @@
-"""What a backend is, and the choice between the two."""
+"""What a backend is, and the choice between them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's whole gradient by name, averaged, without the loss scale.
+        """Each parameter's whole gradient by name, averaged, fp32, without the loss scale; none where there is none.
 
         For all ranks to take, one at a time, between the last backward of a window and `end_window`.
         """
@@ -102,3 +102,7 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World) -> Backend:
             from actor_init.backends.fsdp2 import FSDP2Backend
 
             return FSDP2Backend.open(spec, source, world)
+        case BackendName.DDP:
+            from actor_init.backends.ddp import DDPBackend
+
+            return DDPBackend.open(spec, source, world)

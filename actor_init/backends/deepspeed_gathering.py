@@ -29,4 +29,4 @@ def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
     for name, parameter in model.named_parameters():
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            yield name, whole_over_tp(parameter, gradient) / loss_scale
+            yield name, whole_over_tp(parameter, gradient).float() / loss_scale

@@ -7,14 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from actor_init import dcp
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
+from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, total_norm
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
 from actor_init.saving import write_model
@@ -35,9 +28,6 @@ from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.tp_plan import Plan, find_plan
 from actor_init.world import World
-
-# under tp the optimizer has its parameters in two groups, else in one: what is saved by parameter fits both
-BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +141,7 @@ class FSDP2Backend:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, _whole(parameter.grad) / self.loss_scale()
+                yield name, _whole(parameter.grad).float() / self.loss_scale()
 
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
@@ -160,40 +150,14 @@ class FSDP2Backend:
         write_model(folder, self.source.config, self.spec.dtype, self.model, _whole)
 
     def save_state(self, folder: Path) -> None:
-        parts = self._loop_state()
-        if self.progress().num_steps:
-            parts |= self._sharded_state()
-        else:  # torch would make moments for an optimizer that never stepped, and call that its first step
-            parts |= {"model": get_model_state_dict(self.model)}
-        save(parts, checkpoint_id=folder)
+        assert self.optimizer is not None
+        assert self.schedule is not None
+        dcp.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def load_state(self, folder: Path) -> None:
-        parts = self._loop_state()
-        load(parts, checkpoint_id=folder)
-        assert self.schedule is not None
-        load_schedule(self.schedule, parts["schedule"])
-        if self.progress().num_steps:
-            parts = self._sharded_state()
-            load(parts, checkpoint_id=folder)
-            assert self.optimizer is not None
-            set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=parts["model"],
-                optim_state_dict=parts["optimizer"],
-                options=BY_PARAMETER,
-            )
-        else:
-            load({"model": get_model_state_dict(self.model)}, checkpoint_id=folder)  # in place
-
-    def _loop_state(self) -> dict[str, Any]:
-        assert self.schedule is not None
-        return {"schedule": self.schedule.state_dict(), "scaler": self.scaler}
-
-    def _sharded_state(self) -> dict[str, Any]:
         assert self.optimizer is not None
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_PARAMETER)
-        return {"model": model, "optimizer": optimizer}
+        assert self.schedule is not None
+        dcp.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def progress(self) -> Progress:
         return Progress.of(self.schedule)

@@ -39,7 +39,7 @@ def main(folder: Path, *with_callback: str) -> None:
         ),
         train_dataset=make_batches(),
         data_collator=lambda samples: samples[0],
-        callbacks=[losses, *([CaptureCallback(folder / "captures")] if with_callback else [])],
+        callbacks=[losses, *([CaptureCallback(folder / "captures", reproduce=True)] if with_callback else [])],
     )
     trainer.train()
     write_losses(folder, losses.logged)

@@ -1,0 +1,182 @@
+"""The actor under torch's DistributedDataParallel: the whole model on every rank, nothing sharded.
+
+It is what the sharding backends are held against, so it shares no sharding, gathering or casting code with them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from actor_init import dcp
+from actor_init.actor import action_log_probs
+from actor_init.attention import kernel_name
+from actor_init.compiling import compile_blocks
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, total_norm
+from actor_init.packing import ActorInputs
+from actor_init.saving import write_model
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.world import World
+
+
+@dataclass(slots=True)
+class Window:
+    """Where the accumulation window stands. Its last pass averages over the ranks, which torch asks in its forward."""
+
+    size: int
+    num_done: int = 0
+
+    @property
+    def is_at_last(self) -> bool:
+        return self.num_done + 1 == self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DDPBackend:
+    spec: ActorSpec
+    model: PreTrainedModel
+    replica: DistributedDataParallel  # of `model`
+    source: ModelSource
+    optimizer: Optimizer | None
+    schedule: LambdaLR | None
+    scaler: torch.amp.GradScaler
+    window: Window
+    attention: str
+
+    @classmethod
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+        attention = kernel_name(spec, world.device)
+        compute_dtype = TORCH_DTYPES[spec.dtype]
+        has_masters = spec.optimizer is not OptimizerName.NONE
+        model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        if spec.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        materialise(model, source.weights, world.device)
+        for module in list(model.modules()):
+            _cast_own_weights(module, compute_dtype)
+        if spec.compile is Compile.BLOCKS:
+            compile_blocks(block for _, block in blocks_of(model))
+        optimizer = make_optimizer(spec, model.parameters())
+        return cls(
+            spec=spec,
+            model=model,
+            replica=DistributedDataParallel(model, gradient_as_bucket_view=True),
+            source=source,
+            optimizer=optimizer,
+            schedule=make_schedule(spec, optimizer) if optimizer else None,
+            scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
+            window=Window(size=spec.grad_accumulation),
+            attention=attention,
+        )
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        self.model.train(trains)
+        with nullcontext() if self.window.is_at_last else self.replica.no_sync():
+            return action_log_probs(self.replica, inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss / self.spec.grad_accumulation))
+        self.window.num_done += 1
+
+    def end_window(self, *, step: bool) -> float:
+        self.window.num_done = 0
+        if self.scaler.is_enabled():
+            assert self.optimizer is not None
+            self.scaler.unscale_(self.optimizer)
+        norm = total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if step:
+            assert self.optimizer is not None
+            if self.spec.max_norm:
+                clip_grads_with_norm_(self.model.parameters(), self.spec.max_norm, norm)
+            self.scaler.step(self.optimizer)
+        scale = self.scaler.get_scale()
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        overflowed = self.scaler.get_scale() < scale  # and the step was skipped
+        if step and not overflowed:
+            assert self.schedule is not None
+            self.schedule.step()
+        self.model.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def facts(self) -> Mapping[str, str | int]:
+        return {
+            "backend": self.spec.backend.value,
+            "num_parameters": self.model.num_parameters(),
+            "zero_stage": self.spec.resolved_zero_stage,
+            "attention_kernel": self.attention,
+            "optimizer": self.spec.optimizer.value,
+            "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().to(TORCH_DTYPES[self.spec.dtype])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad.float() / self.loss_scale()
+
+    def loss_scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def save_model(self, folder: Path) -> None:
+        write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)
+
+    def save_state(self, folder: Path) -> None:
+        assert self.optimizer is not None
+        assert self.schedule is not None
+        dcp.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+
+    def load_state(self, folder: Path) -> None:
+        assert self.optimizer is not None
+        assert self.schedule is not None
+        dcp.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+
+    def progress(self) -> Progress:
+        return Progress.of(self.schedule)
+
+    def close(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let `module.forward` compute with the parameters that it holds itself in `dtype`.
+
+    They stay as they are, and so do their gradients: a cast's backward casts back. Module by module, and not once for
+    the model: a checkpointed block is recomputed in backward, when the model's forward has long returned.
+    """
+    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
+    if not names:
+        return
+    caller = _Caller(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cast = {f"module.{name}": module.get_parameter(name).to(dtype) for name in names}
+        return functional_call(caller, cast, args, kwargs)
+
+    module.forward = forward
+
+
+class _Caller(nn.Module):
+    """What `functional_call` calls: the forward that `module` had, and `module` for it to swap the parameters of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.call = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)

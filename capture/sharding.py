@@ -1,0 +1,153 @@
+"""Where a rank holds a few elements of a parameter that may be sharded: as a DTensor, or in partitions of ZeRO 3."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Run = tuple[int, int]  # first element of the flattened, whole parameter; how many
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class NotMappedError(ValueError):
+    """It cannot be said where the elements are. The message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Neighbours in what this rank holds of a parameter; `count` is 0 where other ranks hold them."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # in the whole parameter, flattened
+    count: int
+    offset: int  # in what the rank holds, in elements of its storage
+    stride: int
+    is_of_shard: bool
+    dtype: str
+    held_as: str | None  # attribute of the parameter that holds the rank's part; None: the parameter itself
+
+    def held(self, parameter: Any) -> Tensor:
+        held: Tensor = parameter if self.held_as is None else getattr(parameter, self.held_as)
+        return held
+
+
+def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+    """Where `parameter` has the run that `run_of` gives for its full shape. Raises NotMappedError."""
+    if hasattr(parameter, "ds_tensor"):
+        return _in_partition(parameter, run_of)
+    if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
+        return _in_dtensor(parameter, run_of)
+    if type(parameter) not in (Tensor, nn.Parameter):
+        raise NotMappedError
+    shape = tuple(parameter.shape)
+    _check(parameter, shape)
+    start, count = run_of(shape)
+    offset, stride = _in_strides(_unflattened(start, shape), parameter)
+    return Place(
+        shape=shape,
+        start=start,
+        count=count,
+        offset=offset,
+        stride=stride,
+        is_of_shard=False,
+        dtype=_name(parameter.dtype),
+        held_as=None,
+    )
+
+
+def own_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Which of `size` indices along a dimension this rank has, once that dimension is sharded by each of `shards`.
+
+    A shard is (number of ranks, this rank's place, split factor), in the order of the mesh's dimensions. The factor is
+    1 but for torch's `_StridedShard`, which shards each of so many chunks.
+    """
+    indices = torch.arange(size, device="cpu")
+    for num_ranks, place, factor in shards:
+        indices = torch.cat([_chunks(chunk, num_ranks)[place] for chunk in _chunks(indices, factor)])
+    return indices
+
+
+def _chunks(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
+    """As torch.chunk cuts, and empty ones at the end where it would leave them out."""
+    size = -(-len(indices) // num_chunks)
+    return indices.tensor_split([min(len(indices), number * size) for number in range(1, num_chunks)])
+
+
+def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+    shape, mesh = tuple(parameter.shape), parameter.device_mesh
+    local = parameter._local_tensor
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(placement.is_partial() for placement in parameter.placements):
+        raise NotMappedError("of ranks beside the mesh, or partial")
+    shards: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            factor = int(getattr(placement, "split_factor", 1))
+            shards[placement.dim].append((mesh.size(axis), coordinate[axis], factor))
+    own = [own_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
+    if tuple(map(len, own)) != tuple(local.shape):
+        raise NotMappedError("sharded in a way that is not known here")
+    _check(local, shape)
+    start, count = run_of(shape)
+    place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "dtype": _name(local.dtype)}
+    place |= {"held_as": "_local_tensor"}
+    *rows, column = _unflattened(start, shape) if shape else [0]
+    found = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
+    columns = own[-1].tolist() if shape else [0]
+    held = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
+    held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # neighbours here too
+    if not held or not all(found):
+        return Place(start=start, count=0, offset=0, stride=1, **place)
+    offset, stride = _in_strides([*(indices[0] for indices in found), held[0][1]][: len(shape)], local)
+    return Place(start=start + held[0][0], count=len(held), offset=offset, stride=stride, **place)
+
+
+def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+    """ZeRO 3 flattens a parameter and gives each rank of a group an equal piece, the last ones padded."""
+    part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
+    group = parameter.ds_process_group
+    num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    if part is None or part.ndim != 1 or part.numel() != -(-math.prod(shape) // num_ranks):
+        raise NotMappedError("partitioned by ZeRO 3 in a way that is not known here")
+    _check(part, shape)
+    start, count = run_of(shape)
+    begin = rank * part.numel()
+    first, end = max(start, begin), min(start + count, begin + part.numel())
+    return Place(
+        shape=shape,
+        start=first if end > first else start,
+        count=max(end - first, 0),
+        offset=max(first - begin, 0),
+        stride=1,
+        is_of_shard=num_ranks > 1,
+        dtype=_name(part.dtype),
+        held_as="ds_tensor",
+    )
+
+
+def _check(held: Tensor, shape: tuple[int, ...]) -> None:
+    if held.dtype not in _FLOATS or held.layout != torch.strided or held.device.type == "meta":
+        raise NotMappedError(f"of {held.dtype} on {held.device.type}")
+    if not math.prod(shape):
+        raise NotMappedError("without elements")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
+    found = []
+    for size in reversed(shape):
+        found.append(index % size)
+        index //= size
+    return found[::-1]
+
+
+def _in_strides(indices: Sequence[int], held: Tensor) -> Run:
+    """Offset in the storage, and stride along the last dimension."""
+    strides = held.stride()
+    return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1

@@ -1,0 +1,71 @@
+"""A verdict as text.
+
+verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
+           ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
+weights    as the job's in 32 of its 291 parameters, sampled
+here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
+"""
+
+from replay.findings import Finding
+from replay.recorded import WeightsFound
+from replay.verdict import Outcome, Verdict
+from replay.wording import Pairs, counted
+
+
+def verdict_lines(verdict: Verdict) -> Pairs:
+    lines: Pairs = [("verdict", f"{verdict.outcome}: {_explained(verdict)}")]
+    if verdict.weights is not None and verdict.weights.num_parameters:
+        lines.append(("weights", weights_line(verdict.weights)))
+    if verdict.environment and any(one.findings for one in verdict.passes):
+        said = [f"{name} {here} ({there} in the job)" for name, (there, here) in verdict.environment.items()]
+        lines.append(("here", ", ".join(said)))
+    return lines
+
+
+def weights_line(found: WeightsFound) -> str:
+    """What is known of the weights from one pass's samples."""
+    if (first := found.first) is not None:
+        share = f"{len(found.differing)} of {counted(len(found.compared), 'sampled parameter')}"
+        return (
+            f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
+            f"{first.recorded:.6g} in the job, {first.found:.6g} here"
+        )
+    if not found.compared:
+        return found.doubt or "this rank holds no samples of the job's sharded weights"
+    doubt = "" if found.doubt is None else f", but {found.doubt}"
+    return f"as the job's in {len(found.compared)} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
+
+
+def _explained(verdict: Verdict) -> str:
+    num_passes = sum(verdict.counts.values())
+    others = [f"{number} {outcome}" for outcome, number in verdict.counts.items() if outcome is not verdict.outcome]
+    share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
+    share += "".join(f", {other}" for other in others)
+    match verdict.outcome:
+        case Outcome.CANNOT_TELL:
+            return str(verdict.reason)
+        case Outcome.REPRODUCED:
+            largest = [f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst]
+            return f"{share}; {', '.join(largest)}; computed in {_dtypes(verdict)}"
+        case Outcome.DIFFERS:
+            first = verdict.first
+            assert first is not None
+            wrong = next(one for one in first.findings if one.doubt is None and not one.agrees)
+            where = f"{_named(wrong)} of pass {first.index + 1}, {first.source}"
+            return f"{where}: {_apart(wrong)}; {share}; computed in {_dtypes(verdict)}"
+
+
+def _named(finding: Finding) -> str:
+    return finding.name if finding.row is None else f"mean {finding.name} of row {finding.row}"
+
+
+def _apart(finding: Finding) -> str:
+    return (
+        f"{finding.recorded:.6g} in the job, {finding.replayed:.6g} here, {finding.difference:.2g} apart, "
+        f"bound {finding.bound:.2g}"
+    )
+
+
+def _dtypes(verdict: Verdict) -> str:
+    there, here = verdict.dtypes
+    return here if there == here else f"{there} in the job, {here} here"

@@ -1,0 +1,140 @@
+"""Imports once and forks for each program that is asked of it: `python -m tests.warm.server SOCKET STAND_IN PADDING`.
+
+Only this process forks, it has one thread, and it has computed nothing: that is what makes forking after `import torch`
+safe. It says `ready` when it can be asked, and ends with its standard input. See tests/warm/__init__.py.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
+    "torch.distributed.launcher.api",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+    "deepspeed.checkpoint",
+    "actor_init.backends.deepspeed_zero",
+    "actor_init.backends.fsdp2",
+    "replay.session",
+    "replay.console",
+    "replay.cli",
+)
+
+
+class Program(NamedTuple):
+    """What comes after `python` on a command line, and where it runs."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    streams: list[int]
+
+
+def serve(address: str) -> Program:
+    """Returns in a fork, with what is to be run there."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    for name in IMPORTS:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose this process's other threads"
+    gc.collect()
+    gc.freeze()  # or the first collection in each fork copies every page
+    print("ready", flush=True)
+    keepers: set[int] = set()
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if listener not in ready:
+            for keeper in keepers:
+                os.waitpid(keeper, 0)
+            shutil.rmtree(Path(address).parent)
+            os._exit(0)
+        connection, _ = listener.accept()
+        keepers = {keeper for keeper in keepers if os.waitpid(keeper, os.WNOHANG) == (0, 0)}
+        keeper = os.fork()
+        if keeper == 0:
+            listener.close()
+            return keep(connection)
+        keepers.add(keeper)
+        connection.close()
+
+
+def keep(connection: socket.socket) -> Program:
+    """Fork once more, and tell the stand-in how the program ends; without a stand-in the program is ended."""
+    header, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    with connection.makefile("rb") as file:
+        arguments, folder, environment = json.loads(file.read(int.from_bytes(header, "big")))
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        return Program(arguments, folder, environment, streams)
+    connection.sendall(f"{process}\n".encode())
+    for stream in streams:
+        os.close(stream)
+    descriptor = os.pidfd_open(process)
+    ready, _, _ = select.select([descriptor, connection.fileno()], [], [])
+    if descriptor not in ready:
+        os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    if descriptor in ready:
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def become(program: Program, stand_in: str) -> list[str]:
+    """Put on the program's surroundings. Returns its arguments."""
+    for number, stream in enumerate(program.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(program.folder)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    sys.path[1:1] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.executable = stand_in
+    random.seed()
+    write_command_line([stand_in, *program.arguments])
+    return program.arguments
+
+
+def write_command_line(words: Sequence[str]) -> None:
+    """What `ps` shows, and tests that look for processes by their arguments."""
+    first, last = (int(field) for field in Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[45:47])
+    text = "\0".join(words).encode()[: last - first - 1]
+    ctypes.memmove(first, text.ljust(last - first, b"\0"), last - first)
+
+
+def run_python(arguments: list[str]) -> None:
+    """As the interpreter does with its command line."""
+    while arguments[0] == "-u":  # as the server was started
+        del arguments[0]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        exec(arguments[1], vars(sys.modules["__main__"]))
+    else:
+        assert not arguments[0].startswith("-"), f"not one of the options that warm processes know: {arguments[0]}"
+        sys.argv = arguments
+        path = Path(arguments[0])
+        sys.path[0] = str(path.resolve() if path.is_dir() else path.resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_python(become(serve(sys.argv[1]), sys.argv[2]))

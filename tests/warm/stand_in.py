@@ -1,0 +1,25 @@
+"""A process that looks from outside like the program that a fork of the server runs for it. Standard library only."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+def main(address: str, first: list[str]) -> None:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+    connection.sendall(request)
+    replies = connection.makefile()
+    process = int(replies.readline())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(process, number))
+    code = int(replies.readline())
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
