@@ -6,7 +6,7 @@ Parity itself starts processes for every run; here all runs of one kind of world
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from tests.faults import Fault
 from tests.sharded import MODELS, SIZES
 from tests.test_commands import ROOT
 
+World = tuple[int, int, int]  # processes, tp, ring
+
 NUM_INPUTS = 4
 OF_MODEL = {"gemma3": "gemma3, sliding window, softcap", "qwen3": "qwen3, norms on heads", "llama": "llama"}
 
@@ -34,7 +36,7 @@ class Ground:
 
     cells: Sequence[Cell]
     model: str
-    seed: int
+    options: Mapping[str, Any]  # as typed, of the whole parity run
 
     def cell(self, setting: Setting) -> Cell:
         """The cell of `setting`."""
@@ -42,7 +44,7 @@ class Ground:
         return found
 
 
-def ground_of(model: str, settings: Iterable[Setting], home: Path, *, seed: int = 0) -> Ground:
+def ground_of(model: str, settings: Iterable[Setting], home: Path, options: Mapping[str, Any]) -> Ground:
     """What parity would run for these settings of one dtype, on the inputs that ship with the project."""
     home.mkdir(parents=True, exist_ok=True)
     values = {**SIZES, **MODELS[OF_MODEL[model]]}
@@ -55,9 +57,9 @@ def ground_of(model: str, settings: Iterable[Setting], home: Path, *, seed: int 
         config=AutoConfig.for_model(**values),
         must_pack=False,
     )
-    planned = plan(list(settings), {"model": str(config), "weights_seed": str(seed)}, here)
+    planned = plan(list(settings), {"model": str(config), **options}, here)
     assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
-    return Ground(cells=planned.cells, model=model, seed=seed)
+    return Ground(cells=planned.cells, model=model, options=options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +69,41 @@ class Run:
     cell: Cell
     logs: Path
     fault: str = ""
+    traced: bool = True
 
     @property
-    def world(self) -> tuple[int, int, int]:
+    def world(self) -> World:
         parallel = self.cell.spec.actor.parallel
         return self.cell.num_processes, parallel.tp, parallel.ring
 
 
 def replay_all(runs: Sequence[Run], home: Path) -> None:
-    """All of them, traced where that is possible: one launch for each kind of world."""
-    worlds: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    """One launch for each kind of world."""
+    worlds: dict[World, list[dict[str, Any]]] = {}
     for run in runs:
-        trace = [] if run.cell.spec.inputs.reverse_rows else ["--trace"]
+        trace = ["--trace"] if run.traced and not run.cell.spec.inputs.reverse_rows else []
         arguments = [*command_line(run.cell.spec), *trace, "--log-folder", str(run.logs)]
         worlds.setdefault(run.world, []).append({"arguments": arguments, "fault": run.fault})
-    for (num_processes, tp, ring), jobs in worlds.items():
-        table = home / f"jobs-{num_processes}-{tp}-{ring}.json"
-        table.write_text(json.dumps(jobs))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-        worker = ["-m", "tests.fault_worker", str(table), str(tp), str(ring)]
-        command = [sys.executable, *(torchrun if num_processes > 1 else []), *worker]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    for world, jobs in worlds.items():
+        run_jobs(jobs, world, home)
+
+
+def run_jobs(jobs: Sequence[Mapping[str, Any]], world: World, home: Path) -> None:
+    """Those of tests/fault_worker.py, in one launch."""
+    num_processes, tp, ring = world
+    table = home / f"jobs-{num_processes}-{tp}-{ring}.json"
+    table.write_text(json.dumps(jobs))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    worker = ["-m", "tests.fault_worker", str(table), str(tp), str(ring)]
+    command = [sys.executable, *(torchrun if num_processes > 1 else []), *worker]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+def run_command(arguments: Sequence[str], fault: str) -> None:
+    """A command of `replay` in one process, with the fault."""
+    program = ["-m", "tests.faulty_command", fault or "none"]
+    subprocess.run([sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @dataclass(slots=True)
@@ -105,13 +120,19 @@ class Campaign:
             for cell in ground.cells:
                 self._add(number, cell, "")
             for fault in self.faults:
-                if fault.model == ground.model and fault.command == "parity":
+                if (fault.model, fault.options) == (ground.model, ground.options):
                     self._add(number, ground.cell(fault.cell), fault.name)
         replay_all(list(self._runs.values()), self.home)
 
     def _add(self, number: int, cell: Cell, fault: str) -> None:
         logs = self.home / str(number) / str(len(self._runs))
         self._runs[number, cell.name, fault] = Run(cell=cell, logs=logs, fault=fault)
+
+    def place_of(self, fault: Fault) -> tuple[int, Cell]:
+        """Its ground's number, and the cell that has it."""
+        places = [(ground.model, ground.options) for ground in self.grounds]
+        number = places.index((fault.model, fault.options))
+        return number, self.grounds[number].cell(fault.cell)
 
     def judged(self, number: int, cell: Cell, fault: str = "") -> Judged:
         """What parity says of `cell` in that ground, which has the fault."""
@@ -136,8 +157,13 @@ class Campaign:
 
 
 def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
-    """One for each model, with the cells that the faults are put into."""
-    settings: dict[str, dict[tuple[Any, ...], Setting]] = {}
+    """One for each model and options, with the cells that the faults are put into."""
+    grounds: list[tuple[str, Mapping[str, Any], list[Setting]]] = []
     for fault in faults:
-        settings.setdefault(fault.model, {})[tuple(sorted(fault.cell.items()))] = fault.cell
-    return [ground_of(model, own.values(), home) for model, own in settings.items()]
+        known = [one for one in grounds if one[:2] == (fault.model, fault.options)]
+        _, _, settings = known[0] if known else (fault.model, fault.options, list[Setting]())
+        if not known:
+            grounds.append((fault.model, fault.options, settings))
+        if fault.cell not in settings:
+            settings.append(fault.cell)
+    return [ground_of(model, settings, home, options) for model, options, settings in grounds]

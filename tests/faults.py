@@ -6,7 +6,7 @@ named, stands beside it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from replay.matrix import Setting
 from tests import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]
-BACKENDS = ("deepspeed_zero", "fsdp2")
+BACKENDS = ("deepspeed_zero", "fsdp2", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,7 @@ class Fault:
     cell: Setting  # the configuration of the run that has it
     model: str = "llama"
     command: str = "parity"  # that has to find it
+    options: Mapping[str, Any] = field(default_factory=dict)  # of that command
     named: str = ""  # what the first difference has to be called, by a part of its name; empty: it has no layer
 
     @property
@@ -311,15 +312,13 @@ def accumulation_not_divided(world: World) -> Iterator[None]:
 @contextmanager
 def clipped_by_local_norm(world: World) -> Iterator[None]:
     """Each rank clips by the norm of its own shards."""
-    from actor_init.backends import fsdp2
-
-    clip = fsdp2.clip_grads_with_norm_
+    from torch.nn.utils import clip_grads_with_norm_ as clip
 
     def clipped(parameters: Any, max_norm: float, norm: Tensor) -> None:
         shards: list[Any] = [parameter.grad.to_local() for parameter in parameters]
         clip(parameters, max_norm, torch.nn.utils.get_total_norm(shards))
 
-    with patch.object(fsdp2, "clip_grads_with_norm_", clipped):
+    with patch("actor_init.backends.fsdp2.clip_grads_with_norm_", clipped):
         yield
 
 
@@ -408,6 +407,7 @@ PADDED: Setting = {**ZERO_1, "zero_stage": 2, "packing": False}
 TP: Setting = {**PACKED, "tp": 2}
 RING: Setting = {**PACKED, "ring": 2}
 DATA: Setting = {**PACKED, "data": 2}
+CLIPPED = {"step": True, "optimizer": "sgd", "learning_rate": "0.1", "max_norm": "0.1"}
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (
@@ -430,8 +430,8 @@ FAULTS: Mapping[str, Fault] = {
         Fault(breaks=stale_weight, cell=ZERO_1, named=f"{LAYER_1}mlp.down_proj"),
         Fault(breaks=gate_and_up_swapped, cell=PACKED, named="model.layers.0.mlp.gate_proj"),
         Fault(breaks=accumulation_not_divided, cell=PACKED, command="diagnose"),
-        Fault(breaks=masters_in_bf16, cell=DATA, command="suite"),
-        Fault(breaks=clipped_by_local_norm, cell=DATA, command="suite"),
+        Fault(breaks=masters_in_bf16, cell=DATA, options={"step": True, "learning_rate": "1e-4"}),
+        Fault(breaks=clipped_by_local_norm, cell=DATA, options=CLIPPED),
         Fault(breaks=another_rank_s_input, cell=DATA),
         Fault(breaks=gradient_not_reduced, cell=DATA),
         Fault(breaks=gradient_summed, cell=DATA),
