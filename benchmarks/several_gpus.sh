@@ -7,9 +7,12 @@
 #   bash benchmarks/several_gpus.sh long INPUTS OUT         tensor parallelism and ring at 8k tokens
 #   bash benchmarks/several_gpus.sh two INPUTS OUT          the configurations of two GPUs; `compiled`: the same, compiled
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
+#   bash benchmarks/several_gpus.sh learning INPUTS OUT     doctor, diagnose and the suite on all GPUs there are
+#   bash benchmarks/several_gpus.sh parity INPUTS OUT       parity's full matrix, as much of it as TOTAL allows
 #
 # MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540);
-# ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`.
+# ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`; LAYERS
+# how many of the model's layers learn (8) or are compared (4).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
@@ -68,8 +71,19 @@ long)
 two) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only "${ONLY:-^(?!.*compiled)}" ;;
 compiled) configurations "${TOTAL:-540}" 2 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa).*compiled' ;;
 four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa)' ;;
+learning)
+    LINES_SHOWN=60 step 90 replay doctor
+    LINES_SHOWN=30 step 150 replay diagnose --backend fsdp2 --inputs "$inputs" --model "$model" --num-layers 4
+    LINES_SHOWN=60 step 320 replay suite --dataset "$inputs" --model "$model" --num-layers "${LAYERS:-8}" \
+        --log-folder "$out"
+    ;;
+parity)
+    LINES_SHOWN=150 step "$((${TOTAL:-500} + 60))" replay parity --matrix full --time-limit "${TOTAL:-500}" \
+        --cell-timeout 90 --inputs "$inputs" --model "$model" --num-layers "${LAYERS:-4}" --max-inputs 4 \
+        --log-folder "$out"
+    ;;
 *)
-    echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four" >&2
+    echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four, learning, parity" >&2
     exit 2
     ;;
 esac
