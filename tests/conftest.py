@@ -1,6 +1,7 @@
 """One process group for all replays that tests run in their own process, and one thread for each process."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -13,6 +14,10 @@ from actor_init.world import World
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compiles where it is asked, without worker processes
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # a shell starts what it puts in the background so, for all below it
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")
