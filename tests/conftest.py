@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -16,6 +17,10 @@ GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compiles where it is asked, without worker processes
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # a shell starts what it puts in the background so, for all below it
+        signal.signal(number, usual)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """The commands of the README, as they are typed, each in processes of its own.
 
-COLD ones are as a user's in everything; the others differ from them in options alone, and their imports are there.
+COLD ones are as a user's in everything; each launcher is among them. The others have their imports already.
 """
 
 import json
@@ -24,18 +24,18 @@ LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 COLD = [
     "replay --max-inputs 5",
     "python -m replay --max-inputs 2",
-    "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
     "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
-    "deepspeed --num_gpus=1 --module replay --quiet",
     "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 5",
-    "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 WARM = [
+    "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
     "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 5",
     "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",
     "deepspeed --num_gpus=1 replay --num-layers 2 --zero-stage 3 --max-inputs 5",
     "deepspeed --num_gpus=1 replay --shuffle-inputs --random-seed 123 --max-inputs 10",
     "deepspeed --num_gpus=1 replay --no-backward --max-inputs 5",
+    "deepspeed --num_gpus=1 --module replay --quiet",
+    "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
 
 

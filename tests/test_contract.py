@@ -59,7 +59,7 @@ class Row(NamedTuple):
         ]
 
 
-EVERY, FEW = 32, 4  # training passes of the sample
+EVERY, FEW = 32, 4  # of the sample's 32 training passes, by each rank at most
 TABLE = [
     Row("deepspeed 0", 1, True, True, False, 2, EVERY),
     Row("deepspeed 0", 2, False, False, True, 1, FEW),
@@ -69,8 +69,8 @@ TABLE = [
     Row("deepspeed 2", 2, False, False, True, 1, EVERY),
     Row("deepspeed 3", 1, False, False, True, 2, EVERY),
     Row("deepspeed 3", 2, True, True, False, 1, FEW),
-    Row("fsdp2 2", 1, True, False, True, 1, EVERY),
-    Row("fsdp2 2", 2, False, True, False, 2, FEW),
+    Row("fsdp2 2", 1, True, True, True, 1, EVERY),
+    Row("fsdp2 2", 2, False, False, False, 2, FEW),
     Row("fsdp2 3", 1, True, True, False, 1, EVERY),
     Row("fsdp2 3", 2, False, False, True, 2, FEW),
     Row("ddp", 1, False, True, True, 1, FEW),
@@ -161,7 +161,7 @@ def test_every_pair_of_toggles_meets() -> None:
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_losses_and_norms_are_the_reference_s(row: Row, logs: dict[str, Path], reference: Reference) -> None:
     records = records_of(logs[row.name])
-    assert len({record.source for record in records}) == row.max_inputs
+    assert len({record.source for record in records}) == min(EVERY, row.max_inputs * row.num_ranks)
     for record in records:
         expected = reference.answer(default_folder() / record.source).loss
         assert record.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source
