@@ -24,7 +24,17 @@ from replay.noise import Verdict
 from replay.options import command_line
 from replay.past_run import PastRun
 from replay.selection import default_folder
-from tests.fault_campaign import Campaign, Ground, Run, ground_of, grounds_for, replay_all, run_command, run_jobs
+from tests.fault_campaign import (
+    Campaign,
+    Ground,
+    Run,
+    ground_of,
+    grounds_for,
+    is_traceable,
+    replay_all,
+    run_command,
+    run_jobs,
+)
 from tests.faults import FAULTS, Fault
 
 TRAINED = {"step": True, "learning_rate": "1e-3", "epochs": "3"}
@@ -167,8 +177,7 @@ def clean(home: Path, num_seeds: int) -> dict[str, str]:
             if cell.role is Role.REFERENCE:
                 continue
             verdict = campaign.judged(number, cell).verdict
-            traced = not cell.spec.inputs.reverse_rows and cell.varies != "the same again"
-            first = campaign.parting(number, cell) if traced else None
+            first = campaign.parting(number, cell) if is_traceable(cell) else None
             name = f"{ground.model}, seed {ground.options['weights_seed']}, {cell.name}"
             alarms[name] = "" if verdict in AGREE and first is None else f"{verdict}, {first and first.name}"
     return alarms

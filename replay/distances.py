@@ -118,8 +118,11 @@ def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
             found = [_share_that_differs(one, partner, number) for one, partner in both]
             yield distance(Key(Kind.INPUT, column, "fed"), *max(found))
     others = set(b.order)
+    goes_back = any(key.kind is Kind.GRADIENT for key in others)
     for key in a.order:
-        if key in others and key.kind in (Kind.FORWARD, Kind.GRADIENT):
+        if key.kind is Kind.GRADIENT and goes_back and key not in others and key._replace(kind=Kind.FORWARD) in others:
+            yield distance(key, math.inf, 0)  # seen in forward, and nothing came back to it
+        elif key in others and key.kind in (Kind.FORWARD, Kind.GRADIENT):
             both = list(product(a.tables(key), b.tables(key)))
             yield distance(key, *max(_largest_of_tokens(key, one, partner) for one, partner in both))
 

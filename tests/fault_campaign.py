@@ -23,6 +23,7 @@ from replay.past_run import PastRun
 from tests.faults import Fault
 from tests.sharded import MODELS, SIZES
 from tests.test_commands import ROOT
+from tests.warm import warm_bin
 
 World = tuple[int, int, int]  # processes, tp, ring
 
@@ -77,11 +78,16 @@ class Run:
         return self.cell.num_processes, parallel.tp, parallel.ring
 
 
+def is_traceable(cell: Cell) -> bool:
+    """A trace tells rows by their place."""
+    return not cell.spec.inputs.reverse_rows
+
+
 def replay_all(runs: Sequence[Run], home: Path) -> None:
     """One launch for each kind of world."""
     worlds: dict[World, list[dict[str, Any]]] = {}
     for run in runs:
-        trace = ["--trace"] if run.traced and not run.cell.spec.inputs.reverse_rows else []
+        trace = ["--trace"] if run.traced and is_traceable(run.cell) else []
         arguments = [*command_line(run.cell.spec), *trace, "--log-folder", str(run.logs)]
         worlds.setdefault(run.world, []).append({"arguments": arguments, "fault": run.fault})
     for world, jobs in worlds.items():
@@ -95,7 +101,7 @@ def run_jobs(jobs: Sequence[Mapping[str, Any]], world: World, home: Path) -> Non
     table.write_text(json.dumps(jobs))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     worker = ["-m", "tests.fault_worker", str(table), str(tp), str(ring)]
-    command = [sys.executable, *(torchrun if num_processes > 1 else []), *worker]
+    command = [str(warm_bin() / "python"), *(torchrun if num_processes > 1 else []), *worker]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
