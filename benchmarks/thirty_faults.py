@@ -148,7 +148,7 @@ def hashes(home: Path) -> dict[str, str]:
         cell = ground.cell(fault.cell)
         for kind, broken in (("first", ""), ("again", ""), ("faulty", fault.name)):
             run = Run(cell=cell, logs=home / f"{fault.name}-{kind}", fault=broken)
-            arguments = [*command_line(cell.spec), "--log-folder", str(run.logs)]
+            arguments = [*command_line(cell.spec), "--max-inputs", "1", "--log-folder", str(run.logs)]
             compare = str(home / f"{fault.name}-{kind}.json")
             jobs.setdefault(run.world, []).append({"arguments": arguments, "fault": broken, "compare": compare})
     for world, own in jobs.items():
