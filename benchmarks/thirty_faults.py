@@ -78,7 +78,9 @@ def faults(home: Path) -> dict[str, dict[str, Any]]:
             continue
         number, cell = campaign.place_of(fault)
         verdict = campaign.judged(number, cell, fault.name).verdict
-        first = campaign.parting(number, cell, fault.name)
+        first = (
+            None if fault.options else campaign.parting(number, cell, fault.name)
+        )  # trainings have more than a place
         named = "" if first is None else f"{first.name} ({first.kind})"
         found[fault.name] = {
             "command": "parity",
