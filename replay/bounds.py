@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from replay.distances import Distance, distances
 from replay.first_difference import Kind
+from replay.noise import UNIT_ROUNDOFF
 from replay.traced_run import TracedRun
 
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 OF_A_SKETCH = 1e-5
 ROUNDINGS = 16  # of a layer, seen in its worst token
 SAFETY = 4.0  # times what equivalent runs were seen to differ by

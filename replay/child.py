@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from replay.launch import without_launcher
+
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
-OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REFUSED = 2  # the exit code of a replay that cannot be had
 
 
@@ -54,7 +55,6 @@ def run_child(
     logs: Path,
     output: Path,
     limit: float,
-    environment: Mapping[str, str] | None = None,
 ) -> Child:
     """`replay` with `arguments` in that many processes on this machine, for at most `limit` seconds.
 
@@ -73,7 +73,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env=_environment() | dict(environment or {}),
+            env=without_launcher(os.environ),
             start_new_session=True,
         )
         exit_code = None
@@ -94,9 +94,3 @@ def end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-
-
-def _environment() -> dict[str, str]:
-    """Ours, without what a launcher set for us; threads as torchrun sets them: processes share the machine's cores."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in own.items() if name not in OF_A_LAUNCHER}

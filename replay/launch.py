@@ -3,10 +3,12 @@
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actor_init.spec import ParallelSpec, UsageError
+
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def num_processes_missing(parallel: ParallelSpec) -> int:
@@ -32,17 +34,22 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
     return start_processes(num_processes, ["-u", str(Path(__file__).parent), *arguments])
 
 
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` but for what a launcher set; threads as torchrun sets them: processes share the machine's cores."""
+    own = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in own.items() if name not in OF_A_LAUNCHER}
+
+
 def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
     """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+    own = without_launcher(os.environ)
+    for name in os.environ.keys() - own.keys():
         del os.environ[name]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: processes share the machine's cores
+    os.environ.update(own)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
