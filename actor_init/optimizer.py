@@ -52,6 +52,18 @@ def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: step / num_warmup if step < num_warmup else 1.0)
 
 
+def move_on(scaler: torch.amp.GradScaler, schedule: LambdaLR | None) -> None:
+    """The loss scale of the next window; and if the optimizer stepped, the learning rate of its next step.
+
+    A step that fp16's overflow made the scaler skip does not count.
+    """
+    scale = scaler.get_scale()
+    if scaler.is_enabled():
+        scaler.update()
+    if schedule is not None and scaler.get_scale() >= scale:
+        schedule.step()
+
+
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
     """Take over `schedule.state_dict()`. All parameter groups have one rate, but tp makes more groups of them."""
     num_groups = len(schedule.base_lrs)

@@ -23,7 +23,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, total_norm
+from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.packing import ActorInputs
 from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
@@ -100,13 +100,7 @@ class DDPBackend:
             if self.spec.max_norm:
                 clip_grads_with_norm_(self.model.parameters(), self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
-        scale = self.scaler.get_scale()
-        if self.scaler.is_enabled():
-            self.scaler.update()
-        overflowed = self.scaler.get_scale() < scale  # and the step was skipped
-        if step and not overflowed:
-            assert self.schedule is not None
-            self.schedule.step()
+        move_on(self.scaler, self.schedule if step else None)
         self.model.zero_grad(set_to_none=True)
         return float(norm)
 
