@@ -39,7 +39,7 @@ configurations() { # configurations SECONDS NUM_GPUS ARGUMENTS...
     local seconds=$1 num_gpus=$2
     shift 2
     LINES_SHOWN=50 step "$((seconds + 30))" python3 benchmarks/configurations.py --num-gpus "$num_gpus" \
-        --model "$model" --warmup 2 --limit 90 --total "$seconds" --out "/tmp/$stage-$num_gpus" "$@"
+        --model "$model" --warmup 2 --limit 150 --total "$seconds" --out "/tmp/$stage-$num_gpus" "$@"
 }
 
 case $stage in

@@ -7,7 +7,7 @@ A file is two pickles, one after the other, that name no class (protocol 5):
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
 The second may also have what it takes to do the pass again (`capture/reproduction.py`): "outputs": {name: value},
-"random": {generator: {name: value}}, "environment": {name: text} and "weights": samples of them
+"random": {generator: {name: value}}, "environment": {name: text} and "weights": samples of them, as JSON
 (`capture/fingerprint.py`).
 
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
@@ -47,7 +47,7 @@ _ORIGIN_KINDS: dict[str, Any] = {
     "versions": dict,
 }
 _BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
-_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict, "weights": dict}
+_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict, "weights": str}
 
 
 def write_call(
@@ -108,7 +108,7 @@ class Call:
             left_out=self.left_out,
             random=self.random,
             environment=self.environment,
-            weights=None if self.weights is None else self.weights.plain(),
+            weights=None if self.weights is None else self.weights.text(),
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
@@ -171,7 +171,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         outputs=body.get("outputs", {}),
         random=body.get("random", {}),
         environment=body.get("environment", {}),
-        weights=Fingerprint.of_plain(body["weights"], source) if "weights" in body else None,
+        weights=Fingerprint.of_text(body["weights"], source) if "weights" in body else None,
     )
 
 

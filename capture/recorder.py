@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from capture.trouble import Trouble, trouble, trouble_of
 from capture.writer import BackgroundWriter, warn
 
 MAX_FLUSH_SECONDS = 60.0
+_SAMPLES = " weights"  # no argument of a forward has this name
 
 
 def recording(
@@ -69,8 +71,8 @@ def recording(
                 that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
     reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
-                samples of the weights (4 kB). By default: with a ring. A pass then is complete, and without a ring
-                written, when the next one begins
+                samples of the weights (1 kB, the first pass more). By default: with a ring. A pass then is complete,
+                and without a ring written, when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
@@ -276,12 +278,15 @@ class Recorder:
         if taken.continues_a_cache or self._is_capturing(taken.tensors):
             self.num_skipped += 1
             return
-        tensors, copied = copy_to_host(taken.tensors)
-        weights, weights_copied = self._sampled(module)
+        weights = self._sampled(module)
+        to_copy = taken.tensors if weights is None else {**taken.tensors, _SAMPLES: weights.values}
+        tensors, copied = copy_to_host(to_copy)
+        if weights is not None:
+            weights = replace(weights, values=tensors.pop(_SAMPLES))
         self._writer.offer(
             Pass(
                 tensors=tensors,
-                copied=copied + weights_copied,
+                copied=copied,
                 call_facts=taken.call_facts,
                 left_out=taken.left_out,
                 trains=torch.is_grad_enabled(),
@@ -293,16 +298,16 @@ class Recorder:
             sum(tensor.nbytes for tensor in tensors.values()),
         )
 
-    def _sampled(self, module: nn.Module) -> tuple[WeightSnapshot | None, list[torch.cuda.Event]]:
-        """Samples of the weights, on the host once the events have happened. Trouble with them is not the pass's."""
+    def _sampled(self, module: nn.Module) -> WeightSnapshot | None:
+        """Samples of the weights, on their device. Trouble with them is not the pass's."""
         if self._sampler is None:
-            return None, []
+            return None
         try:
-            return self._sampler.take_to_host(module)
+            return self._sampler.take(module)
         except Exception as error:  # the job is worth more than its record
             self._sampler = None
             warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
-            return None, []
+            return None
 
     def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):

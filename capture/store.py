@@ -148,7 +148,7 @@ class Store:
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
-            weights=None if taken.weights is None else taken.weights.fingerprint().plain(),
+            weights=None if taken.weights is None else taken.weights.fingerprint().text(),
         )
         self._held.append(encoded)
         if self._keep.ring is not None:

@@ -9,8 +9,8 @@ job's, and the claim has no doubt.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from replay.findings import Finding, Setting, findings_of, roundoff
@@ -55,7 +55,7 @@ def judge(passes: Sequence[tuple[PassRecord, Recorded | None]], setting: Setting
     judged = _of_inputs(judged, [record.data_rank for record, _ in known])
     counts = Counter(one.outcome for one in judged)
     outcome = next((o for o in (Outcome.DIFFERS, Outcome.REPRODUCED) if counts[o]), Outcome.CANNOT_TELL)
-    others = [found for found in weights.values() if found.differing]
+    others = [found for found in weights.values() if found.first is not None]
     return Verdict(
         outcome=outcome,
         reason=_reason(judged) if outcome is Outcome.CANNOT_TELL else None,
@@ -83,7 +83,22 @@ def _weights(known: Sequence[tuple[PassRecord, Recorded]], setting: Setting) -> 
         if setting.steps and record.index >= setting.grad_accumulation:
             doubt = "the replay has stepped since, so its weights are known before the first step alone"
             found[id(recorded)] = WeightsFound(doubt=doubt)
-    return found
+    others = dict.fromkeys(name for one in found.values() for name in one.differing)
+    return {key: _beside(one, others) for key, one in found.items()}
+
+
+def _beside(weights: WeightsFound, others: Iterable[str]) -> WeightsFound:
+    """A pass's weights, in view of parameters that are not the job's in this pass or in another one.
+
+    Of those that it has no sample of: they are others here too, unless it has one of the rest and that is the job's, so
+    that the job has moved its weights in between.
+    """
+    unseen = tuple(name for name in others if name not in weights.compared)
+    if not unseen or not weights.are_same:
+        return weights
+    if not set(others).intersection(weights.compared):
+        return replace(weights, differing=unseen)
+    return replace(weights, doubt=f"in another pass {unseen[0]} is not the job's, and this one has no sample of it")
 
 
 def _merged(members: Sequence[WeightsFound]) -> WeightsFound:

@@ -238,6 +238,28 @@ def test_the_rules(passes: Sequence[Recorded], outcome: Outcome, reason: str | N
     assert verdict_lines(verdict)[0][1].startswith(f"{outcome}: ")
 
 
+@pytest.mark.parametrize(
+    ("differing", "claim", "outcome"),
+    [
+        (("a",), RIGHT, Outcome.REPRODUCED),  # looked at again here
+        (("a",), WRONG, Outcome.DIFFERS),
+        (("c",), RIGHT, Outcome.CANNOT_TELL),  # not looked at: still another
+        (("a", "c"), RIGHT, Outcome.REPRODUCED),  # moved since
+        (("a", "c"), WRONG, Outcome.CANNOT_TELL),  # but perhaps not to what the replay has
+    ],
+)
+def test_a_pass_answers_for_parameters_that_it_has_no_sample_of(
+    differing: tuple[str, ...], claim: Claim, outcome: Outcome
+) -> None:
+    first = replace(OTHER, compared=("a", "b", "c"), differing=differing)
+    later = WeightsFound(compared=("a", "b"), num_parameters=3)
+    for passes in ([first, later], [later, first]):  # a ring holds no first pass of all parameters
+        found = judged(*(recorded(claim, weights=one, step=step) for step, one in enumerate(passes)))
+        assert found.passes[passes.index(later)].outcome is outcome
+        assert found.weights is not None
+        assert found.weights.first is not None
+
+
 def test_a_model_with_dropout_differs_by_chance() -> None:
     verdict = judged(recorded(WRONG), setting=replace(SETTING, dropout=["attention_dropout"]))
     assert (verdict.outcome, "by chance" in str(verdict.reason)) == (Outcome.CANNOT_TELL, True)
