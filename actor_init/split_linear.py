@@ -112,7 +112,8 @@ class _SumOver(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed, group=group)
-        return summed
+        # a view: compiled by torch 2.11, the written tensor itself gets no gradient (pytorch issue #180642)
+        return summed.view_as(summed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from actor_init.split_linear import sum_over
+from actor_init.world import World
 from replay.logbook import read_log
 from replay.selection import default_folder
 from tests.gradients import (
@@ -258,3 +261,12 @@ def test_the_processes_that_are_missing_are_started_and_compile_one_graph(tmp_pa
     assert len({record.source for record in records}) == 3
     graphs = [record.new_graphs for record in records if record.rank == 0]
     assert graphs == [1, 0, 0]  # for any length
+
+
+def test_a_compiled_sum_has_its_gradient(world: World) -> None:
+    """Torch 2.11 loses it where an autograd.Function returns the very tensor that it has written to."""
+    inputs, weight = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
+    summed = torch.compile(lambda x, w: sum_over(x @ w, dist.group.WORLD).sin(), backend="aot_eager")
+    summed(inputs, weight).sum().backward()
+    (expected,) = torch.autograd.grad((inputs @ weight).sin().sum(), weight)
+    torch.testing.assert_close(weight.grad, expected)
