@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.func import functional_call
+from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.model import blocks_of
@@ -24,6 +26,7 @@ from actor_init.tp_plan import Plan, Split
 from actor_init.vocab_parallel import VocabularyParallelEmbedding
 
 HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that some attention modules shape their heads by
+GATHERS_IN_ONE_PIECE = "2.13"
 ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards a length that tp does not divide unevenly
 
 
@@ -43,8 +46,17 @@ def check_divisible(config: PretrainedConfig, tp: int) -> None:
         )
 
 
-def check_sequence(model: PreTrainedModel, plan: Plan) -> None:
-    """Raises UsageError where what the plan leaves whole is not on the residual stream itself."""
+def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
+    """Raises UsageError where what the plan leaves whole is not on the residual stream itself.
+
+    And for several rows under a torch whose DTensor leaves gaps between them when it gathers shares of unequal length
+    (pytorch pull request #184443): a linear layer then refuses them in the middle of a run.
+    """
+    if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
+        raise UsageError(
+            f"--sequence-parallel with --no-packing needs torch {GATHERS_IN_ONE_PIECE}, and this is "
+            f"{torch.__version__}. Try: --packing, or --no-sequence-parallel"
+        )
     for prefix, block in blocks_of(model):
         for name, module in block.named_modules():
             if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):

@@ -98,4 +98,17 @@ def test_a_norm_inside_attention_is_no_part_of_the_residual_stream() -> None:
     model = model_of("llama")
     model.model.layers[1].self_attn.sub_norm = nn.LayerNorm(SIZES["hidden_size"])
     with pytest.raises(UsageError, match=r"model.layers.1.self_attn.sub_norm.*Try: --no-sequence-parallel"):
-        check_sequence(model, find_plan(model, TpPlan.AUTO))
+        check_sequence(model, find_plan(model, TpPlan.AUTO), packing=True)
+
+
+def test_several_rows_along_the_sequence_need_a_torch_that_gathers_them_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("llama")
+    plan = find_plan(model, TpPlan.AUTO)
+    monkeypatch.setattr("torch.__version__", "2.12.1")
+    check_sequence(model, plan, packing=True)
+    with pytest.raises(UsageError, match=r"needs torch 2.13, and this is 2.12.1. Try: --packing"):
+        check_sequence(model, plan, packing=False)
+    monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
+    check_sequence(model, plan, packing=False)

@@ -81,7 +81,7 @@ class DeepSpeedBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks)
-        if _has_leaf_blocks(spec):
+        if _has_whole_blocks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
         # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -91,7 +91,7 @@ class DeepSpeedBackend:
             for module in _to_partition(spec, model, name, block):
                 deepspeed.zero.Init(
                     module=module,
-                    config_dict_or_path=config | {"zero_optimization": {"stage": 3}},
+                    config_dict_or_path=config | {"zero_optimization": config["zero_optimization"] | {"stage": 3}},
                     dtype=TORCH_DTYPES[spec.dtype],
                 )
         gate = Gate()
@@ -156,7 +156,7 @@ class DeepSpeedBackend:
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
-            "zero3_leaf_modules": "blocks" if _has_leaf_blocks(self.spec) else "none",
+            "zero3_leaf_modules": "blocks" if _has_whole_blocks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
         }
 
@@ -219,8 +219,12 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
     return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
 
 
-def _has_leaf_blocks(spec: ActorSpec) -> bool:
-    """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block."""
+def _has_whole_blocks(spec: ActorSpec) -> bool:
+    """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block.
+
+    DeepSpeed's own linear function stays away too: it asks for a parameter's number, which makes a graph a layer with
+    torch 2.11.
+    """
     return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3
 
 
@@ -231,7 +235,10 @@ def _config(spec: ActorSpec) -> dict[str, Any]:
         "gradient_accumulation_steps": spec.grad_accumulation,
         "gradient_clipping": spec.max_norm or 0.0,
         "steps_per_print": None,
-        "zero_optimization": {"stage": spec.resolved_zero_stage},
+        "zero_optimization": {
+            "stage": spec.resolved_zero_stage,
+            "memory_efficient_linear": not _has_whole_blocks(spec),
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": has_masters and spec.dtype is Dtype.BF16},
         "fp16": {"enabled": has_masters and spec.dtype is Dtype.FP16},

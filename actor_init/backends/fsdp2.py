@@ -57,7 +57,7 @@ class FSDP2Backend:
         blocks = blocks_of(model)
         plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
         if plan and spec.parallel.sequence_parallel:
-            check_sequence(model, plan)
+            check_sequence(model, plan, packing=spec.packing)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
