@@ -57,7 +57,7 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is run, in this order: references and equivalents first; and what cannot run, with the reason."""
+    """What is run, in this order: references, equivalents, cells; and what cannot run, with the reason."""
 
     cells: list[Cell]
     refused: dict[str, str]
@@ -104,7 +104,7 @@ def plan(
         raise UsageError(f"{lacking}, which others would be held against, cannot run: {refused[lacking]}")
     for key, cell in cells.items():
         ground.setdefault(key, cell)
-    return Plan(cells=list(ground.values()), refused=refused)
+    return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
 def _add_ground(

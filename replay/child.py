@@ -2,17 +2,20 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self, TypeVar
 
 from replay.launch import without_launcher
 
+Key = TypeVar("Key")
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
 REFUSED = 2  # the exit code of a replay that cannot be had
@@ -48,41 +51,92 @@ class Child:
         return f"exit code {self.exit_code}, see {self.output}"
 
 
-def run_child(
-    arguments: Sequence[str],
-    *,
-    num_processes: int,
-    logs: Path,
-    output: Path,
-    limit: float,
-) -> Child:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
     """`replay` with `arguments` in that many processes on this machine, for at most `limit` seconds.
 
-    Its run is logged in a new folder below `logs`, and what it prints goes into the file `output`. On Ctrl-C, or any
-    other exception here, it is ended first.
+    Its run is logged in a new folder below `logs`, and what it prints goes into the file `output`.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable]
-    if num_processes > 1:  # not torchrun, which has one exit code for whatever its ranks left with
-        start = f"from replay.launch import start_processes; sys.exit(start_processes({num_processes}, sys.argv[1:]))"
-        program += ["-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
-    began = time.monotonic()
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [*program, *PROGRAM, *arguments, "--log-folder", str(logs)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=without_launcher(os.environ),
-            start_new_session=True,
-        )
-        exit_code = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                exit_code = process.wait(limit)
-        finally:
-            end(process)
-    return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=output, logs=logs)
+
+    arguments: Sequence[str]
+    num_processes: int
+    logs: Path
+    output: Path
+    limit: float
+
+
+def run_child(arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float) -> Child:
+    """One task, to its end. On Ctrl-C, or any other exception here, it is ended first."""
+    task = Task(arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit)
+    [(_, child)] = run_children([(None, task)], at_once=1)
+    return child
+
+
+def run_children(tasks: Iterable[tuple[Key, Task]], *, at_once: int) -> Generator[tuple[Key, Child], None, None]:
+    """What became of each, as they end; the next task is asked for when there is room for it.
+
+    On Ctrl-C, or any other exception here or where this is iterated, those that run are ended first.
+    """
+    waiting = iter(tasks)
+    running: dict[int, tuple[Key, _Running]] = {}  # by a descriptor that can be read once it has ended
+    try:
+        while True:
+            while len(running) < at_once and (found := next(waiting, None)) is not None:
+                started = _Running.of(found[1])
+                running[os.pidfd_open(started.process.pid)] = found[0], started
+            if not running:
+                return
+            until = min(one.deadline for _, one in running.values())
+            ended, _, _ = select.select(running, [], [], max(0.0, until - time.monotonic()))
+            late = [number for number, (_, one) in running.items() if one.deadline <= time.monotonic()]
+            for descriptor in dict.fromkeys([*ended, *late]):
+                key, one = running[descriptor]
+                child = one.ended()
+                del running[descriptor]
+                os.close(descriptor)
+                yield key, child
+    finally:
+        for descriptor, (_, one) in running.items():
+            end(one.process)
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Running:
+    task: Task
+    process: subprocess.Popen[bytes]
+    began: float
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        program = [sys.executable]
+        if task.num_processes > 1:  # not torchrun, which has one exit code for whatever its ranks left with
+            number = task.num_processes
+            start = f"from replay.launch import start_processes; sys.exit(start_processes({number}, sys.argv[1:]))"
+            program += ["-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
+        began = time.monotonic()
+        with task.output.open("wb") as file:
+            process = subprocess.Popen(
+                [*program, *PROGRAM, *task.arguments, "--log-folder", str(task.logs)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=without_launcher(os.environ),
+                start_new_session=True,
+            )
+        return cls(task=task, process=process, began=began)
+
+    @property
+    def deadline(self) -> float:
+        return self.began + self.task.limit
+
+    def ended(self) -> Child:
+        """If it has not, it is ended here."""
+        exit_code = self.process.poll()
+        seconds = time.monotonic() - self.began
+        end(self.process)
+        return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -3,15 +3,15 @@
 import shlex
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
-from replay.cells import Here, plan
-from replay.child import Child, run_child
+from replay.cells import Here, Role, plan
+from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
 from replay.logbook import INTERRUPTED, create_folder, to_json
 from replay.matrix import arranged, settings_of
@@ -33,10 +33,9 @@ NUM_PROCESSES_ON_A_CPU = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """In seconds."""
-
-    cell: float
-    total: float | None  # no cell is started after it
+    cell: float  # seconds
+    total: float | None  # seconds; no cell is started after it
+    at_once: int  # cells that run at the same time
 
 
 def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
@@ -104,11 +103,9 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     differences: Pairs = []
     interrupted = False
     try:
-        for number, row in log.pending():
-            if limits.total is not None and time.monotonic() - began > limits.total:
-                break
-            settled = _settle(log, number, row, limits.cell)
-            progress.ended(number, settled, judge.judge(log.rows))
+        for are_references in (True, False):  # the others need to know what became of theirs
+            for number, settled in _settle(log, are_references, limits, began):
+                progress.ended(number, settled, judge.judge(log.rows))
         if trace:
             differences.extend(Partings(log, limits.cell).of(judge.judge(log.rows)))
     except KeyboardInterrupt:
@@ -123,24 +120,38 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     return 0 if judgement.is_clean and judgement.cells and not failed else 1
 
 
-def _settle(log: ParityLog, number: int, row: Row, limit: float) -> Row:
-    """Run it, unless its reference did not. An interrupted one stays pending."""
-    [reference] = [one for one in log.rows if one.cell.name == row.cell.reference]
-    if reference is not row and reference.state is not State.DONE:
+def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
+    """Run what is pending, but for rows whose reference failed. An interrupted one stays pending."""
+    rows = [(n, row) for n, row in log.pending() if (row.cell.role is Role.REFERENCE) is are_references]
+    done = {row.cell.name for row in log.rows if row.state is State.DONE}
+    lacking = [(n, row) for n, row in rows if not are_references and row.cell.reference not in done]
+    for number, row in lacking:
         trouble = f"not run, for its reference was not: {row.cell.reference}"
-        return log.settle(number, state=State.FAILED, trouble=trouble)
+        yield number, log.settle(number, state=State.FAILED, trouble=trouble)
+    tasks = (
+        (number, _task(log, number, row, limits.cell))
+        for number, row in rows
+        if log.rows[number].state is State.PENDING
+        and (limits.total is None or time.monotonic() - began <= limits.total)
+    )
+    for number, child in run_children(tasks, at_once=limits.at_once):
+        state, trouble, folder = _outcome(child)
+        ran_alone = limits.at_once == 1
+        row = log.settle(number, state=state, trouble=trouble, seconds=child.seconds, ran_alone=ran_alone, log=folder)
+        yield number, row
+
+
+def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
     home = log.home_of(number)
     home.mkdir(parents=True, exist_ok=True)
     logs = home / str(len(list(home.iterdir())))  # a new one for each attempt
-    child = run_child(
-        command_line(row.cell.spec),
+    return Task(
+        arguments=command_line(row.cell.spec),
         num_processes=row.cell.num_processes,
         logs=logs,
         output=logs / "output.txt",
         limit=limit,
     )
-    state, trouble, folder = _outcome(child)
-    return log.settle(number, state=state, trouble=trouble, seconds=child.seconds, log=folder)
 
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:

@@ -31,6 +31,13 @@ def parity(
     time_limit: float | None = typer.Option(
         None, min=0.0, metavar="X", help="Start no run after X seconds; --continue goes on."
     ),
+    at_once: int = typer.Option(
+        1,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help="Runs at the same time, on the same devices: as many as there is memory for. (default: 1)",
+    ),
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."
     ),
@@ -41,15 +48,15 @@ def parity(
     A replay's own options hold for every run; what they say of an option that the matrix varies chooses among its
     runs. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, and why.
     """
-    return partial(_parity, matrix, num_devices, go_on, cell_timeout, time_limit, first_difference, given)
+    limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
+    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, given)
 
 
 def _parity(
     matrix: str | None,
     num_devices: int | None,
     go_on: Path | None,
-    cell_timeout: float,
-    time_limit: float | None,
+    limits_given: dict[str, Any],
     first_difference: bool,
     given: dict[str, Any],
 ) -> int:
@@ -61,7 +68,7 @@ def _parity(
         raise UsageError(f"--continue goes on with what that folder says. Leave out --{typed[0].replace('_', '-')}")
     from replay import parity as work
 
-    limits = work.Limits(cell=cell_timeout, total=time_limit)
+    limits = work.Limits(**limits_given)
     if go_on is not None:
         return work.go_on(go_on, limits, trace=first_difference)
     return work.begin(matrix or "quick", given, num_devices, limits, trace=first_difference)

@@ -40,6 +40,7 @@ class Row:
     state: State = State.PENDING
     trouble: str = ""
     seconds: float | None = None
+    ran_alone: bool = True  # else its times say nothing
     log: Path | None = None  # the run's folder
 
 
@@ -123,7 +124,7 @@ class ParityLog:
 def _plain(row: Row, folder: Path) -> dict[str, Any]:
     cell = {name: value for name, value in asdict(row.cell).items() if name != "spec"}
     log = None if row.log is None else str(row.log.relative_to(folder))
-    own = {"state": row.state, "trouble": row.trouble, "seconds": row.seconds, "log": log}
+    own = {"state": row.state, "trouble": row.trouble, "seconds": row.seconds, "log": log, "ran_alone": row.ran_alone}
     return {**cell, **own, "spec": spec_to_dict(row.cell.spec)}
 
 
@@ -140,5 +141,6 @@ def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
         state=State(plain["state"]),
         trouble=plain["trouble"],
         seconds=plain["seconds"],
+        ran_alone=plain["ran_alone"],
         log=None if plain["log"] is None else folder / plain["log"],
     )

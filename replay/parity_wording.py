@@ -63,7 +63,7 @@ def cell_table(log: ParityLog, judgement: Judgement) -> Columns:
         "run": [row.cell.name for row, _, _ in rows],
         "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
         "processes": [str(row.cell.num_processes) for row, _, _ in rows],
-        "pass ms": [milliseconds(cost.median_seconds) if cost else "-" for _, _, cost in rows],
+        "pass ms": [milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows],
         "peak GiB": [gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows],
         **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
         "verdict": [verdict_of(row, judged) for row, judged, _ in rows],

@@ -1,9 +1,10 @@
 """`replay parity` as it is typed: what is run in which order, what is left when something fails, how it goes on."""
 
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from actor_init.packing import actor_inputs
 from replay import cli, parity, parting
-from replay.child import Child, run_child
+from replay.child import Child, Task, run_child, run_children
 from replay.cli import app
 from replay.judgement import Judge
 from replay.noise import Verdict
@@ -86,9 +87,20 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
-    monkeypatch.setattr(parity, "run_child", runs)
-    monkeypatch.setattr(parting, "run_child", runs)
+    stand_in(monkeypatch, runs)
     return runs
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Child]) -> None:
+    """`run` is called in the place of `run_child`, and by what takes that of `run_children`."""
+
+    def one_by_one(tasks: Iterable[tuple[Any, Task]], *, at_once: int) -> Iterator[tuple[Any, Child]]:
+        for key, task in tasks:
+            own = {"num_processes": task.num_processes, "logs": task.logs, "output": task.output, "limit": task.limit}
+            yield key, run(task.arguments, **own)
+
+    monkeypatch.setattr(parity, "run_children", one_by_one)
+    monkeypatch.setattr(parting, "run_child", run)
 
 
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:
@@ -129,6 +141,13 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     out = capsys.readouterr().out
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
+
+
+def test_times_of_runs_beside_others_are_left_out(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    for more, is_shown in (([], True), (["--at-once", "2"], False)):
+        assert typed(tmp_path, *more) == 0
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{RUNS[5]}  "))
+        assert (re.split(r"  +", row)[3] != "-") is is_shown
 
 
 def test_a_cell_beyond_the_bound_differs_and_is_named_with_its_input(
@@ -272,14 +291,53 @@ def test_the_exit_code_of_several_processes_is_that_of_the_rank_that_failed(
     assert found.exit_code == 2
 
 
+def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the first three waits for the other two; the fourth, which has to wait for room, never ends."""
+    waits = "import os, sys, time; number, home = sys.argv[1], sys.argv[2]; open(f'{home}/{number}', 'w').close()\n"
+    waits += "while number == '3' or len(set(os.listdir(home)) & {'0', '1', '2'}) < 3: time.sleep(0.01)"
+    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits))
+    asked: list[int] = []
+
+    def tasks() -> Iterator[tuple[int, Task]]:
+        for number in range(4):
+            asked.append(len(asked))
+            output, limit = tmp_path / "out" / str(number), 60.0 if number < 3 else 0.5
+            arguments = [str(number), str(tmp_path)]
+            yield number, Task(arguments=arguments, num_processes=1, logs=tmp_path, output=output, limit=limit)
+
+    ended = []
+    for number, child in run_children(tasks(), at_once=3):
+        ended.append((number, child.exit_code))
+        assert len(asked) >= 3
+    assert sorted(ended) == [(0, 0), (1, 0), (2, 0), (3, None)]
+
+
+def test_what_runs_is_ended_when_nobody_wants_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one ends as soon as the second, which never does, has said who it is."""
+    waits = "import os, sys, time; print(os.getpid(), flush=True)\n"
+    waits += "while sys.argv[1] == 'long' or not os.path.getsize(sys.argv[2]): time.sleep(0.01)"
+    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits))
+    long = tmp_path / "long"
+    both = [
+        (name, Task(arguments=[name, str(long)], num_processes=1, logs=tmp_path, output=tmp_path / name, limit=60.0))
+        for name in ("long", "short")
+    ]
+    running = run_children(both, at_once=2)
+    assert next(running)[0] == "short"
+    running.close()  # as for a KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(long.read_text()), 0)
+
+
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float) -> Child:
         spec = app([*arguments, "--log-folder", str(logs)], standalone_mode=False).args[0]
         return Child(exit_code=run_in(world, spec), seconds=0.0, output=output, logs=logs)
 
-    monkeypatch.setattr(parity, "run_child", run)
-    monkeypatch.setattr(parting, "run_child", run)
+    stand_in(monkeypatch, run)
 
 
 def small_model(tmp_path: Path) -> list[str]:
