@@ -9,7 +9,7 @@ job's, and the claim has no doubt.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -37,7 +37,7 @@ class PassVerdict:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     outcome: Outcome
-    reason: str | None  # of CANNOT TELL
+    reason: str | None  # of the passes of which one cannot tell
     counts: Mapping[Outcome, int]  # passes
     first: PassVerdict | None  # that differs
     worst: Sequence[Finding]  # of each quantity that was held against a claim, in the passes that were judged
@@ -58,7 +58,7 @@ def judge(passes: Sequence[tuple[PassRecord, Recorded | None]], setting: Setting
     others = [found for found in weights.values() if found.first is not None]
     return Verdict(
         outcome=outcome,
-        reason=_reason(judged) if outcome is Outcome.CANNOT_TELL else None,
+        reason=_reason(judged) if counts[Outcome.CANNOT_TELL] or not judged else None,
         counts=dict(counts),
         first=next((one for one in judged if one.outcome is Outcome.DIFFERS), None),
         worst=_worst(judged),
@@ -83,22 +83,24 @@ def _weights(known: Sequence[tuple[PassRecord, Recorded]], setting: Setting) -> 
         if setting.steps and record.index >= setting.grad_accumulation:
             doubt = "the replay has stepped since, so its weights are known before the first step alone"
             found[id(recorded)] = WeightsFound(doubt=doubt)
-    others = dict.fromkeys(name for one in found.values() for name in one.differing)
-    return {key: _beside(one, others) for key, one in found.items()}
+    steps = {id(recorded): recorded.step or 0 for _, recorded in known}
+    others = [(steps[key], name) for key, one in found.items() for name in one.differing]
+    return {key: _beside(one, steps[key], others) for key, one in found.items()}
 
 
-def _beside(weights: WeightsFound, others: Iterable[str]) -> WeightsFound:
-    """A pass's weights, in view of parameters that are not the job's in this pass or in another one.
+def _beside(weights: WeightsFound, step: int, others: Sequence[tuple[int, str]]) -> WeightsFound:
+    """A pass's weights, in view of parameters that were not the job's in the pass of some step, this one or another.
 
-    Of those that it has no sample of: they are others here too, unless it has one of the rest and that is the job's, so
-    that the job has moved its weights in between.
+    Of those that this pass has no sample of: what was another one before is another one here too, unless something else
+    that was is the job's by now, so that the job has moved its weights in between.
     """
-    unseen = tuple(name for name in others if name not in weights.compared)
+    unseen = [(at, name) for at, name in others if name not in weights.compared]
     if not unseen or not weights.are_same:
         return weights
-    if not set(others).intersection(weights.compared):
-        return replace(weights, differing=unseen)
-    return replace(weights, doubt=f"in another pass {unseen[0]} is not the job's, and this one has no sample of it")
+    before = tuple(dict.fromkeys(name for at, name in unseen if at <= step))
+    if before and not any(name in weights.compared for _, name in others):
+        return replace(weights, differing=before)
+    return replace(weights, doubt=f"in another pass {unseen[0][1]} is not the job's, and this one has no sample of it")
 
 
 def _merged(members: Sequence[WeightsFound]) -> WeightsFound:

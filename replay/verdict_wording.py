@@ -2,7 +2,7 @@
 
 verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
            ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
-weights    as the job's in 32 of its 291 parameters, sampled
+weights    as the job's in 291 of its 291 parameters, sampled
 here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
@@ -38,9 +38,11 @@ def weights_line(found: WeightsFound) -> str:
 
 def _explained(verdict: Verdict) -> str:
     num_passes = sum(verdict.counts.values())
-    others = [f"{number} {outcome}" for outcome, number in verdict.counts.items() if outcome is not verdict.outcome]
     share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
-    share += "".join(f", {other}" for other in others)
+    for outcome, number in verdict.counts.items():
+        if outcome is not verdict.outcome:
+            why = f" ({verdict.reason})" if outcome is Outcome.CANNOT_TELL else ""
+            share += f", {number} {outcome}{why}"
     match verdict.outcome:
         case Outcome.CANNOT_TELL:
             return str(verdict.reason)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actor_init.weights import RandomWeights
 from capture import recording
 
 BOS, EOS, PAD = 256, 257, 258  # behind the 256 byte values
@@ -178,10 +179,13 @@ def run(out: Path, seed: int, rank: int, world_size: int) -> None:
         pad_token_id=PAD,
     )
     actor: nn.Module = Actor(config)
+    weights = RandomWeights(seed=seed, std=config.initializer_range)  # those of a replay, which so needs no checkpoint
+    for name, parameter in actor.get_submodule("model").named_parameters():
+        weights.fill(name, parameter)
     if world_size > 1:
         actor = DistributedDataParallel(actor)
     samples = read_samples(rank, world_size, seed)
-    with recording(actor, out):  # the only line that capturing adds
+    with recording(actor, out, reproduce=True):  # the only line that capturing adds
         experiences = roll_out(actor, samples, verbose=rank == 0)
         train(actor, experiences, random.Random(seed + rank), verbose=rank == 0)
 
