@@ -13,6 +13,20 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
+LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
+    "test_deaths_and_hangs",  # mostly waits: best beside those that compute
+    "test_tensor_parallel",
+    "test_contract",
+    "test_ring_attention",
+    "test_commands",
+    "test_saving",
+    "test_autotp",
+    "test_trainers",
+    "test_faults",
+    "test_first_difference",
+    "test_diagnose",
+    "test_style",
+)
 
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need more GPUs than there are do not count as tests of this machine."""
+    """Long files first; tests that need more GPUs than there are do not count as tests of this machine."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
     if left_out:
