@@ -24,8 +24,8 @@ STANDING = [
     *[Job(model, 4, f"--tp 2 --ring 2 --zero-stage 1 {FEW}", backend="deepspeed") for model in (QWEN3, GEMMA)],
     Job(LLAMA, 2, "--ring 2 --compile --max-inputs 1"),
 ]
-WRONG = [Job(LLAMA, 2, f"--ring 2 {FEW}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
-UNSCALED = Job(LLAMA, 2, f"--ring 2 {FEW}", "ring_averaged")
+WRONG = [Job(LLAMA, 2, "--ring 2 --max-inputs 1", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
+UNSCALED = Job(LLAMA, 2, "--ring 2 --max-inputs 1", "ring_averaged")
 
 
 @pytest.fixture(scope="module")

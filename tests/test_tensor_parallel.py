@@ -83,17 +83,17 @@ STEPPED = [  # AdamW hardly sees the size of a gradient
     *[Job(model, 2, f"{SGD_STEPPING} --sequence-parallel") for model in MODELS],
 ]
 WRONG = [
-    Job("llama", 2, f"--tp 2 {FEW}", "column_for_a_row"),
-    Job("gemma3, sliding window, softcap", 2, f"--tp 2 --sequence-parallel {FEW}", "column_for_a_row"),
-    Job("llama", 2, f"--tp 2 {FEW}", "different_inputs"),
-    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {FEW}", "different_inputs"),
+    Job("llama", 2, "--tp 2 --max-inputs 1", "column_for_a_row"),
+    Job("gemma3, sliding window, softcap", 2, "--tp 2 --sequence-parallel --max-inputs 1", "column_for_a_row"),
+    Job("llama", 2, "--tp 2 --max-inputs 1", "different_inputs"),
+    Job("qwen2, biases", 2, "--tp 2 --sequence-parallel --max-inputs 1", "different_inputs"),
 ]
 UNSUMMED = {  # and which gradients have to be found wrong, and no others
     **{
-        Job(model, 2, f"--tp 2 {FEW}", "head_norms_not_summed"): ("q_norm", "k_norm")
+        Job(model, 2, "--tp 2 --max-inputs 1", "head_norms_not_summed"): ("q_norm", "k_norm")
         for model in ("qwen3, norms on heads", "gemma3, sliding window, softcap")
     },
-    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {FEW}", "sequence_norms_not_summed"): ("norm",),
+    Job("qwen2, biases", 2, "--tp 2 --sequence-parallel --max-inputs 1", "sequence_norms_not_summed"): ("norm",),
 }
 SEEN = [
     Job(model, 2, f"--tp 2 --max-inputs 1 {flags}".strip(), shapes=True)
