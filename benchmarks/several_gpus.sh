@@ -12,7 +12,7 @@
 #
 # MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540);
 # ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`; LAYERS
-# how many of the model's layers learn (8) or are compared (4).
+# how many of the model's layers learn (20) or are compared (2), AT_ONCE in how many runs at the same time (3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
@@ -74,13 +74,13 @@ four) configurations 400 4 --inputs "$inputs" --max-inputs 10 --only '^(?!.*sdpa
 learning)
     LINES_SHOWN=60 step 90 replay doctor
     LINES_SHOWN=30 step 150 replay diagnose --backend fsdp2 --inputs "$inputs" --model "$model" --num-layers 4
-    LINES_SHOWN=60 step 320 replay suite --dataset "$inputs" --model "$model" --num-layers "${LAYERS:-8}" \
+    LINES_SHOWN=60 step 320 replay suite --dataset "$inputs" --model "$model" --num-layers "${LAYERS:-20}" --learning-rate 1e-5 \
         --log-folder "$out"
     ;;
 parity)
     LINES_SHOWN=150 step "$((${TOTAL:-500} + 60))" replay parity --matrix full --time-limit "${TOTAL:-500}" \
-        --cell-timeout 90 --inputs "$inputs" --model "$model" --num-layers "${LAYERS:-4}" --max-inputs 4 \
-        --log-folder "$out"
+        --cell-timeout 150 --at-once "${AT_ONCE:-3}" --inputs "$inputs" --model "$model" \
+        --num-layers "${LAYERS:-2}" --max-inputs 4 --log-folder "$out"
     ;;
 *)
     echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four, learning, parity" >&2

@@ -2,7 +2,6 @@
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Self, TypeVar
 from replay.launch import without_launcher
 
 Key = TypeVar("Key")
+POLL_SECONDS = 0.05  # as Popen.wait does
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
 REFUSED = 2  # the exit code of a replay that cannot be had
@@ -78,27 +78,23 @@ def run_children(tasks: Iterable[tuple[Key, Task]], *, at_once: int) -> Generato
     On Ctrl-C, or any other exception here or where this is iterated, those that run are ended first.
     """
     waiting = iter(tasks)
-    running: dict[int, tuple[Key, _Running]] = {}  # by a descriptor that can be read once it has ended
+    running: list[tuple[Key, _Running]] = []
     try:
         while True:
             while len(running) < at_once and (found := next(waiting, None)) is not None:
-                started = _Running.of(found[1])
-                running[os.pidfd_open(started.process.pid)] = found[0], started
+                running.append((found[0], _Running.of(found[1])))
             if not running:
                 return
-            until = min(one.deadline for _, one in running.values())
-            ended, _, _ = select.select(running, [], [], max(0.0, until - time.monotonic()))
-            late = [number for number, (_, one) in running.items() if one.deadline <= time.monotonic()]
-            for descriptor in dict.fromkeys([*ended, *late]):
-                key, one = running[descriptor]
-                child = one.ended()
-                del running[descriptor]
-                os.close(descriptor)
-                yield key, child
+            over = [pair for pair in running if pair[1].is_over]
+            for pair in over:
+                child = pair[1].ended()
+                running.remove(pair)
+                yield pair[0], child
+            if not over:
+                time.sleep(POLL_SECONDS)
     finally:
-        for descriptor, (_, one) in running.items():
+        for _, one in running:
             end(one.process)
-            os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +124,8 @@ class _Running:
         return cls(task=task, process=process, began=began)
 
     @property
-    def deadline(self) -> float:
-        return self.began + self.task.limit
+    def is_over(self) -> bool:
+        return self.process.poll() is not None or time.monotonic() > self.began + self.task.limit
 
     def ended(self) -> Child:
         """If it has not, it is ended here."""

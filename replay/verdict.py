@@ -17,6 +17,8 @@ from replay.findings import Finding, Setting, findings_of, roundoff
 from replay.recorded import Recorded, WeightsFound
 from replay.records import PassRecord
 
+OTHER_WEIGHTS = "other weights"
+
 
 class Outcome(StrEnum):
     REPRODUCED = "REPRODUCED"
@@ -138,7 +140,7 @@ def _outcome(
     if record.error is not None:
         return Outcome.CANNOT_TELL, "the pass failed"
     if weights.differing:
-        return Outcome.CANNOT_TELL, "other weights"
+        return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a ring"
         return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
@@ -175,7 +177,7 @@ def _reason(judged: Sequence[PassVerdict]) -> str:
     reasons = Counter(one.reason for one in judged if one.reason is not None)
     if not reasons:
         return "no pass was replayed"
-    return "other weights" if "other weights" in reasons else str(reasons.most_common(1)[0][0])
+    return OTHER_WEIGHTS if OTHER_WEIGHTS in reasons else str(reasons.most_common(1)[0][0])
 
 
 def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:

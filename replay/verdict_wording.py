@@ -8,14 +8,15 @@ here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 
 from replay.findings import Finding
 from replay.recorded import WeightsFound
-from replay.verdict import Outcome, Verdict
+from replay.verdict import OTHER_WEIGHTS, Outcome, Verdict
 from replay.wording import Pairs, counted
 
 
 def verdict_lines(verdict: Verdict) -> Pairs:
     lines: Pairs = [("verdict", f"{verdict.outcome}: {_explained(verdict)}")]
     if verdict.weights is not None and verdict.weights.num_parameters:
-        lines.append(("weights", weights_line(verdict.weights)))
+        others = next((f" (pass {one.index + 1})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), "")
+        lines.append(("weights", weights_line(verdict.weights) + others))
     if verdict.environment and any(one.findings for one in verdict.passes):
         said = [f"{name} {here} ({there} in the job)" for name, (there, here) in verdict.environment.items()]
         lines.append(("here", ", ".join(said)))

@@ -92,6 +92,17 @@ def test_a_job_replayed_from_its_weights_is_reproduced(
     assert PastRun.read(log).records[0].row_action_tokens == [5, 7]  # what `replay compare` reads
 
 
+def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path: Path, one_world: None) -> None:
+    """Its job trained on weights that are random by name, on two ranks; a step moved them."""
+    inputs = ["--passes", "all", "--max-inputs", "6"]
+    assert replay_main([*inputs, *FP32, "--verdict", "strict", "--log-folder", str(tmp_path)]) == 0
+    [run] = tmp_path.glob("*/run.json")
+    verdict = json.loads(run.read_text())["verdict"]
+    assert [one["outcome"] for one in verdict["passes"]] == ["REPRODUCED"] * 5 + ["CANNOT TELL"]
+    assert (verdict["outcome"], verdict["reason"]) == ("REPRODUCED", "other weights")
+    assert [one["name"] for one in verdict["worst"]] == [LOG_PROBS]
+
+
 @pytest.mark.parametrize("job_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_is_held_to_its_own_bound(job_dtype: torch.dtype, tmp_path: Path, one_world: None) -> None:
     _, verdict, _ = replayed(train(tmp_path / "job", dtype=job_dtype, reproduce=True), tmp_path / "logs")
