@@ -49,9 +49,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "stablelm, no plan of its own": {"model_type": "stablelm", "use_qkv_bias": True},
 }
-STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} {FEW}"
+STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --max-inputs 3"
 SGD_RATE = 0.1
-SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} {FEW}"
+SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} --max-inputs 3"
 QWEN3, GEMMA3 = "qwen3, norms on heads", "gemma3, sliding window, softcap"
 TIED = "llama, tied, biases, uneven"
 WHOLE = (TIED, "--tp 2 --sequence-parallel")  # replays all of the sample; the others a few
