@@ -21,7 +21,7 @@ from tests.test_commands import ROOT, run
 from tests.test_contract import BF16_NORM_BOUND, LEARNING_RATE, LOSS_BOUND, MAX_NORM, NORM_BOUND, records_of
 from tests.warm import warm_bin
 
-NUM_INPUTS = 4
+NUM_INPUTS = 3
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
 CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 50}}
 QWEN3 = "qwen3, norms on heads"

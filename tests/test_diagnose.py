@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +24,7 @@ from replay.cli import app, main
 from tests.made_captures import write_pass
 from tests.sharded import SIZES
 from tests.test_commands import ROOT
+from tests.warm import warm_bin
 
 EVERY = [
     "attention kernel",
@@ -266,7 +266,7 @@ def diagnosed_on_two(home: Path, jobs: list[tuple[str, str]], *parallel: str) ->
     (home / "jobs.json").write_text(json.dumps(table))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(warm_bin() / "python"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
             *("-m", "tests.diagnose_worker", str(home / "jobs.json"), *parallel),
         ],
         cwd=ROOT,

@@ -109,7 +109,7 @@ def test_the_trainer_of_transformers_with_the_callback(tmp_path: Path, one_world
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_accelerate_with_two_ranks(kind: str, tmp_path: Path, one_world: None) -> None:
-    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "accelerate_job", kind, cold=kind == "ddp")
+    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "accelerate_job", kind, cold=False)
     check(tmp_path, 6)
 
 
