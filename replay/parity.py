@@ -122,17 +122,20 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
 
 def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
     """Run what is pending, but for rows whose reference failed. An interrupted one stays pending."""
-    rows = [(n, row) for n, row in log.pending() if (row.cell.role is Role.REFERENCE) is are_references]
     done = {row.cell.name for row in log.rows if row.state is State.DONE}
-    lacking = [(n, row) for n, row in rows if not are_references and row.cell.reference not in done]
-    for number, row in lacking:
-        trouble = f"not run, for its reference was not: {row.cell.reference}"
-        yield number, log.settle(number, state=State.FAILED, trouble=trouble)
+    runnable = []
+    for number, row in log.pending():
+        if (row.cell.role is Role.REFERENCE) is not are_references:
+            continue
+        if are_references or row.cell.reference in done:
+            runnable.append((number, row))
+        else:
+            trouble = f"not run, for its reference was not: {row.cell.reference}"
+            yield number, log.settle(number, state=State.FAILED, trouble=trouble)
     tasks = (
         (number, _task(log, number, row, limits.cell))
-        for number, row in rows
-        if log.rows[number].state is State.PENDING
-        and (limits.total is None or time.monotonic() - began <= limits.total)
+        for number, row in runnable
+        if limits.total is None or time.monotonic() - began <= limits.total
     )
     for number, child in run_children(tasks, at_once=limits.at_once):
         state, trouble, folder = _outcome(child)
