@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from actor_init.spec import ParallelSpec, UsageError
+from actor_init.split_linear import summed_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,9 +131,7 @@ class _SumOverRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.size = group.size()
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
+        return summed_copy(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -82,6 +82,16 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
+def summed_copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over `group`, for an autograd.Function to return from its forward.
+
+    A view: compiled by torch 2.11, the written tensor itself would get no gradient (pytorch issue #180642).
+    """
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=group)
+    return summed.view_as(summed)
+
+
 def _distribute(module: nn.Linear, mesh: DeviceMesh, **placements: Placement) -> None:
     for name, placement in placements.items():
         parameter = getattr(module, name)
@@ -110,10 +120,7 @@ class _SumGradient(torch.autograd.Function):
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=group)
-        # a view: compiled by torch 2.11, the written tensor itself gets no gradient (pytorch issue #180642)
-        return summed.view_as(summed)
+        return summed_copy(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
