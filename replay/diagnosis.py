@@ -24,6 +24,7 @@ class Sighting:
     collectives: Mapping[str, int] = field(default_factory=dict)  # entered so far, by process group
     num_unforeseen: int = 0  # of them, those that no pass before had entered by the end of the same phase
     in_collective: bool = False
+    collective_failed: bool = False  # the one in which it stands, or died
     waits_for_device: bool = False
     standing_at: str = ""  # the innermost line of its main thread
 
@@ -53,7 +54,8 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
 
     1. Ranks that do not answer: their process is stopped, or its Python is held by native code.
     2. Ranks that have run out of inputs, while others are in a pass for which these have none.
-    3. Ranks that wait after collectives which no pass before had, while the others entered none such.
+    3. Ranks that wait after collectives which no pass before had, while the others entered none such. They need not
+       wait any more where another rank's collective failed: gloo lets the longer of two that met return.
     4. Ranks at an earlier pass or phase: every border between phases is crossed together. Of these, those outside a
        collective, if there are any: the rest wait for them. If all of them stand in one and are more than those
        further on, then it is the ranks further on that went past it.
@@ -110,8 +112,9 @@ def _behind(sightings: Sequence[Sighting]) -> Verdict | None:
 
 
 def _more(sightings: Sequence[Sighting]) -> Verdict | None:
-    more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device)]
-    return _apart(sightings, more, "it waits in a collective of its own: it entered more than any pass before this one")
+    failed = any(s.collective_failed for s in sightings)
+    more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device or failed)]
+    return _apart(sightings, more, "it entered a collective of its own: more of them than any pass before this one")
 
 
 def _fewest(sightings: Sequence[Sighting]) -> Verdict | None:

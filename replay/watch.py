@@ -236,7 +236,7 @@ class Watch:
             self._dead[rank] = Sighting(rank=rank, position=position, answers=False)
             self._trouble = f"no progress for {self.timeout:g} s"
         elif aborted_in_collective(self.folder, rank):
-            self._dead[rank] = Sighting(rank=rank, position=position, in_collective=True)
+            self._dead[rank] = Sighting(rank=rank, position=position, in_collective=True, collective_failed=True)
             self._trouble = f"a collective aborted rank {rank}"
         else:
             self._ending.speak(died(rank, position))
@@ -251,6 +251,7 @@ class Watch:
             collectives=collectives_entered(),
             num_unforeseen=self.tracker.num_unforeseen(),
             in_collective=at.in_collective or self._collective_failed,
+            collective_failed=self._collective_failed,
             waits_for_device=at.waits_for_device,
             standing_at=at.line,
         )

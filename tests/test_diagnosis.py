@@ -16,6 +16,7 @@ def seen(
     counts: Mapping[str, int] | None = None,
     inside: bool = True,
     unforeseen: int = 0,
+    failed: bool = False,
     answers: bool = True,
 ) -> Sighting:
     source = f"input_{rank}.pkl" if phase not in (Phase.OPENING, Phase.OUT_OF_INPUTS) else None
@@ -29,6 +30,7 @@ def seen(
         num_unforeseen=unforeseen,
         waits_for_device=not inside and phase is Phase.SETTLING,
         in_collective=inside,
+        collective_failed=failed,
         standing_at="torch/x.py:1 in wait",
     )
 
@@ -113,6 +115,14 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
             seen(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
+    ),
+    "one's collective failed, two more returned in the same phase": (
+        [
+            seen(0, Phase.WAITING, failed=True),
+            seen(1, Phase.WAITING, counts={"0": 8}, inside=False),
+            seen(2, Phase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
+        ],
+        (2,),
     ),
     "all ranks reach a collective that no pass before had": (
         [seen(0, counts={"0": 8}, unforeseen=1), seen(1, counts={"0": 9}, unforeseen=1)],
