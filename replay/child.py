@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,16 +66,18 @@ class Task:
     limit: float
 
 
-def run_child(arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float) -> Child:
+def run_child(task: Task) -> Child:
     """One task, to its end. On Ctrl-C, or any other exception here, it is ended first."""
-    task = Task(arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit)
     [(_, child)] = run_children([(None, task)], at_once=1)
     return child
 
 
-def run_children(tasks: Iterable[tuple[Key, Task]], *, at_once: int) -> Generator[tuple[Key, Child], None, None]:
+def run_children(
+    tasks: Iterable[tuple[Key, Task]], *, at_once: int, gpus: Sequence[str] = ()
+) -> Generator[tuple[Key, Child], None, None]:
     """What became of each, as they end; the next task is asked for when there is room for it.
 
+    Of `gpus`, as CUDA_VISIBLE_DEVICES names them, a task sees one a process: those that the fewest others see.
     On Ctrl-C, or any other exception here or where this is iterated, those that run are ended first.
     """
     waiting = iter(tasks)
@@ -82,7 +85,8 @@ def run_children(tasks: Iterable[tuple[Key, Task]], *, at_once: int) -> Generato
     try:
         while True:
             while len(running) < at_once and (found := next(waiting, None)) is not None:
-                running.append((found[0], _Running.of(found[1])))
+                in_use = Counter(gpu for _, one in running for gpu in one.gpus)
+                running.append((found[0], _Running.of(found[1], sorted(gpus, key=in_use.__getitem__))))
             if not running:
                 return
             over = [pair for pair in running if pair[1].is_over]
@@ -100,11 +104,14 @@ def run_children(tasks: Iterable[tuple[Key, Task]], *, at_once: int) -> Generato
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
     task: Task
+    gpus: Sequence[str]  # that it alone was given; empty: it sees what this process does
     process: subprocess.Popen[bytes]
     began: float
 
     @classmethod
-    def of(cls, task: Task) -> Self:
+    def of(cls, task: Task, gpus: Sequence[str]) -> Self:
+        """It is given the first of `gpus`."""
+        own = gpus[: task.num_processes]
         task.output.parent.mkdir(parents=True, exist_ok=True)
         program = [sys.executable]
         if task.num_processes > 1:  # not torchrun, which has one exit code for whatever its ranks left with
@@ -118,10 +125,10 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=without_launcher(os.environ),
+                env=without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}),
                 start_new_session=True,
             )
-        return cls(task=task, process=process, began=began)
+        return cls(task=task, gpus=own, process=process, began=began)
 
     @property
     def is_over(self) -> bool:

@@ -40,6 +40,12 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in own.items() if name not in OF_A_LAUNCHER}
 
 
+def visible_gpus(number: int) -> list[str]:
+    """The first `number` of this process's GPUs, as its children's CUDA_VISIBLE_DEVICES may name them."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (own.split(",") if own else [str(index) for index in range(number)])[:number]
+
+
 def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
     """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs

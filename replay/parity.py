@@ -13,6 +13,7 @@ from actor_init.spec import UsageError
 from replay.cells import Here, Role, plan
 from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
+from replay.launch import visible_gpus
 from replay.logbook import INTERRUPTED, create_folder, to_json
 from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
@@ -137,7 +138,8 @@ def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) 
         for number, row in runnable
         if limits.total is None or time.monotonic() - began <= limits.total
     )
-    for number, child in run_children(tasks, at_once=limits.at_once):
+    gpus = visible_gpus(log.num_devices) if log.device == "cuda" else []
+    for number, child in run_children(tasks, at_once=limits.at_once, gpus=gpus):
         state, trouble, folder = _outcome(child)
         ran_alone = limits.at_once == 1
         row = log.settle(number, state=state, trouble=trouble, seconds=child.seconds, ran_alone=ran_alone, log=folder)

@@ -36,7 +36,7 @@ def parity(
         min=1,
         metavar="N",
         show_default=False,
-        help="Runs at the same time, on the same devices: as many as there is memory for. (default: 1)",
+        help="Runs at the same time, spread over the GPUs: as many as there is memory for. (default: 1)",
     ),
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."

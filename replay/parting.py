@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.cells import Cell
-from replay.child import run_child
+from replay.child import Task, run_child
 from replay.compare_wording import parting
 from replay.first_difference import FirstDifference, first_difference
 from replay.judgement import MEASURING, Judgement
@@ -65,13 +65,14 @@ class Partings:
             traces = self._log.folder / "traces"
             traces.mkdir(exist_ok=True)
             home = traces / f"{len(list(traces.iterdir())):03d}"
-            child = run_child(
-                command_line(spec),
+            task = Task(
+                arguments=command_line(spec),
                 num_processes=cell.num_processes,
                 logs=home,
                 output=home / "output.txt",
                 limit=self._limit,
             )
+            child = run_child(task)
             if child.exit_code != 0:
                 raise UsageError(f"the traced run of {cell.name} failed: {child.trouble}")
             self._traced[key] = PastRun.read(home).folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from replay import suite_wording
-from replay.child import run_child
+from replay.child import Task, run_child
 from replay.console import print_suite, print_suite_lines
 from replay.curves import curve_of
 from replay.options import command_line
@@ -61,8 +61,14 @@ def train(suite: Suite, one: Planned) -> Trouble | None:
         loss=suite.inputs.loss,
     )
     logs, output = suite.room_for(one.name)
-    limit, arguments = suite.spec.limit, command_line(spec)
-    child = run_child(arguments, num_processes=one.num_processes, logs=logs, output=output, limit=limit)
+    task = Task(
+        arguments=command_line(spec),
+        num_processes=one.num_processes,
+        logs=logs,
+        output=output,
+        limit=suite.spec.limit,
+    )
+    child = run_child(task)
     if trouble := child.trouble:
         is_refusal = child.is_refusal
         if is_refusal and one.name == DDP and suite.is_untouched:

@@ -15,6 +15,7 @@ from replay import cli, parity, parting
 from replay.child import Child, Task, run_child, run_children
 from replay.cli import app
 from replay.judgement import Judge
+from replay.launch import visible_gpus
 from replay.noise import Verdict
 from replay.parity_log import ParityLog, State
 from replay.past_run import PastRun
@@ -51,25 +52,23 @@ class Runs:
         self.told: dict[int, Any] = {}  # of the run as started: a factor on the loss, an exit code's words, an error
         self.limits: list[float] = []
 
-    def __call__(
-        self, arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float
-    ) -> Child:
-        spec = app([*arguments], standalone_mode=False).args[0]
+    def __call__(self, task: Task) -> Child:
+        spec = app([*task.arguments], standalone_mode=False).args[0]
         place = self.place_of(spec)
         self.names.append(RUNS[place])
-        self.limits.append(limit)
+        self.limits.append(task.limit)
         told = self.told.get(place, 1.0)
         if isinstance(told, BaseException):
             del self.told[place]
             raise told
-        output.parent.mkdir(parents=True)
-        output.write_text(f"replay: {told}\n")
+        task.output.parent.mkdir(parents=True)
+        task.output.write_text(f"replay: {told}\n")
         if isinstance(told, float):
             records = [passed(index, name, told * (2.0 + index)) for index, name in enumerate("xy")]
             config = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
-            write_log(logs / "run", records, spec=spec, work=config)
+            write_log(task.logs / "run", records, spec=spec, work=config)
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
-        return Child(exit_code=code, seconds=1.5, output=output, logs=logs)
+        return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 
     def place_of(self, spec: RunSpec) -> int:
         actor = spec.actor
@@ -91,13 +90,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return runs
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Child]) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> None:
     """`run` is called in the place of `run_child`, and by what takes that of `run_children`."""
 
-    def one_by_one(tasks: Iterable[tuple[Any, Task]], *, at_once: int) -> Iterator[tuple[Any, Child]]:
+    def one_by_one(
+        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str]
+    ) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
-            own = {"num_processes": task.num_processes, "logs": task.logs, "output": task.output, "limit": task.limit}
-            yield key, run(task.arguments, **own)
+            yield key, run(task)
 
     monkeypatch.setattr(parity, "run_children", one_by_one)
     monkeypatch.setattr(parting, "run_child", run)
@@ -287,8 +287,8 @@ def test_the_exit_code_of_several_processes_is_that_of_the_rank_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.child.PROGRAM", ("-c", "import os, sys; sys.exit(2 * (os.environ['RANK'] == '1'))"))
-    found = run_child([], num_processes=2, logs=tmp_path, output=tmp_path / "out.txt", limit=60)
-    assert found.exit_code == 2
+    task = Task(arguments=[], num_processes=2, logs=tmp_path, output=tmp_path / "out.txt", limit=60)
+    assert run_child(task).exit_code == 2
 
 
 def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(
@@ -314,6 +314,23 @@ def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(
     assert sorted(ended) == [(0, 0), (1, 0), (2, 0), (3, None)]
 
 
+def test_each_run_sees_gpus_that_the_fewest_others_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None ends before all three have begun, or one's GPUs would be free again."""
+    waits = "import os, sys, time; home = sys.argv[1]; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    waits += "while not all(os.path.exists(f'{home}/{n}') and os.path.getsize(f'{home}/{n}') for n in 'abc'): "
+    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits + "time.sleep(0.01)"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7,6")
+    tasks = [
+        (name, Task(arguments=[str(tmp_path)], num_processes=size, logs=tmp_path, output=tmp_path / name, limit=60.0))
+        for name, size in (("a", 1), ("b", 2), ("c", 1))
+    ]
+    assert [child.exit_code for _, child in run_children(tasks, at_once=3, gpus=visible_gpus(3))] == [0, 0, 0]
+    given = [sorted(set((tmp_path / name).read_text().split())) for name in "abc"]
+    assert given == [["4"], ["5,7"], ["4"]]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(2) == ["0", "1"]
+
+
 def test_what_runs_is_ended_when_nobody_wants_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one ends as soon as the second, which never does, has said who it is."""
     waits = "import os, sys, time; print(os.getpid(), flush=True)\n"
@@ -333,9 +350,9 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(tmp_path: Path, monkey
 
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
-    def run(arguments: Sequence[str], *, num_processes: int, logs: Path, output: Path, limit: float) -> Child:
-        spec = app([*arguments, "--log-folder", str(logs)], standalone_mode=False).args[0]
-        return Child(exit_code=run_in(world, spec), seconds=0.0, output=output, logs=logs)
+    def run(task: Task) -> Child:
+        spec = app([*task.arguments, "--log-folder", str(task.logs)], standalone_mode=False).args[0]
+        return Child(exit_code=run_in(world, spec), seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)
 

@@ -4,12 +4,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from actor_init.spec import Dtype, UsageError
-from replay.child import Child
+from replay.child import Child, Task
 from replay.cli import app, main
 from replay.curves import Curve, Step, curve_of, judge
 from replay.past_run import PastRun
@@ -327,15 +326,15 @@ class HereRunner:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, arguments: list[str], *, logs: Path, output: Path, **_: Any) -> Child:
-        name = logs.name
+    def __call__(self, task: Task) -> Child:
+        name = task.logs.name
         self.started.append(name)
         event = self.happens.pop(name, None)
         if isinstance(event, BaseException):
             raise event
-        output.write_text(f"replay: {name} says why\n")
-        exit_code = event if event is not None else main([*arguments, "--quiet", "--log-folder", str(logs)])
-        return Child(exit_code=exit_code, seconds=1.0, output=output, logs=logs)
+        task.output.write_text(f"replay: {name} says why\n")
+        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
+        return Child(exit_code=main(typed) if event is None else event, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.fixture
