@@ -184,8 +184,8 @@ def compare_hook(job: Job, folder: Path) -> None:
         with recording(job.model, folder / name, ring=ring, max_queued=10_000) as recorder:
 
             def hook(recorder: Recorder = recorder) -> None:
-                recorder._before_forward(job.model, (), batch)
-                recorder._after_forward(job.model, (), None)
+                recorder._tap.before_forward(job.model, (), batch)
+                recorder._tap.after_forward(job.model, (), None)
 
             print(f"the hook, {name}: {microseconds(job, hook):.0f} us", flush=True)
 

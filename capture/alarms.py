@@ -27,7 +27,7 @@ class Listener(Protocol):
 
     def hear_exception(self, error: BaseException, where: str) -> None: ...
 
-    def wait(self, max_seconds: float) -> None: ...
+    def flush(self, *, max_seconds: float) -> bool: ...
 
 
 class _Alarms:
@@ -116,7 +116,7 @@ def _tell(number: int) -> None:
 
 def _wait() -> None:
     for listener in _alarms.listeners:
-        listener.wait(MAX_SIGNAL_SECONDS)
+        listener.flush(max_seconds=MAX_SIGNAL_SECONDS)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

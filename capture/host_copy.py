@@ -24,3 +24,8 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(tensor, non_blocking=True)
     return tensor.to("cpu", copy=True)
+
+
+def is_capturing_graph(tensors: Mapping[str, Tensor]) -> bool:
+    """Then what is done to them is recorded into a CUDA graph, and there is nothing to copy."""
+    return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()

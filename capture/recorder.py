@@ -9,35 +9,29 @@ The job pays for copying a forward's arguments to the host, and for nothing else
 import atexit
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from capture.alarms import listen, unlisten
-from capture.call_arguments import forward_signature, take_apart
-from capture.fingerprint import WeightSampler, WeightSnapshot
-from capture.host_copy import copy_to_host
-from capture.job import attention_of, prepare_folder, rank_and_world_size, settings_of, versions
+from capture.host_copy import is_capturing_graph
+from capture.job import prepare_folder, rank_and_world_size
 from capture.keep import Keep, Passes, WhichEnd, keep_of
-from capture.micro_batch import Origin
-from capture.reproduction import computed_in, noted, outputs_of, random_snapshot
+from capture.reproduction import computed_in, noted, outputs_of
 from capture.slow_step import StepWatch
-from capture.store import Opened, Outputs, Pass, Store
+from capture.store import Opened, Store
+from capture.taking import Clock, Outputs, Pass, Taker
+from capture.tap import Tap
 from capture.trouble import Trouble, trouble, trouble_of
 from capture.writer import BackgroundWriter, warn
 
 MAX_FLUSH_SECONDS = 60.0
-_SAMPLES = " weights"  # no argument of a forward has this name
 
 
 def recording(
@@ -119,18 +113,12 @@ class Recorder:
         self.hears_signals = False
         self._num_passed_over = 0
         self._num_of_interest = 0
-        self._depth = 0
-        self._error_before: BaseException | None = None
         self._is_closed = False
         self._process = os.getpid()
-        self._opened = datetime.now(UTC), time.monotonic_ns()
-        self._model_name: str | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sampler = WeightSampler() if keep.reproduce else None
-        self._attention = attention_of(model)
+        self._tap = Tap(self._pass_begins, self._pass_ends)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
-        is_urgent = threading.Event()
-        self._store = Store(folder, keep, opened=self._time(time.monotonic_ns()), is_urgent=is_urgent)
+        is_urgent, clock = threading.Event(), Clock()
+        self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
         self._writer: BackgroundWriter[Pass | Outputs | Opened | Trouble] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
@@ -141,18 +129,14 @@ class Recorder:
         )
         atexit.register(self.close)
         try:
-            self._signature = forward_signature(model)
-            self._model_name = prepare_folder(folder, model)
+            model_name = prepare_folder(folder, model)
+            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce)
             self._writer.tell(Opened(rank=rank_and_world_size()[0]))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
         self.hears_signals = listen(self)
-        # in front of other hooks, such as FSDP's, that change the arguments
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._tap.attach(model)
 
     @property
     def num_written(self) -> int:
@@ -190,7 +174,7 @@ class Recorder:
             return
         try:
             tensors, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
-            self._tell_outputs(tensors, plain)
+            self._writer.tell(Outputs.of(self.num_seen - 1, tensors, plain))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
@@ -200,14 +184,11 @@ class Recorder:
 
     def close(self) -> None:
         """Un-taps the model and waits for the files, up to a minute. A second call does nothing."""
-        if (
-            self._is_closed or os.getpid() != self._process
-        ):  # a forked child has no writer thread, and no files to write
+        if self._is_closed or os.getpid() != self._process:  # a forked child has no writer thread
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        for hook in self._hooks:
-            hook.remove()
+        self._tap.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
         if self.num_seen == 0 and self.failure is None:
@@ -228,21 +209,12 @@ class Recorder:
             seen_by.add(id(self))
             self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
 
-    def wait(self, max_seconds: float) -> None:
-        self._writer.drain(max_seconds=max_seconds)
-
     @property
     def _step(self) -> int | None:
         return self.num_seen - 1 if self.num_seen else None
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
-            return
-        self._depth += 1
-        if self._depth > 1:
-            return
+    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_seen += 1
-        self._error_before = sys.exception()
         try:
             if self._watch is not None and self._watch.begin(self.num_seen - 1):
                 self._tell_slow_step()
@@ -250,21 +222,17 @@ class Recorder:
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward() or not self._depth or os.getpid() != self._process:
-            return
-        self._depth -= 1
-        if self._depth or self.failure is not None:
+    def _pass_ends(self, output: Any, error: BaseException | None) -> None:
+        if self.failure is not None:
             return
         try:
-            error, before = sys.exception(), self._error_before
-            self._error_before = None
-            if error is not None and error is not before:
+            if error is not None:
                 self.hear_exception(error, "forward")
-            elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not self._is_capturing(found):
-                self._tell_outputs(found, computed_in(output) if self.keep.reproduce else {})
-        except Exception as error:  # the job is worth more than its record
-            self._writer.stop(error)
+            elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not is_capturing_graph(found):
+                plain = computed_in(output) if self.keep.reproduce else {}
+                self._writer.tell(Outputs.of(self.num_seen - 1, found, plain))
+        except Exception as own:  # the job is worth more than its record
+            self._writer.stop(own)
 
     def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
@@ -274,40 +242,11 @@ class Recorder:
         if not self._is_kept(rank):
             self._num_passed_over += 1
             return
-        taken = take_apart(self._signature, args, kwargs)
-        if taken.continues_a_cache or self._is_capturing(taken.tensors):
+        taken = self._taker.take(module, args, kwargs, rank=rank, world_size=world_size, step=self.num_seen - 1)
+        if taken is None:
             self.num_skipped += 1
-            return
-        weights = self._sampled(module)
-        to_copy = taken.tensors if weights is None else {**taken.tensors, _SAMPLES: weights.values}
-        tensors, copied = copy_to_host(to_copy)
-        if weights is not None:
-            weights = replace(weights, values=tensors.pop(_SAMPLES))
-        self._writer.offer(
-            Pass(
-                tensors=tensors,
-                copied=copied,
-                call_facts=taken.call_facts,
-                left_out=taken.left_out,
-                trains=torch.is_grad_enabled(),
-                origin=partial(self._origin, rank, world_size, self.num_seen - 1, time.monotonic_ns()),
-                random=random_snapshot(on_cuda=bool(copied)) if self.keep.reproduce else None,
-                weights=weights,
-                settings=settings_of(taken.tensors, self._attention) if self.keep.reproduce else {},
-            ),
-            sum(tensor.nbytes for tensor in tensors.values()),
-        )
-
-    def _sampled(self, module: nn.Module) -> WeightSnapshot | None:
-        """Samples of the weights, on their device. Trouble with them is not the pass's."""
-        if self._sampler is None:
-            return None
-        try:
-            return self._sampler.take(module)
-        except Exception as error:  # the job is worth more than its record
-            self._sampler = None
-            warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
-            return None
+        else:
+            self._writer.offer(taken, taken.num_bytes)
 
     def _is_kept(self, rank: int) -> bool:
         if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):
@@ -315,36 +254,7 @@ class Recorder:
         self._num_of_interest += 1
         return not self._store.is_full and (self._num_of_interest - 1) % self.keep.every == 0
 
-    @staticmethod
-    def _is_capturing(tensors: Mapping[str, Tensor]) -> bool:
-        return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()
-
-    def _tell_outputs(self, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-        copies, copied = copy_to_host(tensors)
-        self._writer.tell(Outputs(step=self.num_seen - 1, tensors=copies, copied=copied, plain=plain))
-
     def _tell_slow_step(self) -> None:
         assert self._watch is not None
         while (late := self._watch.take()) is not None:
             self._writer.tell(trouble("slow step", "step", late[0], late[1]), is_urgent=True)
-
-    def _time(self, monotonic_ns: int) -> str:
-        """The clock is monotonic from the opening on, so that names sort as recorded."""
-        opened, opened_ns = self._opened
-        return (opened + timedelta(microseconds=(monotonic_ns - opened_ns) // 1000)).isoformat(timespec="microseconds")
-
-    def _origin(self, rank: int, world_size: int, step: int, monotonic_ns: int) -> Origin:
-        return Origin(
-            source="",
-            rank=rank,
-            world_size=world_size,
-            step=step,
-            time=self._time(monotonic_ns),
-            model_name=self._model_name,
-            versions=versions(),
-        )
-
-
-def is_in_backward() -> bool:
-    """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
-    return bool(torch._C._current_graph_task_id() != -1)

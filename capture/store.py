@@ -5,22 +5,19 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from capture.encoded_call import EncodedCall, encode_call, utc_time
-from capture.fingerprint import WeightSnapshot
 from capture.keep import Keep
 from capture.manifest import stamp_of
-from capture.micro_batch import CaptureError, Origin
+from capture.micro_batch import CaptureError
 from capture.rank_files import RankFiles
-from capture.reproduction import RandomSnapshot, environment, plain_outputs
+from capture.reproduction import environment, plain_outputs
 from capture.spool import SHARED_MEMORY, Spool, remains_of
+from capture.taking import Outputs, Pass
 from capture.trouble import Trouble, trouble, write_troubles
 from capture.writer import warn
 
@@ -29,31 +26,6 @@ MAX_TROUBLES_ASKED_FOR = 64
 _MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
 _POLL_SECONDS = 0.01
 _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
-    """A forward's arguments on the host, complete once every event in `copied` has happened."""
-
-    tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
-    call_facts: Mapping[str, Any]
-    left_out: Mapping[str, str]
-    trains: bool
-    origin: Callable[[], Origin]  # worked out in the background
-    random: RandomSnapshot | None
-    weights: WeightSnapshot | None
-    settings: Mapping[str, str]  # beside those of the process
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
-    """What came of the pass `step`: tensors on the host once `copied` has happened, and plain values."""
-
-    step: int
-    tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
-    plain: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

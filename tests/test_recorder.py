@@ -1,6 +1,8 @@
 """The recorder in a training job: it keeps what went in, and the job never notices it, whatever happens to the disk."""
 
+import copy
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 import capture.rank_files
 import capture.recorder
+import capture.taking
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.atomic import write_atomically
 from capture.writer import BackgroundWriter
@@ -224,6 +227,18 @@ def test_nothing_of_the_recorder_stays_on_the_model(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "capture-writer"]
 
 
+def test_a_copy_of_the_model_is_another_model(tmp_path: Path) -> None:
+    """As a frozen reference, an average of the weights, or a file of the whole module is made inside a job."""
+    model = TinyModel()
+    with recording(model, tmp_path) as recorder:
+        model(IDS_BS)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(IDS_BS), model(IDS_BS))
+            with pytest.raises(IndexError):
+                copied(IDS_BS + 100)
+    assert (recorder.num_seen, recorder.num_written, recorder.failure) == (3, 3, None)
+
+
 def test_the_config_lies_beside_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     model = Wrapper(TinyModel())
@@ -267,7 +282,7 @@ def test_trouble_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
     if trouble == "folder removed":
         shutil.rmtree(folder)
     if trouble == "arguments that cannot be copied":
-        monkeypatch.setattr(capture.recorder, "copy_to_host", full_disk)
+        monkeypatch.setattr(capture.taking, "copy_to_host", full_disk)
     disturbed = train(model)
     recorder.close()
     assert disturbed == undisturbed

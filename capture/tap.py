@@ -1,0 +1,67 @@
+"""The hooks on a job's model: where one of its passes begins and where it ends."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+Begins = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+Ends = Callable[[Any, BaseException | None], None]
+
+
+class Tap:
+    """Calls `begins` with the module and its arguments, and `ends` with its output or what the forward raised.
+
+    A forward that the model calls inside its own forward is part of that, one inside a backward is a checkpoint's
+    re-run, and one that a compiler traces is none. A forked child is not heard, nor is a copy of the model, by
+    deepcopy or pickle: it is another model, with a tap of its own that has nobody to call.
+    """
+
+    def __init__(self, begins: Begins | None = None, ends: Ends | None = None) -> None:
+        self._begins = begins
+        self._ends = ends
+        self._process = os.getpid()
+        self._depth = 0
+        self._error_before: BaseException | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def attach(self, model: nn.Module) -> None:
+        """In front of other hooks, such as FSDP's, that change the arguments."""
+        self._handles = [
+            model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self.after_forward, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._begins is None or torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._error_before = sys.exception()
+            self._begins(module, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or is_in_backward() or not self._depth or os.getpid() != self._process:
+            return
+        self._depth -= 1
+        if self._depth or self._ends is None:
+            return
+        error, before = sys.exception(), self._error_before
+        self._error_before = None
+        self._ends(output, None if error is before else error)
+
+
+def is_in_backward() -> bool:
+    """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)
