@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capture.capture_file import capture_files, read_actor_config, read_micro_batch, write_actor_config, write_call
+    from capture.actor_config import read_actor_config, write_actor_config
+    from capture.capture_file import capture_files, read_micro_batch, write_call
     from capture.micro_batch import CaptureError, MicroBatch, Origin
     from capture.recorder import Recorder, recording
 
@@ -20,10 +21,10 @@ _HOMES = {
     "Origin": "capture.micro_batch",
     "Recorder": "capture.recorder",
     "capture_files": "capture.capture_file",
-    "read_actor_config": "capture.capture_file",
+    "read_actor_config": "capture.actor_config",
     "read_micro_batch": "capture.capture_file",
     "recording": "capture.recorder",
-    "write_actor_config": "capture.capture_file",
+    "write_actor_config": "capture.actor_config",
     "write_call": "capture.capture_file",
 }
 

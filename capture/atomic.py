@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever dies when, and the temporaries that a dead process left behind."""
+"""Files that are whole or not there, whatever dies when; the temporaries of dead processes; and a file read whole."""
 
 import itertools
 import os
@@ -8,6 +8,8 @@ import secrets
 import time
 import zlib
 from pathlib import Path
+
+from capture.micro_batch import CaptureError
 
 _HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _TOKEN = secrets.token_hex(4)  # tells this process from a dead one of the same number
@@ -29,6 +31,20 @@ def write_atomically(path: Path, *parts: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The whole file. Raises CaptureError if it cannot be read, is no file, or is larger."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise CaptureError(f"{path}: no such file")
+        with open(path, "rb") as file:
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
+    except OSError as error:
+        raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise CaptureError(f"{path.name}: larger than {max_bytes} bytes, which no capture is")
+    return data
 
 
 def remove_stale_temporaries(folder: Path, rank: int) -> None:

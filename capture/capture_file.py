@@ -1,4 +1,4 @@
-"""Capture file format 1: the only code that knows the bytes.
+"""Capture file format 1: what a file holds, writing one and reading it.
 
 A file is two pickles, one after the other, that name no class (protocol 5):
 
@@ -14,9 +14,7 @@ Arguments keep the names that the model's forward gave them. Beside the files, `
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
 
-import json
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,30 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.atomic import write_atomically
-from capture.encoded_call import FORMAT as FORMAT
-from capture.encoded_call import encode_call
-from capture.encoded_call import utc_time as utc_time
+from capture.atomic import read_bytes, write_atomically
+from capture.checked_body import checked_body
+from capture.encoded_call import FORMAT, encode_call
 from capture.fingerprint import Fingerprint
 from capture.legacy import read_legacy
 from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
 from capture.plain_pickle import NamesAClassError, load_plain
 from capture.tensor_codec import MAX_TENSOR_BYTES, decode_tensors
 
-ACTOR_CONFIG_NAME = "actor.json"
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
-MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
-
-_ORIGIN_KINDS: dict[str, Any] = {
-    "rank": int | None,
-    "world_size": int | None,
-    "step": int | None,
-    "time": str | None,
-    "model_name": str | None,
-    "versions": dict,
-}
-_BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
-_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict, "weights": str}
 
 
 def write_call(
@@ -160,7 +144,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
         return read_legacy(data, source)
-    body = _checked_body(head, data, end, source)
+    body = checked_body(head, data, end, source)
     del data
     return Call(
         tensors=decode_tensors(body["tensors"], source),
@@ -185,106 +169,3 @@ def capture_files(folder: str | Path) -> list[Path]:
         return int(rank[1]) if rank else -1, path.name
 
     return sorted((path for path in Path(folder).glob("*.pkl") if not path.name.startswith(".")), key=by_rank)
-
-
-def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name: str | None) -> Path:
-    """`actor.json`, replaced whole: ranks that write it at the same time leave one of theirs. Raises OSError.
-
-    What JSON does not know, such as a dtype, is written as text.
-    """
-    content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
-    path = Path(folder) / ACTOR_CONFIG_NAME
-    write_atomically(path, json.dumps(content, indent=1, default=str).encode())
-    return path
-
-
-def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
-    """The config in the folder's `actor.json`, as the model's `config.to_dict()` gave it; None without such a file.
-
-    Raises CaptureError if the file is no such config.
-    """
-    path = Path(folder) / ACTOR_CONFIG_NAME
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(read_bytes(path, MAX_ACTOR_CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CaptureError):
-            raise
-        raise CaptureError(f"{path}: not JSON ({error}). Name the model instead, with --model") from None
-    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-        raise CaptureError(f"{path}: no object with a `config`. Name the model instead, with --model")
-    if content.get("format") != FORMAT:
-        raise CaptureError(_other_format(str(path), content.get("format")))
-    config: dict[str, Any] = content["config"]
-    return config
-
-
-def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
-    if not isinstance(head, dict) or "format" not in head:
-        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
-    if head["format"] != FORMAT:
-        raise CaptureError(_other_format(source, head["format"]))
-    if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
-        raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
-    payload = memoryview(data)[start:]
-    if len(payload) != head["num_bytes"]:
-        raise CaptureError(
-            f"{source}: {'truncated' if len(payload) < head['num_bytes'] else 'damaged'}: {head['num_bytes']} bytes "
-            f"were written after the head, {len(payload)} are here. Delete the file or copy it again"
-        )
-    if zlib.crc32(payload) != head["crc32"]:
-        raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
-    body: Any
-    body, end = load_plain(payload, source=source)
-    present = body if isinstance(body, dict) else {}
-    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
-    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
-        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
-    for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
-        if not all(isinstance(value, str) for value in named.values()):
-            raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
-    if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
-        raise CaptureError(f"{source}: random must hold a dict for each generator, not {_shown(body['random'])}")
-    if not all(_is_output(value) for value in body.get("outputs", {}).values()):
-        raise CaptureError(
-            f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
-        )
-    checked: dict[str, Any] = body
-    return checked
-
-
-def _is_output(value: Any) -> bool:
-    return isinstance(value, int | float | str) or (
-        isinstance(value, list) and all(isinstance(item, float) for item in value)
-    )
-
-
-def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == kinds.keys()
-        and all(isinstance(value[key], kind) for key, kind in kinds.items())
-    )
-
-
-def _other_format(source: str, written: object) -> str:
-    return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
-
-
-def _shown(value: Any) -> str:
-    return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
-
-
-def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The whole file. Raises CaptureError if it cannot be read, is no file, or is larger."""
-    try:
-        if not path.is_file():  # opening a pipe would wait for ever
-            raise CaptureError(f"{path}: no such file")
-        with open(path, "rb") as file:
-            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
-    except OSError as error:
-        raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > max_bytes:
-        raise CaptureError(f"{path.name}: larger than {max_bytes} bytes, which no capture is")
-    return data

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from capture.capture_file import Call, read_actor_config, read_call, utc_time, write_actor_config
+from capture.actor_config import read_actor_config, write_actor_config
+from capture.capture_file import Call, read_call
+from capture.encoded_call import utc_time
 from capture.importers import Project, dump_files, read_dump
 from capture.manifest import Entry, entry_of, write_manifest
 from capture.micro_batch import CaptureError

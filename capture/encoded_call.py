@@ -82,3 +82,7 @@ def utc_time() -> str:
 def _file_name(rank: int, time: str, step: int) -> str:
     compact = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y%m%d_%H%M%S_%f")
     return f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
+
+
+def other_format(source: str, written: object) -> str:
+    return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.capture_file import read_actor_config, write_actor_config
+from capture.actor_config import read_actor_config, write_actor_config
 from capture.micro_batch import CaptureError
 
 

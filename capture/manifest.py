@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from capture.atomic import write_atomically
-from capture.capture_file import FORMAT, Call, capture_files, read_call
+from capture.capture_file import Call, capture_files, read_call
+from capture.encoded_call import FORMAT
 from capture.micro_batch import CaptureError
 
 MAX_MANIFEST_BYTES = 64 * 2**20

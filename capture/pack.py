@@ -6,7 +6,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from capture.capture_file import ACTOR_CONFIG_NAME
+from capture.actor_config import ACTOR_CONFIG_NAME
 from capture.manifest import check_folder
 from capture.micro_batch import CaptureError
 

@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.capture_file import (
-    Call,
-    capture_files,
-    read_actor_config,
-    read_call,
-    utc_time,
-    write_actor_config,
-)
+from capture.actor_config import read_actor_config, write_actor_config
+from capture.capture_file import Call, capture_files, read_call
 from capture.convert import make_empty_folder
+from capture.encoded_call import utc_time
 from capture.manifest import Entry, entry_of, write_manifest
 from capture.micro_batch import IGNORED_LABEL, CaptureError
 

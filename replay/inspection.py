@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from actor_init.spec import UsageError
-from capture.capture_file import capture_files, read_actor_config, read_call
+from capture.actor_config import read_actor_config
+from capture.capture_file import capture_files, read_call
 from capture.micro_batch import CaptureError, MicroBatch
 from capture.trouble import Trouble, read_troubles
 

@@ -12,7 +12,8 @@ from actor_init.model import ModelSource, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
-from capture.capture_file import read_actor_config, read_call
+from capture.actor_config import read_actor_config
+from capture.capture_file import read_call
 from capture.job import device_name
 from capture.job import versions as loaded_versions
 from capture.micro_batch import CaptureError

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from actor_init.saving import check_folder
 from actor_init.spec import UsageError
-from capture.capture_file import ACTOR_CONFIG_NAME, capture_files, read_micro_batch
+from capture.actor_config import ACTOR_CONFIG_NAME
+from capture.capture_file import capture_files, read_micro_batch
 from capture.micro_batch import CaptureError
 from replay.selection import default_folder
 from replay.spec import LossName

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from actor_init.spec import UsageError
-from capture.capture_file import utc_time, write_actor_config, write_call
+from capture.actor_config import write_actor_config
+from capture.capture_file import write_call
+from capture.encoded_call import utc_time
 from capture.micro_batch import Origin
 
 COLUMN = "text"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from capture.capture_file import write_actor_config, write_call
+from capture.actor_config import write_actor_config
+from capture.capture_file import write_call
 from capture.micro_batch import Origin
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)

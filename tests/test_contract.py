@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from capture.capture_file import read_actor_config
+from capture.actor_config import read_actor_config
 from replay.logbook import read_log
 from replay.records import PassRecord
 from replay.selection import default_folder

@@ -19,7 +19,7 @@ from actor_init.model import build_on_meta
 from actor_init.packing import ActorInputs, actor_inputs
 from actor_init.spec import UsageError
 from actor_init.world import World
-from capture.capture_file import write_actor_config
+from capture.actor_config import write_actor_config
 from replay.cli import app, main
 from tests.made_captures import write_pass
 from tests.sharded import SIZES

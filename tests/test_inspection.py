@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
-from capture.capture_file import ACTOR_CONFIG_NAME
+from capture.actor_config import ACTOR_CONFIG_NAME
 from capture.trouble import trouble, write_troubles
 from replay.console import print_inspection
 from replay.inspection import Spread, inspect_folder

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actor_init.spec import UsageError
-from capture.capture_file import capture_files, read_actor_config, read_micro_batch
+from capture.actor_config import read_actor_config
+from capture.capture_file import capture_files, read_micro_batch
 from replay import text_dataset
 from replay.spec import LossName
 from replay.suite_inputs import prepare_inputs

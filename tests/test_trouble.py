@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from actor_init.backends import open_backend
-from capture.capture_file import capture_files, write_actor_config
+from capture.actor_config import write_actor_config
+from capture.capture_file import capture_files
 from replay.cli import main
 from replay.logbook import read_log
 from replay.loss import negated_mean

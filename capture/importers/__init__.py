@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from capture.capture_file import Call, read_bytes, read_call
+from capture.atomic import read_bytes
+from capture.capture_file import Call, read_call
 from capture.importers.data_proto import ROLL_CLASS, VERL_CLASS, roll_calls, verl_calls
 from capture.importers.nemo_rl import nemo_rl_calls
 from capture.importers.skyrl import MODULE, skyrl_calls
