@@ -9,10 +9,12 @@
 #   bash benchmarks/several_gpus.sh four INPUTS OUT         the configurations of four GPUs
 #   bash benchmarks/several_gpus.sh learning INPUTS OUT     doctor, diagnose and the suite on all GPUs there are
 #   bash benchmarks/several_gpus.sh parity INPUTS OUT       parity's full matrix, as much of it as TOTAL allows
+#   bash benchmarks/several_gpus.sh tests INPUTS OUT        pytest -m gpu and -m multi_gpu, side by side
 #
 # MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540);
 # ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`; LAYERS
-# how many of the model's layers learn (20) or are compared (2), AT_ONCE in how many runs at the same time (3).
+# how many of the model's layers learn (20) or are compared (2), AT_ONCE in how many runs at the same time (6); CONTINUE
+# the folder of a parity run to go on with.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stage=$1 inputs=$2 out=$3
@@ -78,12 +80,21 @@ learning)
         --log-folder "$out"
     ;;
 parity)
-    LINES_SHOWN=150 step "$((${TOTAL:-500} + 60))" replay parity --matrix full --time-limit "${TOTAL:-500}" \
-        --cell-timeout 150 --at-once "${AT_ONCE:-3}" --inputs "$inputs" --model "$model" \
-        --num-layers "${LAYERS:-2}" --max-inputs 4 --log-folder "$out"
+    total=${TOTAL:-500}
+    work=(--matrix full --inputs "$inputs" --model "$model" --num-layers "${LAYERS:-2}" --max-inputs 4 --log-folder "$out")
+    [ -z "${CONTINUE:-}" ] || work=(--continue "$CONTINUE")
+    LINES_SHOWN=${LINES_SHOWN:-150} step "$((total + 60))" replay parity "${work[@]}" --time-limit "$total" --cell-timeout 150 \
+        --at-once "${AT_ONCE:-6}"
+    ;;
+tests)
+    for marker in gpu multi_gpu; do
+        LINES_SHOWN=40 step "${TOTAL:-400}" python3 -m pytest -v -o addopts= -p no:cacheprovider --tb=short --durations=0 \
+            -m "$marker" &
+    done
+    wait
     ;;
 *)
-    echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four, learning, parity" >&2
+    echo "there is no stage $stage; allowed are drills, deaths, attention, long, two, compiled, four, learning, parity, tests" >&2
     exit 2
     ;;
 esac
