@@ -20,6 +20,7 @@ from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
 from replay.parity_log import FILE, ParityLog, Row, State
 from replay.parity_page import page
+from replay.parity_shares import shares_of
 from replay.parting import Partings
 from replay.past_run import PastRun
 from replay.spec import RunSpec
@@ -176,7 +177,7 @@ def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: 
     log.judgement = {**to_json(judgement), "first_differences": [text for _, text in differences]}
     log.write()
     written, note, picture = [log.folder / FILE], "", None
-    if shares := _shares(log, judgement):
+    if shares := shares_of(log, judgement):
         drawn = log.folder / "parity.svg"
         try:
             from replay.plot import draw_parity
@@ -190,17 +191,3 @@ def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: 
     report = log.folder / "parity.html"
     report.write_text(page(log, judgement, differences, picture), encoding="utf-8")
     progress.finish(judgement, differences, [*written, report], note)
-
-
-def _shares(log: ParityLog, judgement: Judgement) -> dict[str, dict[str, float]]:
-    """Of its bound, each distance of each run that has one."""
-    bounds = {(one.dtype, one.quantity): one.bound for one in judgement.noises}
-    dtypes = {row.cell.name: row.cell.spec.actor.dtype for row in log.rows}
-    return {
-        name: {
-            quantity: one.value / bounds[dtypes[name], quantity]
-            for quantity, one in judged.distances.items()
-            if (dtypes[name], quantity) in bounds
-        }
-        for name, judged in judgement.cells.items()
-    }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from actor_init.spec import UsageError
@@ -72,28 +73,35 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def draw_parity(path: Path, shares: Mapping[str, Mapping[str, float]]) -> None:
-    """A line a run, a point a quantity: its distance as a share of its bound, by run and quantity."""
+def draw_parity(path: Path, shares: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """A line a run, or several runs, and on it each quantity's largest share of its bound, a bar back to the median."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.4 + 0.22 * len(shares)), layout="constrained")
     axes = figure.subplots()
-    shown = [value for one in shares.values() for value in one.values() if 0 < value < math.inf]
+    shown = [value for one in shares.values() for some in one.values() for value in some if 0 < value < math.inf]
     low = 10.0 ** math.floor(math.log10(min([0.01, *shown])))
     high = 10.0 ** math.ceil(math.log10(max([10.0, *shown])))
     axes.axvspan(1, high, color="mistyrose")
     axes.axvline(1, color="gray", linewidth=1)
     for number, name in enumerate(STYLES):
-        places = [place for place, one in enumerate(shares.values()) if name in one]
-        values = [min(max(one[name], low), high) for one in shares.values() if name in one]
-        axes.plot(values, places, "o^s"[number], color=f"C{number}", label=name, markersize=5, alpha=0.8)
+        places = [place + 0.15 * (number - 1) for place, one in enumerate(shares.values()) if name in one]
+        some = [one[name] for one in shares.values() if name in one]
+        largest = [min(max(*values, low), high) for values in some]
+        medians = [min(max(median(values), low), high) for values in some]
+        axes.plot(largest, places, "o^s"[number], color=f"C{number}", label=name, markersize=5, alpha=0.8)
+        axes.hlines(places, medians, largest, color=f"C{number}", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlim(low * 0.7, high)
     axes.set_yticks(range(len(shares)), list(shares), fontsize="small")
     axes.set_ylim(len(shares) - 0.5, -0.5)
-    axes.set_xlabel("largest difference from the reference, as a share of its bound; left edge: none")
+    of_several = any(len(values) > 1 for one in shares.values() for values in one.values())
+    axes.set_xlabel(
+        "largest difference from the reference, as a share of its bound; left edge: none"
+        + "\nbars reach back to the median of the runs" * of_several
+    )
     axes.grid(axis="y", linewidth=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside upper right", ncols=len(STYLES), fontsize="small")
     with rc_context({"svg.fonttype": "none"}):  # text, and not its outlines, which are ten times as large
         figure.savefig(path, metadata={"Date": None})
