@@ -123,7 +123,7 @@ def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     A parameter's gradient is the sum over the ring, but the backends average over it as they do over the data ranks;
     hence a gradient R times as large on the way back.
     """
-    summed: Tensor = _SumOverRing.apply(tensor, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = _SumOverRing.apply(tensor, group)
     return summed
 
 

@@ -82,7 +82,7 @@ def ring_flash_attn_package() -> Any:
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[heads, L, D] of each rank as [heads, T, D], in the ranks' order."""
-    whole: Tensor = _GatherFromRing.apply(own.transpose(0, 1), group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _GatherFromRing.apply(own.transpose(0, 1), group)
     return whole.transpose(0, 1)
 
 

@@ -72,13 +72,13 @@ class SplitRows(ParallelStyle):
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor` itself, whose gradient is summed over `group`."""
-    summed: Tensor = _SumGradient.apply(tensor, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over `group`, on each of its ranks, which all go on to compute the same: its gradient is theirs."""
-    summed: Tensor = _SumOver.apply(tensor, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = _SumOver.apply(tensor, group)
     return summed
 
 

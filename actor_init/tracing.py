@@ -116,9 +116,7 @@ class LayerTracer:
         self._alive.append(tensor)
         self._found.append(traced)
         if tensor.requires_grad:
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._sees_gradient, name, called, width)
-            )
+            tensor.register_hook(partial(self._sees_gradient, name, called, width))
 
     @torch.no_grad()
     def _sees_gradient(self, name: str, what: str, width: int | None, gradient: Tensor) -> None:

@@ -61,9 +61,7 @@ def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tens
     first, size = _share_of(logits.shape[-1], mesh)
     logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
     local_ids_N, owned_N = _localise(target_ids_N, first, size)
-    log_probs_N: Tensor = _ShardedLogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_NV, local_ids_N, owned_N, mesh.get_group()
-    )
+    log_probs_N: Tensor = _ShardedLogProbs.apply(logits_NV, local_ids_N, owned_N, mesh.get_group())
     return log_probs_N
 
 

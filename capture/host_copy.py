@@ -13,7 +13,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
     }
     events = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(device))
         events.append(event)
     return copies, events

@@ -209,7 +209,7 @@ class Store:
         """Never inside the driver, which would not come back from a device that hangs. Raises CaptureError."""
         deadline: float | None = None
         try:
-            while not all(event.query() for event in copied):  # type: ignore[no-untyped-call]
+            while not all(event.query() for event in copied):
                 if self._is_urgent.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:

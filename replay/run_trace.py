@@ -71,7 +71,7 @@ class RunTrace:
         self._sees_log_probs(Kind.FORWARD, 1.0, log_probs_BA.detach())
         if log_probs_BA.requires_grad:
             sees_gradient = partial(self._sees_log_probs, Kind.GRADIENT, self._loss_factor)
-            log_probs_BA.register_hook(sees_gradient)  # type: ignore[no-untyped-call]
+            log_probs_BA.register_hook(sees_gradient)
 
     def _sees_log_probs(self, kind: Kind, factor: float, values_BA: Tensor) -> None:
         own_N = values_BA.flatten()[self._inputs.slot_N].float() / factor

@@ -31,11 +31,11 @@ from tests.replay_worker import PATIENCE
 from tests.sabotage import SABOTAGES
 
 
-class ShapeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ShapeWatch(TorchDispatchMode):
     """Shapes of plain floating tensors, whatever made them; a DTensor shows through its local operations."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -102,12 +102,12 @@ def test_on_cuda_kernels_are_billed_to_the_phase_that_queued_them(slow: str) -> 
     device = torch.device("cuda", 0)
     meter = Meter.for_device(device)
     cycles = 200_000_000  # a tenth of a second at 2 GHz; the host goes on at once
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # before the pass: billed to nobody
+    torch.cuda._sleep(cycles)  # before the pass: billed to nobody
     meter.start_pass()
     for name in ("forward", "backward"):
         with meter.phase(name):
             if name == slow:
-                torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(cycles)
     costs, host_seconds = meter.end_pass()
     [fast] = {"forward", "backward"} - {slow}
     assert costs[slow].seconds > 0.03

@@ -155,7 +155,7 @@ def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Rand
         assert step > 0 or torch.allclose(ratio_BA, torch.ones_like(ratio_BA), atol=1e-3)
         loss = policy_loss(ratio_BA, advantages_B, action_mask_BA)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        loss.backward()
         nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
         if verbose:
