@@ -1,6 +1,7 @@
 """One micro-batch through the actor, measured. The only caller of a backend."""
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 
 from actor_init.backends import Backend, open_backend
 from actor_init.compiling import num_graphs
-from actor_init.model import ModelSource
+from actor_init.model import ModelSource, lasting_config
 from actor_init.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.capture_file import read_call
 from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
+from capture.reproduction import restore_random_states
 from replay.digests import digest_of_inputs
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
@@ -23,6 +25,7 @@ from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
 from replay.run_trace import RunTrace
 from replay.same_weights import SameWeights
+from replay.same_work import dropouts
 from replay.spec import RunSpec
 from replay.wording import one_line
 
@@ -84,6 +87,7 @@ class PassRunner:
         self._num_in_window = 0
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
+        self._is_random = bool(dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
         """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
@@ -120,7 +124,9 @@ class PassRunner:
             self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = tokens_for(self.spec.measure.loss, batch)
-            record = PassRecord(**known, **self._measured(with_rows_reversed(batch) if self._reverses else batch))
+            random = call.random if self._is_random else {}
+            measured = self._measured(with_rows_reversed(batch) if self._reverses else batch, random)
+            record = PassRecord(**known, **measured)
             if self.trace:
                 self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
             self.num_settled = index + 1 if not self._num_in_window else self.num_settled
@@ -131,7 +137,8 @@ class PassRunner:
         except Exception as error:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 
-    def _measured(self, batch: MicroBatch) -> dict[str, Any]:
+    def _measured(self, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
+        """`random` are the generators' states to begin with; empty: whatever they are."""
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
         step = last_of_window and self.spec.measure.step
@@ -140,6 +147,8 @@ class PassRunner:
         if self.trace:
             self.trace.begin(inputs)
         self.world.meet()
+        if random:
+            restore_random_states(random)
         try:
             self.tracker.at(Phase.FORWARD)
             self.meter.start_pass()

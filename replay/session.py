@@ -2,7 +2,7 @@
 
 import shutil
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _run_watched(
             devices=devices,
         )
         header = _header(spec, source, facts, selection, devices, num_inputs)
-        header |= _first_look(same_weights, selection)
+        header |= _first_look(same_weights, setting.dropout, selection)
         console.header(header, num_passes=len(selection.inputs))
     world.gather(None)  # no rank fails before run.json is there
     trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
@@ -183,13 +183,17 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
     )
 
 
-def _first_look(same_weights: SameWeights, selection: Selection) -> dict[str, str]:
-    """Wrong weights are said before the first pass."""
+def _first_look(same_weights: SameWeights, dropout: Sequence[str], selection: Selection) -> dict[str, str]:
+    """Wrong weights are said before the first pass, and whose random numbers it draws."""
     try:
-        first = read_call(selection.inputs[0]).weights if selection.inputs else None
+        first = read_call(selection.inputs[0]) if selection.inputs else None
     except CaptureError:  # the pass will say so
         return {}
-    return {} if first is None else {"recorded": weights_line(same_weights.check(first))}
+    if first is None:
+        return {}
+    whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
+    weights = {} if first.weights is None else {"recorded": weights_line(same_weights.check(first.weights))}
+    return weights | ({"dropout": f"{', '.join(dropout)}, {whose}"} if dropout else {})
 
 
 def _header(

@@ -40,14 +40,25 @@ class Actor(nn.Module):
         return log_probs_BA
 
 
-def train(folder: Path, *, learning_rate: float = 0.0, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+def train(
+    folder: Path,
+    *,
+    learning_rate: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+    device: str = "cpu",
+    **settings: Any,
+) -> Path:
     """Three steps of a plain loop; the weights that it began with are in `folder/model`."""
-    model: Any = make_model(folder, saves=False).to(dtype).train()
+    model: Any = make_model(folder, saves=False).to(device, dtype).train()
+    model.config.attention_dropout = dropout
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
     model.save_pretrained(folder / "model")
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     with recording(model, folder / "captures", **settings) as recorder:
         for batch in make_batches():
-            loss = model(**batch).loss
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
             recorder.note(grad_norm=nn.utils.clip_grad_norm_(model.parameters(), 1.0), loss=loss)
             optimizer.step()
@@ -101,6 +112,24 @@ def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path:
     assert [one["outcome"] for one in verdict["passes"]] == ["REPRODUCED"] * 5 + ["CANNOT TELL"]
     assert (verdict["outcome"], verdict["reason"]) == ("REPRODUCED", "other weights")
     assert [one["name"] for one in verdict["worst"]] == [LOG_PROBS]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+def test_a_job_with_dropout_is_reproduced_where_its_masks_can_be_drawn_again(
+    backend: str, device: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", dropout=0.3, device=device, reproduce=True)
+    typed = ["--dtype", "fp32", "--backend", backend, "--attention", "sdpa"]
+    _, verdict, _ = replayed(job, tmp_path / "same", *typed, "--no-packing", "--gradient-checkpointing")
+    assert verdict["counts"] == {"REPRODUCED": 3}
+    assert "dropout    attention_dropout, from the job's random states" in capsys.readouterr().out
+    _, verdict, _ = replayed(job, tmp_path / "packed", *typed)  # rows of another length draw other masks
+    assert (verdict["outcome"], "by chance" in verdict["reason"]) == ("CANNOT TELL", True)
+    bare = changed(job, tmp_path / "bare", lambda call: replace(call, random={}), number=0)
+    _, verdict, _ = replayed(job, tmp_path / "none", *typed, "--no-packing", "--max-inputs", "1", captures=bare)
+    assert (verdict["outcome"], "by chance" in verdict["reason"]) == ("CANNOT TELL", True)
+    assert "dropout    attention_dropout, by chance: no random states were recorded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("job_dtype", [torch.float32, torch.bfloat16])
