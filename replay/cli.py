@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         action = app(typed, prog_name="replay", standalone_mode=False)
     except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
-        return _refuse(error, show_traceback) if _rank() == 0 else 2
+        return _refuse(error, typed, show_traceback) if _rank() == 0 else 2
     if not callable(action):  # --help has been printed
         return int(action or 0)
     try:
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         if _rank() > 0:  # rank 0 speaks for an error that all ranks share, and the launcher then ends the others
             time.sleep(HEAD_START_SECONDS)
-        return _refuse(error, show_traceback)
+        return _refuse(error, typed, show_traceback)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -130,24 +131,39 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _refuse(error: Any, show_traceback: bool) -> int:
+def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    _say(str(error) if isinstance(error, UsageError) else _explain(error))
+    _say(str(error) if isinstance(error, UsageError) else _explain(error, typed))
     return 2
 
 
-def _explain(error: Any) -> str:
-    """typer's message as one line that ends in what to type next."""
+def _explain(error: Any, typed: Sequence[str]) -> str:
+    """typer's message as one line that says what came and ends in what to type next."""
     option = getattr(error, "option_name", None)
+    command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a command's come without it
+    advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
     message = _one_line(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
         message += f", not {os.environ[from_environment[1]]!r}"
+    elif value := _value_of(getattr(error, "param", None), typed):
+        message += f", not {value!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
         if error.possibilities:
-            return f"{message}. Did you mean {error.possibilities[0]}? Try: replay --help"
-    return f"{message[0].lower()}{message[1:]}. Try: replay --help"
+            return f"{message}. Did you mean {error.possibilities[0]}? {advice}"
+    if (found := re.fullmatch(r"No such command '(.+)'", message)) and Path(found[1]).exists():
+        advice = f"Try: replay --{'inputs' if Path(found[1]).is_dir() else 'input-file'} {found[1]}"
+    return f"{message[0].lower()}{message[1:]}. {advice}"
+
+
+def _value_of(parameter: Any, typed: Sequence[str]) -> str | None:
+    """What was typed as the value of an option."""
+    for word, following in zip(typed, [*typed[1:], None], strict=True):
+        name, is_joined, value = word.partition("=")
+        if parameter is not None and name in parameter.opts:
+            return value if is_joined else following
+    return None
 
 
 def _one_line(text: str) -> str:

@@ -48,10 +48,11 @@ def scripts(name: str) -> str:
         ("--backend zero", "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2, ddp"),
         ("--max-inputs", "option '--max-inputs' requires an argument. Try: replay --help"),
         ("--max-inputs many", "--max-inputs 'many' is not allowed. Give a whole number of at least 1"),
-        ("inputs/sample", "no such command 'inputs/sample'. Try: replay --help"),
-        ("inspect", "missing argument 'folder'. Try: replay --help"),
-        ("inspect --max-inputs 5 x", "unknown option --max-inputs. Try: replay --help"),
+        ("inputs/sample", "no such command 'inputs/sample'. Try: replay --inputs inputs/sample"),
+        ("inspect", "missing argument 'folder'. Try: replay inspect --help"),
+        ("inspect --max-inputs 5 x", "unknown option --max-inputs. Try: replay inspect --help"),
         ("--max-inputs 5 inspect x", "--max-inputs belongs to a replay, not to `inspect`. Try: replay inspect --help"),
+        ("diagnose --inputs", "option '--inputs' requires an argument. Try: replay diagnose --help"),
         ("inspect nowhere", "nowhere does not exist. Try: replay inspect inputs/sample"),
         ("--compile --deepcompile", "--compile and --deepcompile exclude each other. Give one of the two"),
         ("--backend fsdp2 --deepcompile", "--deepcompile belongs to deepspeed."),
@@ -77,6 +78,20 @@ def test_wrong_usage_is_one_line_that_says_what_to_type(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"replay: {says}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "option", "value"),
+    [("parity --at-once=none", "--at-once", "none"), ("suite --model x --steps 1", "--steps", "1")],
+)
+def test_a_commands_bad_value_is_said_in_one_line(
+    typed: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith(f"replay: invalid value for '{option}': ")
+    assert err.endswith(f", not '{value}'. Try: replay {typed.split()[0]} --help\n")
     assert err.count("\n") == 1
 
 
