@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actor_init.tensor_parallel import GATHERS_IN_ONE_PIECE
 from replay.records import PassRecord
 from replay.selection import default_folder
 from tests.gradients import assert_gradients_are_the_reference_s
@@ -45,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 COMMON = ["--dtype", "fp32", "--quiet"]
+# several rows along the sequence, which an older torch cannot: then these replay packed ones
+SEVERAL_ROWS = "--no-packing" if TorchVersion(torch.__version__) >= GATHERS_IN_ONE_PIECE else "--packing"
 FEW = "--skip-inputs 2 --max-inputs 2"  # a short one, and one of a length that two do not divide
 ALL = "--max-inputs 32"  # every training pass of the sample
 

@@ -18,7 +18,7 @@ from replay.logbook import read_log
 from replay.session import run_in
 from replay.trace_file import TraceFile
 from tests.made_logs import passed, write_log
-from tests.sharded import COMMON, MODELS, replay_all, save_models
+from tests.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.tracing_faults import FAULTS, change_border, in_module
 
 Run = Callable[..., Path]
@@ -175,7 +175,7 @@ SHARDED: dict[int, dict[str, tuple[str, str, str, tuple[Kind, str] | None]]] = {
     2: {
         "tp": ("qwen3, norms on heads", "--tp 2", "", None),
         "tp, tied": ("llama, tied, biases, uneven", "--tp 2", "", None),
-        "sequence": ("qwen3, norms on heads", "--tp 2 --sequence-parallel --no-packing", "", None),
+        "sequence": ("qwen3, norms on heads", f"--tp 2 --sequence-parallel {SEVERAL_ROWS}", "", None),
         "AutoTP": ("qwen3, norms on heads", "--tp 2 --backend deepspeed", "", None),
         "transposed": (
             "llama",

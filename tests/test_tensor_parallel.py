@@ -25,6 +25,7 @@ from tests.sharded import (
     COMMON,
     FEW,
     MODELS,
+    SEVERAL_ROWS,
     SIZES,
     Job,
     Outcome,
@@ -63,7 +64,7 @@ def standing_jobs() -> list[Job]:
     for flags in ("--tp 2", "--tp 2 --sequence-parallel"):
         jobs += [Job(model, 2, f"{flags} {ALL if (model, flags) == WHOLE else FEW}") for model in MODELS]
     jobs += [Job(model, 4, f"--tp 2 {FEW}") for model in (TIED, QWEN3, GEMMA3)]
-    pad = "--tp 2 --sequence-parallel --gradient-checkpointing --no-packing"
+    pad = f"--tp 2 --sequence-parallel --gradient-checkpointing {SEVERAL_ROWS}"
     jobs += [Job(m, 2, f"{pad} {FEW}") for m in ("llama, tied, biases, uneven", GEMMA3)]
     jobs += [Job(m, 2, BUILTIN) for m in ("llama", QWEN3, GEMMA3)]
     window = "--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2"
