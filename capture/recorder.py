@@ -25,8 +25,8 @@ from capture.job import prepare_folder, rank_and_world_size
 from capture.keep import Keep, Passes, WhichEnd, keep_of
 from capture.reproduction import computed_in, noted, outputs_of
 from capture.slow_step import StepWatch
-from capture.store import Opened, Store
-from capture.taking import Clock, Outputs, Pass, Taker
+from capture.store import Store
+from capture.taking import Clock, Opened, Outputs, Pass, Taker
 from capture.tap import Tap
 from capture.trouble import Trouble, trouble, trouble_of
 from capture.writer import BackgroundWriter, warn

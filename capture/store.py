@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from capture.micro_batch import CaptureError
 from capture.rank_files import RankFiles
 from capture.reproduction import environment, plain_outputs
 from capture.spool import SHARED_MEMORY, Spool, remains_of
-from capture.taking import Outputs, Pass
+from capture.taking import Opened, Outputs, Pass
 from capture.trouble import Trouble, trouble, write_troubles
 from capture.writer import warn
 
@@ -26,11 +26,6 @@ MAX_TROUBLES_ASKED_FOR = 64
 _MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
 _POLL_SECONDS = 0.01
 _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    rank: int
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""What a job's thread hands over to be written: a pass as it begins, and what came of it. Nothing here waits."""
+"""What a job's thread hands over to be written: that it records, a pass as it begins, what came of it. No waiting."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +19,13 @@ from capture.reproduction import RandomSnapshot, random_snapshot
 from capture.writer import warn
 
 _SAMPLES = " weights"  # no argument of a forward has this name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A recording, on this rank."""
+
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

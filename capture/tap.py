@@ -12,6 +12,10 @@ Begins = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 Ends = Callable[[Any, BaseException | None], None]
 
 
+def _nobody(*_: Any) -> None:
+    pass
+
+
 class Tap:
     """Calls `begins` with the module and its arguments, and `ends` with its output or what the forward raised.
 
@@ -20,7 +24,7 @@ class Tap:
     deepcopy or pickle: it is another model, with a tap of its own that has nobody to call.
     """
 
-    def __init__(self, begins: Begins | None = None, ends: Ends | None = None) -> None:
+    def __init__(self, begins: Begins = _nobody, ends: Ends = _nobody) -> None:
         self._begins = begins
         self._ends = ends
         self._process = os.getpid()
@@ -44,7 +48,7 @@ class Tap:
         self._handles = []
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._begins is None or torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process:
+        if not self._hears():
             return
         self._depth += 1
         if self._depth == 1:
@@ -52,14 +56,17 @@ class Tap:
             self._begins(module, args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward() or not self._depth or os.getpid() != self._process:
+        if not self._hears() or not self._depth:
             return
         self._depth -= 1
-        if self._depth or self._ends is None:
+        if self._depth:
             return
         error, before = sys.exception(), self._error_before
         self._error_before = None
         self._ends(output, None if error is before else error)
+
+    def _hears(self) -> bool:
+        return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process)
 
 
 def is_in_backward() -> bool:

@@ -146,7 +146,7 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
     message = _one_line(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
         message += f", not {os.environ[from_environment[1]]!r}"
-    elif value := _value_of(getattr(error, "param", None), typed):
+    elif value := _value_of(getattr(getattr(error, "param", None), "opts", ()), typed):
         message += f", not {value!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
@@ -157,11 +157,11 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
     return f"{message[0].lower()}{message[1:]}. {advice}"
 
 
-def _value_of(parameter: Any, typed: Sequence[str]) -> str | None:
-    """What was typed as the value of an option."""
+def _value_of(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
+    """What was typed as the value of the option that has these names."""
     for word, following in zip(typed, [*typed[1:], None], strict=True):
         name, is_joined, value = word.partition("=")
-        if parameter is not None and name in parameter.opts:
+        if name in option_names:
             return value if is_joined else following
     return None
 
