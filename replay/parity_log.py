@@ -43,6 +43,12 @@ class Row:
     ran_alone: bool = True  # else its times say nothing
     log: Path | None = None  # the run's folder
 
+    @property
+    def is_open(self) -> bool:
+        """It has not run yet, or failed beside others, or for a reference did: alone it might not."""
+        has_run_alone = self.seconds is not None and self.ran_alone
+        return self.state is State.PENDING or (self.state is State.FAILED and not has_run_alone)
+
 
 @dataclass(kw_only=True, slots=True)
 class ParityLog:
@@ -70,7 +76,7 @@ class ParityLog:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises UsageError for what no parity run of this version left."""
+        """What is open is pending again. Raises UsageError for what no parity run of this version left."""
         path = folder / FILE
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
@@ -129,7 +135,7 @@ def _plain(row: Row, folder: Path) -> dict[str, Any]:
 
 
 def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
-    return Row(
+    row = Row(
         cell=Cell(
             name=plain["name"],
             role=Role(plain["role"]),
@@ -144,3 +150,4 @@ def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
         ran_alone=plain["ran_alone"],
         log=None if plain["log"] is None else folder / plain["log"],
     )
+    return Row(cell=row.cell) if row.is_open else row

@@ -125,6 +125,6 @@ def summary(log: ParityLog, judgement: Judgement) -> Pairs:
     known = [*Verdict, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
     text = ", ".join(f"{verdicts[name]} {name}" for name in known if verdicts[name])
     pairs: Pairs = [("result", text)]
-    if verdicts["not run"]:
+    if any(row.is_open for row in log.rows):
         pairs.append(("go on", f"replay parity --continue {log.folder}"))
     return pairs

@@ -200,6 +200,23 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert Judge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].verdict is Verdict.EQUAL
 
 
+def test_what_failed_beside_others_is_run_again_and_what_failed_alone_is_not(
+    tmp_path: Path, runs: Runs, capsys: Captured
+) -> None:
+    runs.told = {0: "CUDA out of memory"}
+    assert typed(tmp_path, "--at-once", "2") == 1
+    folder = folder_in(tmp_path)
+    assert said(capsys, "go on") == [f"replay parity --continue {folder}"]
+    runs.names, runs.told = [], {5: "CUDA out of memory"}
+    assert cli.main(["parity", "--continue", str(folder)]) == 1
+    assert runs.names == RUNS
+    assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
+    assert said(capsys, "go on") == []
+    runs.names = []
+    assert cli.main(["parity", "--continue", str(folder)]) == 1
+    assert runs.names == []
+
+
 def test_after_the_time_limit_no_run_is_started(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
     assert typed(tmp_path, "--time-limit", "0") == 1
     assert runs.names == []
