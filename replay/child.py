@@ -3,22 +3,23 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Self, TypeVar
 
-from replay.launch import without_launcher
+from replay import warm
+from replay.launch import variables_of_ranks, without_launcher
 
 Key = TypeVar("Key")
-POLL_SECONDS = 0.05  # as Popen.wait does
-GRACE = 2.0  # seconds between SIGTERM and SIGKILL
-PROGRAM: tuple[str, ...] = ("-u", str(Path(__file__).parent))
+POLL_SECONDS = 0.5  # between looks at the clock
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+PROGRAM = Path(__file__).parent  # as in `python replay`
 REFUSED = 2  # the exit code of a replay that cannot be had
 
 
@@ -95,17 +96,17 @@ def run_children(
                 running.remove(pair)
                 yield pair[0], child
             if not over:
-                time.sleep(POLL_SECONDS)
+                wait([rank.sentinel for _, one in running for rank in alive(one.ranks)], POLL_SECONDS)
     finally:
         for _, one in running:
-            end(one.process)
+            end(one.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
     task: Task
     gpus: Sequence[str]  # that it alone was given; empty: it sees what this process does
-    process: subprocess.Popen[bytes]
+    ranks: list[ForkServerProcess]
     began: float
 
     @classmethod
@@ -113,41 +114,57 @@ class _Running:
         """It is given the first of `gpus`."""
         own = gpus[: task.num_processes]
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        program = [sys.executable]
-        if task.num_processes > 1:  # not torchrun, which has one exit code for whatever its ranks left with
-            number = task.num_processes
-            start = f"from replay.launch import start_processes; sys.exit(start_processes({number}, sys.argv[1:]))"
-            program += ["-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
-        began = time.monotonic()
-        with task.output.open("wb") as file:
-            process = subprocess.Popen(
-                [*program, *PROGRAM, *task.arguments, "--log-folder", str(task.logs)],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}),
-                start_new_session=True,
+        task.output.touch()
+        environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
+        arguments = [*task.arguments, "--log-folder", str(task.logs)]
+        one = cls(task=task, gpus=own, ranks=[], began=time.monotonic())
+        try:
+            one.ranks.extend(
+                warm.start(PROGRAM, arguments, environment | of_rank, task.output)
+                for of_rank in variables_of_ranks(task.num_processes)
             )
-        return cls(task=task, gpus=own, process=process, began=began)
+        except BaseException:
+            end(one.ranks)
+            raise
+        return one
+
+    @property
+    def _exit_codes(self) -> list[int | None]:
+        return [rank.exitcode for rank in self.ranks]
 
     @property
     def is_over(self) -> bool:
-        return self.process.poll() is not None or time.monotonic() > self.began + self.task.limit
+        """All ranks have ended, or one has failed, as launchers see it, or there is no time left."""
+        codes = self._exit_codes
+        return None not in codes or any(codes) or time.monotonic() > self.began + self.task.limit
 
     def ended(self) -> Child:
-        """If it has not, it is ended here."""
-        exit_code = self.process.poll()
-        seconds = time.monotonic() - self.began
-        end(self.process)
+        """What has not is ended here. The exit code is that of a rank that failed, if one did."""
+        codes, seconds = self._exit_codes, time.monotonic() - self.began
+        end(self.ranks)
+        failed = [code for code in codes if code]
+        exit_code = failed[0] if failed else None if None in codes else 0
         return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs; SIGTERM first, on which torch's elastic launcher ends its ranks: no group holds them."""
+def alive(ranks: Sequence[ForkServerProcess]) -> list[ForkServerProcess]:
+    return [rank for rank in ranks if rank.exitcode is None]
+
+
+def end(ranks: Sequence[ForkServerProcess]) -> None:
+    """End those that still run, each with what it has started; SIGTERM first, at which a rank completes its log."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
+        for rank in alive(ranks):
+            _signal(rank, number)
+        until = time.monotonic() + GRACE
+        while (left := alive(ranks)) and time.monotonic() < until:
+            wait([rank.sentinel for rank in left], until - time.monotonic())
+
+
+def _signal(rank: ForkServerProcess, number: int) -> None:
+    assert rank.pid is not None
+    try:
+        os.killpg(rank.pid, number)
+    except ProcessLookupError:  # it has ended, or has no session of its own yet
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+            os.kill(rank.pid, number)

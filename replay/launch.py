@@ -1,6 +1,7 @@
 """One process was started and the toggles need more: start them here, through torch's own elastic launcher."""
 
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,18 @@ def visible_gpus(number: int) -> list[str]:
     """The first `number` of this process's GPUs, as its children's CUDA_VISIBLE_DEVICES may name them."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (own.split(",") if own else [str(index) for index in range(number)])[:number]
+
+
+def variables_of_ranks(num_processes: int) -> list[dict[str, str]]:
+    """What a launcher would set for each process of a run on this machine; nothing for one alone."""
+    if num_processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared for rank in range(num_processes)]
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> int:

@@ -134,20 +134,31 @@ def num_processes_of(setting: Setting) -> int:
 def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
     """In another order: first few that hold every pair of values that any holds, and how many these are.
 
-    So a long matrix that is broken off has seen most of what can go wrong between two options. Greedy: always the one
-    that adds most pairs.
+    Then the same of what is left, and so on: a long matrix that is broken off has seen most of what can go wrong
+    between two options, and each of their values about as often. Greedy: always the one that adds most pairs.
     """
-    left = {number: set(_pairs(one)) for number, one in enumerate(settings)}
-    order: list[int] = []
+    left = dict(enumerate(settings))
+    rounds: list[list[int]] = []
     while left:
-        best = max(left, key=lambda number: len(left[number]))
-        covered = left.pop(best)
-        if not covered:
-            return [settings[number] for number in (*order, best, *left)], len(order)
-        order.append(best)
-        for pairs in left.values():
-            pairs -= covered
-    return [settings[number] for number in order], len(order)
+        rounds.append(_covering(left) or [*left])
+        for number in rounds[-1]:
+            del left[number]
+    return [settings[number] for one in rounds for number in one], len(rounds[0]) if rounds else 0
+
+
+def _covering(settings: Mapping[int, Setting]) -> list[int]:
+    holders: dict[Any, list[int]] = {}
+    for number, one in settings.items():
+        for pair in _pairs(one):
+            holders.setdefault(pair, []).append(number)
+    num_new = {number: sum(1 for _ in _pairs(one)) for number, one in settings.items()}
+    chosen = []
+    while holders:
+        chosen.append(max(num_new, key=num_new.__getitem__))
+        for pair in _pairs(settings[chosen[-1]]):
+            for number in holders.pop(pair, ()):
+                num_new[number] -= 1
+    return chosen
 
 
 def _pairs(setting: Setting) -> Iterator[tuple[Any, Any]]:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from replay.child import GRACE, end
-
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 MARK = "replay-doctor-answer: "
 SHARE = 0.5  # of all the time there is that one probe may take, unless it is told otherwise: a hang leaves some
 
@@ -56,7 +56,7 @@ class Prober:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end(process)
+                _end(process)
                 self._running.discard(process)
             return _answer(_text_of(out), code, time.monotonic() - began)
 
@@ -64,7 +64,7 @@ class Prober:
         """End what is still running."""
         self._deadline = 0.0
         for process in list(self._running):
-            end(process)
+            _end(process)
 
 
 def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:
@@ -107,3 +107,14 @@ def _last_error(text: str) -> str:
     """An error that some library printed before it left."""
     errors = re.findall(r"^\w[\w.]*(?:Error|Exception): .+", text, re.MULTILINE)
     return f": {errors[-1]}" if errors else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it if it still runs; SIGTERM first, on which torch's elastic launcher ends its ranks: no group holds them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)

@@ -1,5 +1,6 @@
 """What a matrix spells out: products and sums of its tables, in an order that sees every pair of values early."""
 
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 
@@ -114,6 +115,14 @@ def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
     assert arranged("full", settings) == ordered
     assert arranged("quick", settings) == settings
     assert num_covering < len(settings) / 10
+
+
+def test_wherever_a_full_matrix_is_broken_off_each_value_was_seen_about_as_often() -> None:
+    settings = settings_of("full", 4)
+    ordered, _ = pairs_first(settings)
+    for option, values in (("backend", ("deepspeed", "fsdp2")), ("tp", (1, 2, 4)), ("zero_stage", (0, 1, 2, 3))):
+        seen = Counter(one.get(option) for one in ordered[:200])
+        assert min(seen[value] for value in values) > 20, seen
 
 
 def test_full_uses_splits_that_divide_the_devices() -> None:

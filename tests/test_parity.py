@@ -1,7 +1,6 @@
 """`replay parity` as it is typed: what is run in which order, what is left when something fails, how it goes on."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +11,9 @@ import pytest
 
 from actor_init.packing import actor_inputs
 from replay import cli, parity, parting
-from replay.child import Child, Task, run_child, run_children
+from replay.child import Child, Task
 from replay.cli import app
 from replay.judgement import Judge
-from replay.launch import visible_gpus
 from replay.noise import Verdict
 from replay.parity_log import ParityLog, State
 from replay.past_run import PastRun
@@ -298,71 +296,6 @@ def test_a_folder_that_parity_cannot_go_on_with_is_refused(
         (tmp_path / "parity.json").write_text(text)
     assert cli.main(["parity", "--continue", str(tmp_path)]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_exit_code_of_several_processes_is_that_of_the_rank_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replay.child.PROGRAM", ("-c", "import os, sys; sys.exit(2 * (os.environ['RANK'] == '1'))"))
-    task = Task(arguments=[], num_processes=2, logs=tmp_path, output=tmp_path / "out.txt", limit=60)
-    assert run_child(task).exit_code == 2
-
-
-def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of the first three waits for the other two; the fourth, which has to wait for room, never ends."""
-    waits = "import os, sys, time; number, home = sys.argv[1], sys.argv[2]; open(f'{home}/{number}', 'w').close()\n"
-    waits += "while number == '3' or len(set(os.listdir(home)) & {'0', '1', '2'}) < 3: time.sleep(0.01)"
-    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits))
-    asked: list[int] = []
-
-    def tasks() -> Iterator[tuple[int, Task]]:
-        for number in range(4):
-            asked.append(len(asked))
-            output, limit = tmp_path / "out" / str(number), 60.0 if number < 3 else 0.5
-            arguments = [str(number), str(tmp_path)]
-            yield number, Task(arguments=arguments, num_processes=1, logs=tmp_path, output=output, limit=limit)
-
-    ended = []
-    for number, child in run_children(tasks(), at_once=3):
-        ended.append((number, child.exit_code))
-        assert len(asked) >= 3
-    assert sorted(ended) == [(0, 0), (1, 0), (2, 0), (3, None)]
-
-
-def test_each_run_sees_gpus_that_the_fewest_others_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None ends before all three have begun, or one's GPUs would be free again."""
-    waits = "import os, sys, time; home = sys.argv[1]; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
-    waits += "while not all(os.path.exists(f'{home}/{n}') and os.path.getsize(f'{home}/{n}') for n in 'abc'): "
-    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits + "time.sleep(0.01)"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7,6")
-    tasks = [
-        (name, Task(arguments=[str(tmp_path)], num_processes=size, logs=tmp_path, output=tmp_path / name, limit=60.0))
-        for name, size in (("a", 1), ("b", 2), ("c", 1))
-    ]
-    assert [child.exit_code for _, child in run_children(tasks, at_once=3, gpus=visible_gpus(3))] == [0, 0, 0]
-    given = [sorted(set((tmp_path / name).read_text().split())) for name in "abc"]
-    assert given == [["4"], ["5,7"], ["4"]]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_gpus(2) == ["0", "1"]
-
-
-def test_what_runs_is_ended_when_nobody_wants_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one ends as soon as the second, which never does, has said who it is."""
-    waits = "import os, sys, time; print(os.getpid(), flush=True)\n"
-    waits += "while sys.argv[1] == 'long' or not os.path.getsize(sys.argv[2]): time.sleep(0.01)"
-    monkeypatch.setattr("replay.child.PROGRAM", ("-c", waits))
-    long = tmp_path / "long"
-    both = [
-        (name, Task(arguments=[name, str(long)], num_processes=1, logs=tmp_path, output=tmp_path / name, limit=60.0))
-        for name in ("long", "short")
-    ]
-    running = run_children(both, at_once=2)
-    assert next(running)[0] == "short"
-    running.close()  # as for a KeyboardInterrupt
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(long.read_text()), 0)
 
 
 @pytest.fixture

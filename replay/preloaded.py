@@ -1,0 +1,38 @@
+"""What a replay imports, imported: for the fork server of `warm.py` alone.
+
+What fails here fails, and what is printed here is printed, in the run.
+"""
+
+import os
+from contextlib import suppress
+from importlib import import_module
+
+import torch
+
+MODULES = (
+    "deepspeed",
+    "flash_attn",
+    "replay.cli",
+    "replay.session",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def preload() -> None:
+    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"  # as a World chooses its device
+    for name in MODULES:
+        with suppress(Exception):
+            import_module(name)
+
+
+terminal = [os.dup(number) for number in (1, 2)]
+nowhere = os.open(os.devnull, os.O_WRONLY)
+for number in (1, 2):
+    os.dup2(nowhere, number)
+preload()
+for number, kept in zip((1, 2), terminal, strict=True):
+    os.dup2(kept, number)
+    os.close(kept)
+os.close(nowhere)

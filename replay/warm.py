@@ -1,0 +1,57 @@
+"""Programs that begin where their imports have ended: in processes forked from one that has made them.
+
+Most of a short replay is imports. The fork server is Python's own (`multiprocessing`): it imports what `preloaded.py`
+names and nothing else, so that what is forked from it has no threads, no GPU and no state of any run.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from replay.launch import without_launcher
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["replay.preloaded"])
+
+
+def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
+    """Run `python program arguments` in a session of its own; what it prints is added to the file `output`."""
+    process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output))
+    # the first process starts the fork server, too; through NVML it asks for GPUs without initialising CUDA
+    its_own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with _environment(without_launcher(os.environ) | its_own):
+        process.start()
+    return process
+
+
+def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    import torch
+
+    os.setsid()
+    with output.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    if torch.cuda._is_in_bad_fork():  # without NVML, CUDA was asked for GPUs, and is of no use in a forked process
+        os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
