@@ -22,11 +22,22 @@ CONTEXT.set_forkserver_preload(["replay.preloaded"])
 def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
     """Run `python program arguments` in a session of its own; what it prints is added to the file `output`."""
     process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output))
-    # the first process starts the fork server, too; through NVML it asks for GPUs without initialising CUDA
-    its_own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with _environment(without_launcher(os.environ) | its_own):
+    with _environment(_of_the_fork_server()):  # which the first process starts
         process.start()
     return process
+
+
+def _of_the_fork_server() -> dict[str, str]:
+    """Its environment: it must not initialise CUDA, which a forked process could not use.
+
+    NVML tells torch of GPUs without that; of none, where none are visible, torch knows without NVML.
+    """
+    import torch
+
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if not torch.cuda.is_available():
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return without_launcher(os.environ) | own
 
 
 def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path) -> None:
