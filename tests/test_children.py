@@ -97,7 +97,10 @@ def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(prog
         f"while os.environ['RANK'] == '0' or not os.path.exists(sys.argv[2] + '/0'): {WAIT}",
         "sys.exit(2)",
     )
-    assert run_child(programs.task("two", str(tmp_path), num_processes=2)).exit_code == 2
+    task = programs.task("two", str(tmp_path), num_processes=2, limit=30.0)
+    child = run_child(task)
+    assert child.exit_code == 2
+    assert child.seconds < task.limit  # which is not what ended it
     [[pid, size, port], [_, *same]] = [(tmp_path / name).read_text().split() for name in "01"]
     assert (size, [size, port]) == ("2", same)
     with pytest.raises(ProcessLookupError):
