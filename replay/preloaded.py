@@ -3,6 +3,7 @@
 What fails here fails, and what is printed here is printed, in the run.
 """
 
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -10,12 +11,14 @@ from importlib import import_module
 import torch
 
 MODULES = (
+    "actor_init.backends.deepspeed_zero",
+    "actor_init.backends.fsdp2",
     "deepspeed",
     "flash_attn",
     "replay.cli",
+    "replay.console",
     "replay.session",
     "torch._inductor.compile_fx",
-    "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -25,6 +28,8 @@ def preload() -> None:
     for name in MODULES:
         with suppress(Exception):
             import_module(name)
+    gc.collect()
+    gc.freeze()  # or the first collection in each fork copies every page
 
 
 terminal = [os.dup(number) for number in (1, 2)]

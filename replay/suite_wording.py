@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from actor_init.spec import Dtype
 from replay.curves import Curve, Judgement
 from replay.suite_folder import Suite
 from replay.suite_plan import DDP, DEEPSPEED, Planned
@@ -77,6 +78,8 @@ def verdict(suite: Suite, outcomes: Sequence[Outcome]) -> Pairs:
     text = f"{len(passed)} of {len(standard)} standard configurations"
     if not has_failed:
         text += ": each loss falls, and none is further from the others than its bound"
+    if suite.spec.dtype is not Dtype.FP32 and any(one.judgement and one.judgement.complaints for one in outcomes):
+        pairs.append(("note", f"a large model's rounding in {suite.spec.dtype} is near the bounds. Try: --dtype fp32"))
     for one in outcomes:
         if one.planned.name in (DDP, DEEPSPEED) and not one.judgement:
             pairs.append(("note", f"{one.planned.name} has no curve, so none was held against it"))

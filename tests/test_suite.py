@@ -391,6 +391,17 @@ def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
     assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl"]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
+    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr("replay.curves.INITIAL_FROM_DDP", 0.0)
+    assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "failed     fsdp2: initial difference from ddp 0, bound 0\n" in out
+    assert ("is near the bounds. Try: --dtype fp32\n" in out) is (dtype == "bf16")
+
+
 def test_what_the_plainest_configuration_refuses_is_refused_and_leaves_nothing(
     tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.attention import kernel_name
 from actor_init.backends.deepspeed_autotp import (
-    autotp_config,
     check_autotp,
     mark_split_gradients,
     norm_over_tp,
     split_linears,
 )
+from actor_init.backends.deepspeed_config import config_of, has_whole_blocks, refuse
 from actor_init.backends.deepspeed_gathering import whole, whole_gradients, whole_weights
 from actor_init.compiling import compile_blocks
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
@@ -30,7 +30,7 @@ from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_opt
 from actor_init.packing import ActorInputs
 from actor_init.ring import check_head_stride
 from actor_init.saving import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.state_file import SavedState
 from actor_init.universal import universal
 from actor_init.world import World
@@ -66,13 +66,13 @@ class DeepSpeedBackend:
 
         Raises UsageError for what DeepSpeed cannot do.
         """
-        _refuse(spec, world)
+        refuse(spec, world)
         check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
         attention = kernel_name(spec, world.device)
-        config = _config(spec)
+        config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         check_autotp(model, spec.parallel.tp)
         num_parameters = model.num_parameters()
@@ -81,7 +81,7 @@ class DeepSpeedBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks)
-        if _has_whole_blocks(spec):
+        if has_whole_blocks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
         # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -156,7 +156,7 @@ class DeepSpeedBackend:
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
-            "zero3_leaf_modules": "blocks" if _has_whole_blocks(self.spec) else "none",
+            "zero3_leaf_modules": "blocks" if has_whole_blocks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
         }
 
@@ -195,19 +195,6 @@ class DeepSpeedBackend:
         self.engine.destroy()
 
 
-def _refuse(spec: ActorSpec, world: World) -> None:
-    on_cpu = world.device.type == "cpu"
-    if on_cpu and spec.dtype is Dtype.FP16:
-        raise UsageError("DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2")
-    if on_cpu and spec.compile is Compile.DEEPCOMPILE:
-        raise UsageError("--deepcompile needs CUDA, and this machine has none. Try: --compile")
-    if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
-        raise UsageError(
-            f"--optimizer none does not go with --zero-stage {spec.zero_stage}: DeepSpeed's stages 1 to 3 keep fp32 "
-            "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
-        )
-
-
 def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
     """What is partitioned over all ranks once `module` is on the device.
 
@@ -217,34 +204,6 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
     if spec.resolved_zero_stage == 3:
         return [module]
     return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
-
-
-def _has_whole_blocks(spec: ActorSpec) -> bool:
-    """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block.
-
-    DeepSpeed's own linear function stays away too: it asks for a parameter's number, which makes a graph a layer with
-    torch 2.11.
-    """
-    return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3
-
-
-def _config(spec: ActorSpec) -> dict[str, Any]:
-    has_masters = spec.optimizer is not OptimizerName.NONE
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": spec.grad_accumulation,
-        "gradient_clipping": spec.max_norm or 0.0,
-        "steps_per_print": None,
-        "zero_optimization": {
-            "stage": spec.resolved_zero_stage,
-            "memory_efficient_linear": not _has_whole_blocks(spec),
-        },
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": has_masters and spec.dtype is Dtype.BF16},
-        "fp16": {"enabled": has_masters and spec.dtype is Dtype.FP16},
-        "compile": {"deepcompile": spec.compile is Compile.DEEPCOMPILE},
-        **autotp_config(spec.parallel.tp),
-    }
 
 
 def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

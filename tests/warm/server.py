@@ -5,7 +5,6 @@ safe. It says `ready` when it can be asked, and ends with its standard input. Se
 """
 
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -21,16 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
+    "replay.preloaded",
     "torch.distributed.launcher.api",
-    "torch._inductor.compile_fx",
-    "transformers.models.llama.modeling_llama",
-    "deepspeed",
     "deepspeed.checkpoint",
-    "actor_init.backends.deepspeed_zero",
-    "actor_init.backends.fsdp2",
-    "replay.session",
-    "replay.console",
-    "replay.cli",
 )
 
 
@@ -51,8 +43,6 @@ def serve(address: str) -> Program:
     for name in IMPORTS:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose this process's other threads"
-    gc.collect()
-    gc.freeze()  # or the first collection in each fork copies every page
     print("ready", flush=True)
     keepers: set[int] = set()
     while True:
