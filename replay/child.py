@@ -114,7 +114,7 @@ class _Running:
         """It is given the first of `gpus`."""
         own = gpus[: task.num_processes]
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        task.output.touch()
+        task.output.write_bytes(b"")
         environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
         arguments = [*task.arguments, "--log-folder", str(task.logs)]
         one = cls(task=task, gpus=own, ranks=[], began=time.monotonic())

@@ -20,8 +20,8 @@ CONTEXT.set_forkserver_preload(["replay.preloaded"])
 
 
 def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
-    """Run `python program arguments` in a session of its own; what it prints is added to the file `output`."""
-    process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output))
+    """Run `python program arguments` here, in a session of its own; what it prints is added to the file `output`."""
+    process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output, Path.cwd()))
     with _environment(_of_the_fork_server()):  # which the first process starts
         process.start()
     return process
@@ -40,10 +40,11 @@ def _of_the_fork_server() -> dict[str, str]:
     return without_launcher(os.environ) | own
 
 
-def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:
     import torch
 
     os.setsid()
+    os.chdir(folder)
     with output.open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)

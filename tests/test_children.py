@@ -46,7 +46,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def test_what_is_imported_already_is_no_state_of_any_run(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked = [
         "sys.argv[2:]",
@@ -56,17 +56,20 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         "len(os.listdir('/proc/self/task'))",  # threads
         "os.getsid(0) == os.getpid()",
         "sys.stdin.read()",
+        "os.path.basename(os.getcwd())",
         "[os.environ.get(name) for name in ('OURS', 'DS_ACCELERATOR', 'PYTHONPATH')]",
     ]
     programs.write(f"print([{', '.join(asked)}])")
     for name in ("DS_ACCELERATOR", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     for value in ("before", "after"):
+        (tmp_path / value).mkdir()
         monkeypatch.setenv("OURS", value)
+        monkeypatch.chdir(tmp_path / value)
         child = run_child(programs.task(value, "--x"))
         assert (child.exit_code, child.trouble) == (0, "")
         logs = str(child.logs)
-        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", [value, None, None]]
+        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", value, [value, None, None]]
         assert child.output.read_text() == f"{told}\n"
     assert capfd.readouterr() == ("", "")
 
@@ -178,7 +181,7 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
     if (pid := os.fork()) == 0:
         try:
-            warm._run(program, ["x", "--y"], dict(os.environ), output)
+            warm._run(program, ["x", "--y"], dict(os.environ), output, tmp_path)
         finally:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
