@@ -198,5 +198,5 @@ def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
 
     from actor_init.attention import kernel_name
 
-    resolved = replace(spec.actor, attention=Attention.AUTO, zero_stage=spec.actor.resolved_zero_stage)
-    return kernel_name(spec.actor, torch.device(here.device)), replace(spec, actor=resolved), num_processes
+    rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
+    return kernel_name(spec.actor, torch.device(here.device)), spec.actor.resolved_zero_stage, rest, num_processes

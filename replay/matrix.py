@@ -30,14 +30,16 @@ DATA = "data"
 SET_BY_PARITY = ("grad_accumulation",)
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
 BACKENDS, DTYPES = list(BackendName), [Dtype.FP32, Dtype.BF16]
+SHARDING = [one for one in BACKENDS if one is not BackendName.DDP]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
 
-SPLIT: dict[str, Sequence[Any]] = {"backend": BACKENDS, "dtype": [Dtype.FP32], "attention": [Attention.SDPA]}
+EXACT: Table = {"dtype": [Dtype.FP32], "attention": [Attention.SDPA]}
 QUICK: tuple[Table, ...] = (
     {"backend": BACKENDS, "dtype": DTYPES, "packing": [False, True], "attention": [Attention.SDPA]},
     {"backend": [BackendName.FSDP2], "dtype": DTYPES, "attention": KERNELS},
     # a wrong number of ranks or a wrong shard shows best where rounding is smallest
-    *(SPLIT | {axis: [2]} for axis in ("tp", "ring", DATA)),
+    *({"backend": SHARDING, **EXACT, axis: [2]} for axis in ("tp", "ring")),
+    {"backend": BACKENDS, **EXACT, DATA: [2]},
 )
 
 
@@ -58,6 +60,7 @@ def full(num_devices: int) -> tuple[Table, ...]:
     return (
         {"backend": [BackendName.DEEPSPEED], "zero_stage": [0, 1, 2, 3], **split, **shared, **compiled},
         {"backend": [BackendName.FSDP2], "zero_stage": [2, 3], **split, **shared, **compiled},
+        {"backend": [BackendName.DDP], DATA: sizes, **shared, **compiled},
         {
             "backend": [BackendName.DEEPSPEED],
             "zero_stage": [1, 3],

@@ -1,5 +1,6 @@
 """Which runs parity plans: references and equivalents of each dtype, the cells, and what is refused with its reason."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ from transformers import LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
 from replay.cells import Cell, Here, Plan, Role, plan
+from replay.matrix import Setting, settings_of
 
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
 
 
-def planned(settings: list[dict[str, Any]], common: dict[str, Any] | None = None, **here: Any) -> Plan:
+def planned(settings: Sequence[Setting], common: dict[str, Any] | None = None, **here: Any) -> Plan:
     facts = {"device": "cpu", "num_devices": 2, "num_inputs": 8, "config": CONFIG, "must_pack": False}
     return plan(settings, common or {}, Here(**(facts | here)))
 
@@ -30,6 +32,14 @@ def test_every_dtype_has_a_reference_and_equivalents_before_its_cells() -> None:
         assert {cell.reference for cell in own} == {own[0].name}
         actor = own[0].spec.actor
         assert (actor.backend, actor.packing, actor.attention) == ("fsdp2", False, Attention.SDPA)
+
+
+def test_every_backend_has_cells_and_of_the_quick_matrix_only_kernels_that_are_not_here_are_refused() -> None:
+    found = planned(settings_of("quick", 2))
+    cells = [cell.spec.actor for cell in found.cells if cell.role is Role.CELL]
+    assert {actor.backend for actor in cells} == {"deepspeed", "fsdp2", "ddp"}
+    kernels = {Attention.FLASH, Attention.VARLEN}
+    assert all(any(f" {kernel}" in name for kernel in kernels) for name in found.refused), found.refused
 
 
 def test_a_cell_that_cannot_run_is_refused_with_its_reason_and_the_others_are_planned() -> None:

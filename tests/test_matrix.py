@@ -98,8 +98,9 @@ def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
     stages = {"deepspeed": 4, "fsdp2": 2}
     layouts = sum(ring * tp * data <= 2 for ring, tp, data in product((1, 2), repeat=3))
     num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 4, 2, 2, 2, 2
-    expected = sum(stages.values()) * layouts * num_kernels * num_compiled * num_dtypes * num_packing
-    assert len(found) == expected + num_deepcompile
+    layouts_of_ddp = 2  # one and two data ranks
+    num_variants = num_kernels * num_compiled * num_dtypes * num_packing
+    assert len(found) == (sum(stages.values()) * layouts + layouts_of_ddp) * num_variants + num_deepcompile
     assert {one["dtype"] for one in found} == {Dtype.FP32, Dtype.BF16}
 
 
