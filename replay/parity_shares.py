@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from actor_init.spec import BackendName
 from replay.cells import Cell
 from replay.judgement import Judgement
 from replay.parity_log import ParityLog
@@ -41,7 +42,8 @@ def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
 def _values(cell: Cell) -> Iterator[str]:
     """Of every option that a matrix without a file varies."""
     actor = cell.spec.actor
-    yield f"{actor.backend}, ZeRO {actor.resolved_zero_stage}"
+    stage = "" if actor.backend is BackendName.DDP else f", ZeRO {actor.resolved_zero_stage}"
+    yield f"{actor.backend}{stage}"
     yield actor.dtype
     yield "packed" if actor.packing else "padded"
     yield actor.attention
