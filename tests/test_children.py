@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from replay import warm
 from replay.child import Task, run_child, run_children
 from replay.launch import visible_gpus
 from replay.past_run import PastRun
@@ -174,18 +173,16 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tm
         os.kill(int(long.read_text()), 0)
 
 
-def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(
-    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, output = programs.write("print('torch' in sys.modules, sys.argv[1:])"), tmp_path / "output"
-    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
-    if (pid := os.fork()) == 0:
-        try:
-            warm._run(program, ["x", "--y"], dict(os.environ), output, tmp_path)
-        finally:
-            os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert output.read_text() == "False ['x', '--y']\n"
+def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(programs: Programs, tmp_path: Path) -> None:
+    program = programs.write("print('torch' in sys.modules, sys.argv[1:])")
+    code = (
+        "import os, pathlib, sys, torch; from replay import warm; torch.cuda._is_in_bad_fork = lambda: True\n"
+        "program, output, folder = map(pathlib.Path, sys.argv[1:])\n"
+        "warm._run(program, ['x', '--y'], dict(os.environ), output, folder)"
+    )
+    paths = [str(program), str(tmp_path / "output"), str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *paths], cwd=ROOT, check=True)
+    assert (tmp_path / "output").read_text() == "False ['x', '--y']\n"
 
 
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
