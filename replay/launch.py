@@ -47,15 +47,19 @@ def visible_gpus(number: int) -> list[str]:
     return (own.split(",") if own else [str(index) for index in range(number)])[:number]
 
 
+def free_port() -> int:
+    """One that nobody on this machine listens on now."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
 def variables_of_ranks(num_processes: int) -> list[dict[str, str]]:
     """What a launcher would set for each process of a run on this machine; nothing for one alone."""
     if num_processes == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared for rank in range(num_processes)]
 
 

@@ -150,15 +150,16 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
 
 
 def _covering(settings: Mapping[int, Setting]) -> list[int]:
+    pairs_of = {number: list(_pairs(one)) for number, one in settings.items()}
+    num_new = {number: len(pairs) for number, pairs in pairs_of.items()}  # that nobody chosen holds
     holders: dict[Any, list[int]] = {}
-    for number, one in settings.items():
-        for pair in _pairs(one):
+    for number, pairs in pairs_of.items():
+        for pair in pairs:
             holders.setdefault(pair, []).append(number)
-    num_new = {number: sum(1 for _ in _pairs(one)) for number, one in settings.items()}
     chosen = []
     while holders:
         chosen.append(max(num_new, key=num_new.__getitem__))
-        for pair in _pairs(settings[chosen[-1]]):
+        for pair in pairs_of[chosen[-1]]:
             for number in holders.pop(pair, ()):
                 num_new[number] -= 1
     return chosen

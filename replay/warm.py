@@ -49,8 +49,7 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.clear()
-    os.environ.update(environment)
+    _replace_environment(environment)
     if torch.cuda._is_in_bad_fork():  # without NVML, CUDA was asked for GPUs, and is of no use in a forked process
         os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
     sys.argv = [str(program), *arguments]
@@ -60,10 +59,13 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(values)
+    _replace_environment(values)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        _replace_environment(before)
+
+
+def _replace_environment(values: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)

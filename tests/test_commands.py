@@ -6,7 +6,6 @@ COLD ones are as a user's in everything; each launcher is among them. The others
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from replay.launch import free_port
 from tests.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
@@ -39,17 +39,10 @@ WARM = [
 ]
 
 
-def free_port() -> int:
-    """deepspeed takes the same port for each of its runs, and tests run side by side."""
-    with socket.create_server(("localhost", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
     """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
     program, *arguments = shlex.split(command)
-    if program == "deepspeed":
+    if program == "deepspeed":  # it takes the same port for each of its runs, and tests run side by side
         arguments = ["--master_port", str(free_port()), *arguments]
     return subprocess.run(
         [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
