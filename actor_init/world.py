@@ -52,7 +52,7 @@ class World:
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
         else:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
+            store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
             shape = (world_size // num_model_ranks, parallel.ring, parallel.tp)

@@ -1,5 +1,6 @@
 """A replay in processes of its own, so that out of memory, a crash or a hang there ends nothing else."""
 
+import math
 import os
 import re
 import signal
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from replay import warm
-from replay.launch import variables_of_ranks, without_launcher
+from replay.launch import store_of_ranks, variables_of_ranks, without_launcher
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5  # between looks at the clock
@@ -74,20 +78,27 @@ def run_child(task: Task) -> Child:
 
 
 def run_children(
-    tasks: Iterable[tuple[Key, Task]], *, at_once: int, gpus: Sequence[str] = ()
+    tasks: Iterable[tuple[Key, Task]], *, at_once: int, gpus: Sequence[str] = (), until: float = math.inf
 ) -> Generator[tuple[Key, Child], None, None]:
-    """What became of each, as they end; the next task is asked for when there is room for it.
+    """What became of each, as they end. None begins before there is room for it, or after time.monotonic() `until`.
 
-    Of `gpus`, as CUDA_VISIBLE_DEVICES names them, a task sees one a process: those that the fewest others see.
+    Of `gpus`, as CUDA_VISIBLE_DEVICES names them, a task sees one a process, those with the fewest others, and
+    `at_once` processes are on each. Without them a task sees what this process does, and `at_once` tasks run.
     On Ctrl-C, or any other exception here or where this is iterated, those that run are ended first.
     """
     waiting = iter(tasks)
+    following = next(waiting, None)
     running: list[tuple[Key, _Running]] = []
     try:
         while True:
-            while len(running) < at_once and (found := next(waiting, None)) is not None:
+            while following is not None and time.monotonic() <= until:
+                key, task = following
                 in_use = Counter(gpu for _, one in running for gpu in one.gpus)
-                running.append((found[0], _Running.of(found[1], sorted(gpus, key=in_use.__getitem__))))
+                own = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
+                if (in_use[own[-1]] if own else len(running)) >= at_once:
+                    break
+                running.append((key, _Running.of(task, own)))
+                following = next(waiting, None)
             if not running:
                 return
             over = [pair for pair in running if pair[1].is_over]
@@ -107,22 +118,20 @@ class _Running:
     task: Task
     gpus: Sequence[str]  # that it alone was given; empty: it sees what this process does
     ranks: list[ForkServerProcess]
+    store: "TCPStore | None"  # where they meet, while this is alive
     began: float
 
     @classmethod
     def of(cls, task: Task, gpus: Sequence[str]) -> Self:
-        """It is given the first of `gpus`."""
-        own = gpus[: task.num_processes]
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_bytes(b"")
-        environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
+        environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         arguments = [*task.arguments, "--log-folder", str(task.logs)]
-        one = cls(task=task, gpus=own, ranks=[], began=time.monotonic())
+        store = store_of_ranks() if task.num_processes > 1 else None
+        of_ranks = variables_of_ranks(task.num_processes, store.port) if store else [{}]
+        one = cls(task=task, gpus=gpus, ranks=[], store=store, began=time.monotonic())
         try:
-            one.ranks.extend(
-                warm.start(PROGRAM, arguments, environment | of_rank, task.output)
-                for of_rank in variables_of_ranks(task.num_processes)
-            )
+            one.ranks.extend(warm.start(PROGRAM, arguments, environment | own, task.output) for own in of_ranks)
         except BaseException:
             end(one.ranks)
             raise

@@ -68,6 +68,7 @@ class Judge:
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
     _found: dict[tuple[str, str], Found] = field(default_factory=dict)
+    _costs: dict[str, Statistics] = field(default_factory=dict)
 
     def judge(self, rows: Sequence[Row]) -> Judgement:
         """What can be said by the cells that are done."""
@@ -83,7 +84,7 @@ class Judge:
             for row in done.values()
             if row.cell.reference != row.cell.name
         }
-        costs = {name: summarize(self._run(row).records) for name, row in done.items()}
+        costs = {name: self._cost(row) for name, row in done.items()}
         return Judgement(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
     def _noises(self, dtype: Dtype, done: Mapping[str, Row]) -> list[Noise]:
@@ -136,6 +137,11 @@ class Judge:
         if row.cell.name not in self._runs:
             self._runs[row.cell.name] = PastRun.read(row.log)
         return self._runs[row.cell.name]
+
+    def _cost(self, row: Row) -> Statistics:
+        if row.cell.name not in self._costs:
+            self._costs[row.cell.name] = summarize(self._run(row).records)
+        return self._costs[row.cell.name]
 
     def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
         """A reference of a narrow dtype that is further from fp32's than rounding explains."""

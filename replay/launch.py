@@ -6,8 +6,12 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actor_init.spec import ParallelSpec, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,12 +58,17 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def variables_of_ranks(num_processes: int) -> list[dict[str, str]]:
-    """What a launcher would set for each process of a run on this machine; nothing for one alone."""
-    if num_processes == 1:
-        return [{}]
+def store_of_ranks() -> "TCPStore":
+    """Where the ranks of a run meet, as torchrun's agent keeps it: here, so that nobody else can take its port."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def variables_of_ranks(num_processes: int, port: int) -> list[dict[str, str]]:
+    """What torchrun would set for each process of a run on this machine, whose `store_of_ranks` listens on `port`."""
     shared = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared for rank in range(num_processes)]
 
 

@@ -1,5 +1,6 @@
 """`replay parity`: one folder of captures through a matrix of configurations, each in processes of its own."""
 
+import math
 import shlex
 import signal
 import time
@@ -37,7 +38,7 @@ NUM_PROCESSES_ON_A_CPU = 2
 class Limits:
     cell: float  # seconds
     total: float | None  # seconds; no cell is started after it
-    at_once: int  # cells that run at the same time
+    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell
 
 
 def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
@@ -134,15 +135,13 @@ def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) 
         else:
             trouble = f"not run, for its reference was not: {row.cell.reference}"
             yield number, log.settle(number, state=State.FAILED, trouble=trouble)
-    tasks = (
-        (number, _task(log, number, row, limits.cell))
-        for number, row in runnable
-        if limits.total is None or time.monotonic() - began <= limits.total
-    )
-    gpus = visible_gpus(log.num_devices) if log.device == "cuda" else []
-    for number, child in run_children(tasks, at_once=limits.at_once, gpus=gpus):
+    tasks = ((number, _task(log, number, row, limits.cell)) for number, row in runnable)
+    gpus = visible_gpus(log.num_devices) if limits.at_once and log.device == "cuda" else []
+    at_once = limits.at_once or 1
+    ran_alone = at_once * max(len(gpus), 1) == 1
+    until = math.inf if limits.total is None else began + limits.total
+    for number, child in run_children(tasks, at_once=at_once, gpus=gpus, until=until):
         state, trouble, folder = _outcome(child)
-        ran_alone = limits.at_once == 1
         row = log.settle(number, state=state, trouble=trouble, seconds=child.seconds, ran_alone=ran_alone, log=folder)
         yield number, row
 

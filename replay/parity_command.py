@@ -31,12 +31,12 @@ def parity(
     time_limit: float | None = typer.Option(
         None, min=0.0, metavar="X", help="Start no run after X seconds; --continue goes on."
     ),
-    at_once: int = typer.Option(
-        1,
+    at_once: int | None = typer.Option(
+        None,
         min=1,
         metavar="N",
-        show_default=False,
-        help="Runs at the same time, spread over the GPUs: as many as there is memory for. (default: 1)",
+        help="Runs at the same time, with N processes on each GPU, as many as it has memory for; on a CPU, N runs. "
+        "(default: one run, whose passes are timed)",
     ),
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."

@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from replay.child import Task, run_child, run_children
+from replay.child import Task, _Running, run_child, run_children
 from replay.launch import visible_gpus
 from replay.past_run import PastRun
 from tests.test_commands import ROOT
@@ -162,6 +164,55 @@ def test_each_run_sees_gpus_that_the_fewest_others_see(
     assert visible_gpus(2) == ["0", "1"]
 
 
+def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, tmp_path: Path) -> None:
+    """On two GPUs one process each: the second may end once the first has, and the third needs both GPUs."""
+    program = [
+        f"os.chdir('{tmp_path}')",
+        "open(first + '.began', 'w').close()",
+        f"while first == 'a' and not os.path.exists('b.began'): {WAIT}",
+        f"while first == 'b' and not os.path.exists('go'): {WAIT}",
+        "if first == 'c' and not os.path.exists('b.ended'): sys.exit(3)",
+        "open(first + '.ended', 'w').close()",
+    ]
+    programs.write(*program)
+    tasks = [(name, programs.task(name, num_processes=size)) for name, size in (("a", 1), ("b", 1), ("c", 2))]
+    ended = []
+    for name, child in run_children(tasks, at_once=1, gpus=["0", "1"]):
+        ended.append((name, child.exit_code))
+        (tmp_path / "go").touch()
+    assert ended == [("a", 0), ("b", 0), ("c", 0)]
+
+
+def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the one that waits for room then: the first ends after that time."""
+    until = time.monotonic() + 60
+    programs.write()
+    tasks = [(name, programs.task(name)) for name in "ab"]
+    begin = _Running.of
+
+    def late(task: Task, gpus: Sequence[str]) -> _Running:
+        monkeypatch.setattr("replay.child.time", SimpleNamespace(monotonic=lambda: until + 1))
+        return begin(task, gpus)
+
+    monkeypatch.setattr(_Running, "of", late)
+    assert [name for name, _ in run_children(tasks, at_once=1, until=until)] == ["a"]
+
+
+def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) -> None:
+    """Else another run of this machine may take it, or a connection of another's."""
+    programs.write(
+        "import socket, torch.distributed as dist",
+        "socket.create_connection(('localhost', int(os.environ['MASTER_PORT']))).close()",
+        "dist.init_process_group('gloo')",
+        "ranks = [None, None]",
+        "dist.all_gather_object(ranks, os.environ['RANK'])",
+        "os.write(1, f'{ranks}\\n'.encode())",
+        "dist.destroy_process_group()",
+    )
+    child = run_child(programs.task("x", num_processes=2))
+    assert (child.exit_code, child.output.read_text()) == (0, "['0', '1']\n" * 2)
+
+
 def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tmp_path: Path) -> None:
     """The first one ends as soon as the second, which never does, has said who it is."""
     long = tmp_path / "out" / "long"
@@ -216,7 +267,7 @@ def test_ranks_that_are_forked_meet_on_their_gpus(programs: Programs) -> None:
         "torch.distributed.init_process_group('nccl')",
         "number = torch.ones(1).cuda() + rank",
         "torch.distributed.all_reduce(number)",
-        "print(number.item())",
+        "os.write(1, f'{number.item()}\\n'.encode())",
         "torch.distributed.destroy_process_group()",
     )
     child = run_child(programs.task("x", num_processes=2))

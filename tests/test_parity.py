@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> N
     """`run` is called in the place of `run_child`, and by what takes that of `run_children`."""
 
     def one_by_one(
-        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str]
+        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str], until: float
     ) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
-            yield key, run(task)
+            if time.monotonic() <= until:
+                yield key, run(task)
 
     monkeypatch.setattr(parity, "run_children", one_by_one)
     monkeypatch.setattr(parting, "run_child", run)
