@@ -13,7 +13,7 @@
 #
 # MODEL is a preset, folder or config.json (llama-3.1-8b); TOTAL the seconds that `two` and `compiled` may take (540);
 # ONLY a regular expression for the names of the rows of `two`; CASES a pytest expression for those of `deaths`; LAYERS
-# how many of the model's layers learn (20) or are compared (2), AT_ONCE in how many runs at the same time (6); CONTINUE
+# how many of the model's layers learn (20) or are compared (2), AT_ONCE with how many processes on each GPU (5); CONTINUE
 # the folder of a parity run to go on with.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -84,7 +84,7 @@ parity)
     work=(--matrix full --inputs "$inputs" --model "$model" --num-layers "${LAYERS:-2}" --max-inputs 4 --log-folder "$out")
     [ -z "${CONTINUE:-}" ] || work=(--continue "$CONTINUE")
     LINES_SHOWN=${LINES_SHOWN:-150} step "$((total + 60))" replay parity "${work[@]}" --time-limit "$total" --cell-timeout 150 \
-        --at-once "${AT_ONCE:-6}"
+        --at-once "${AT_ONCE:-5}"
     ;;
 tests)
     for marker in gpu multi_gpu; do

@@ -5,7 +5,7 @@ The bounds on the distance from plain DDP are absolute, in nats of a step's mean
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 
 from replay.comparison import Point, Quantity
@@ -111,7 +111,13 @@ class Judgement:
     curve: Curve
     from_ddp: Quantity | None
     from_deepspeed: Quantity | None
-    complaints: list[str] = field(default_factory=list)  # none: it passed
+    faults: Sequence[str] = ()  # no training, or another
+    beyond: Sequence[str] = ()  # bounds that rounding too may break
+
+    @property
+    def complaints(self) -> list[str]:
+        """None: it passed."""
+        return [*self.faults, *self.beyond]
 
 
 def judge(
@@ -124,24 +130,24 @@ def judge(
     is_standard: bool,
 ) -> Judgement:
     """`ddp` and `deepspeed` are None where they did not run, or are this one."""
-    complaints = []
+    faults, beyond = [], []
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
-        complaints.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
+        faults.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
     elif reason := curve.why_it_does_not_fall(steps_an_epoch):
-        complaints.append(reason)
+        faults.append(reason)
     for other, held_against in (("ddp", ddp), ("deepspeed", deepspeed)):
         if held_against is not None:
-            complaints += _other_inputs(curve, held_against, other)
+            faults += _other_inputs(curve, held_against, other)
     from_ddp = _difference(ddp, curve) if ddp is not None else None
     from_deepspeed = _difference(deepspeed, curve) if deepspeed is not None and is_standard else None
     if from_ddp is not None:
-        complaints += _beyond(from_ddp.points[0].difference, INITIAL_FROM_DDP, "initial difference from ddp")
+        beyond += _beyond(from_ddp.points[0].difference, INITIAL_FROM_DDP, "initial difference from ddp")
         for_max, for_mean = FROM_DDP.get(name, (math.inf, math.inf))
-        complaints += _beyond(from_ddp.max_difference, for_max, "max difference from ddp")
-        complaints += _beyond(from_ddp.mean_difference, for_mean, "mean difference from ddp")
+        beyond += _beyond(from_ddp.max_difference, for_max, "max difference from ddp")
+        beyond += _beyond(from_ddp.mean_difference, for_mean, "mean difference from ddp")
     if from_deepspeed is not None and not from_deepspeed.max_relative <= FROM_DEEPSPEED:
-        complaints.append(f"{from_deepspeed.max_relative:.2%} from deepspeed, bound {FROM_DEEPSPEED:.0%}")
-    return Judgement(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, complaints=complaints)
+        beyond.append(f"{from_deepspeed.max_relative:.2%} from deepspeed, bound {FROM_DEEPSPEED:.0%}")
+    return Judgement(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
 
 
 def _difference(reference: Curve, other: Curve) -> Quantity:

@@ -15,7 +15,7 @@ from replay.cells import Here, Role, plan
 from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
 from replay.launch import visible_gpus
-from replay.logbook import INTERRUPTED, create_folder, to_json
+from replay.logbook import INTERRUPTED, create_folder, to_json, versions
 from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
@@ -25,7 +25,7 @@ from replay.parity_shares import shares_of
 from replay.parting import Partings
 from replay.past_run import PastRun
 from replay.spec import RunSpec
-from replay.wording import Pairs
+from replay.wording import Pairs, counted
 
 SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "name")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
@@ -63,8 +63,32 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
 
 
 def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
-    """The cells of a parity run that have not run yet, and the report of all. Raises UsageError without such a run."""
-    return _work(ParityLog.read(folder), limits, trace=trace)
+    """The cells of a parity run that have not run yet, and the report of all.
+
+    Raises UsageError without such a run, or where it is another machine's or was made with other versions.
+    """
+    log = ParityLog.read(folder)
+    _refuse_elsewhere(log)
+    return _work(log, limits, trace=trace)
+
+
+def _refuse_elsewhere(log: ParityLog) -> None:
+    """What is run here would be held against what was run there."""
+    num_gpus = _num_gpus()
+    there = counted(log.num_devices, "GPU") if log.device == "cuda" else "a CPU"
+    here = counted(num_gpus, "GPU") if num_gpus else "a CPU"
+    if (log.device == "cuda") != bool(num_gpus) or log.num_devices > (num_gpus or log.num_devices):
+        raise UsageError(f"--continue {log.folder} was begun on {there}, and here is {here}. Go on there")
+    if done := [row.log for row in log.rows if row.log]:
+        now, then = versions(), PastRun.read(done[0]).versions
+        if other := [f"{name} {then.get(name)} there, {now[name]} here" for name in now if now[name] != then.get(name)]:
+            raise UsageError(f"--continue {log.folder} has runs of {'; '.join(other)}. Go on with those")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
@@ -75,14 +99,12 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
 
 def _here(spec: RunSpec, num_devices: int | None) -> Here:
     """Heavy: reads the inputs, and asks torch and transformers."""
-    import torch
-
     from actor_init.documents import documents_of
     from capture.capture_file import read_micro_batch
     from replay.selection import select
     from replay.session import find_source
 
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = _num_gpus()
     if num_devices is not None and num_gpus and num_devices > num_gpus:
         raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)

@@ -57,8 +57,9 @@ def noise_table(judgement: Judgement) -> Columns:
 
 
 def cell_table(log: ParityLog, judgement: Judgement) -> Columns:
-    """A row a run, in the order of the runs; a distance is the largest, relative, of any input."""
-    rows = [(row, judgement.cells.get(row.cell.name), judgement.costs.get(row.cell.name)) for row in log.rows]
+    """A row a run that has been made, in the order of the runs; a distance is the largest, relative, of any input."""
+    made = [row for row in log.rows if row.state is not State.PENDING]
+    rows = [(row, judgement.cells.get(row.cell.name), judgement.costs.get(row.cell.name)) for row in made]
     return {
         "run": [row.cell.name for row, _, _ in rows],
         "as": [row.cell.varies or row.cell.role for row, _, _ in rows],

@@ -78,7 +78,8 @@ def verdict(suite: Suite, outcomes: Sequence[Outcome]) -> Pairs:
     text = f"{len(passed)} of {len(standard)} standard configurations"
     if not has_failed:
         text += ": each loss falls, and none is further from the others than its bound"
-    if suite.spec.dtype is not Dtype.FP32 and any(one.judgement and one.judgement.complaints for one in outcomes):
+    judgements = [one.judgement for one in outcomes if one.judgement]
+    if suite.spec.dtype is not Dtype.FP32 and any(one.beyond and not one.faults for one in judgements):
         pairs.append(("note", f"a large model's rounding in {suite.spec.dtype} is near the bounds. Try: --dtype fp32"))
     for one in outcomes:
         if one.planned.name in (DDP, DEEPSPEED) and not one.judgement:

@@ -43,6 +43,7 @@ def _of_the_fork_server() -> dict[str, str]:
 def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:
     import torch
 
+    multiprocessing.set_start_method(None, force=True)  # the fork server made itself the default of what it forks
     os.setsid()
     os.chdir(folder)
     with output.open("ab") as file:

@@ -57,6 +57,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         "len(os.listdir('/proc/self/task'))",  # threads
         "os.getsid(0) == os.getpid()",
         "sys.stdin.read()",
+        "__import__('multiprocessing').get_start_method(allow_none=True)",
         "os.path.basename(os.getcwd())",
         "[os.environ.get(name) for name in ('OURS', 'DS_ACCELERATOR', 'PYTHONPATH')]",
     ]
@@ -70,7 +71,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         child = run_child(programs.task(value, "--x"))
         assert (child.exit_code, child.trouble) == (0, "")
         logs = str(child.logs)
-        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", value, [value, None, None]]
+        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", None, value, [value, None, None]]
         assert child.output.read_text() == f"{told}\n"
     assert capfd.readouterr() == ("", "")
 

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,10 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert typed(tmp_path) == 130
     folder = folder_in(tmp_path)
     assert list(states(folder).values()) == ["done"] * 3 + ["pending"] * 4
-    assert said(capsys, "go on") == [f"replay parity --continue {folder}"]
+    out = capsys.readouterr().out
+    assert f"\ngo on      replay parity --continue {folder}\n" in out
+    assert "\nresult     2 EQUAL, 4 not run\n" in out
+    assert RUNS[3] not in out  # the table is of what was run
     runs.names = [REFERENCE]  # how the stand-in tells it from the same again
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]
@@ -298,6 +302,39 @@ def test_a_folder_that_parity_cannot_go_on_with_is_refused(
         (tmp_path / "parity.json").write_text(text)
     assert cli.main(["parity", "--continue", str(tmp_path)]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("of_the_log", "of_a_run", "says"),
+    [
+        (
+            {"device": "cuda", "num_devices": 4},
+            {},
+            "was begun on 4 GPUs, and here is a CPU. Go on there",
+        ),
+        (
+            {},
+            {"torch": "1.0"},
+            f"has runs of torch 1.0 there, {version('torch')} here. Go on with those",
+        ),
+    ],
+)
+def test_runs_of_another_machine_are_not_gone_on_with(
+    tmp_path: Path, runs: Runs, capsys: Captured, of_the_log: dict[str, Any], of_a_run: dict[str, str], says: str
+) -> None:
+    runs.told = {3: KeyboardInterrupt()}
+    typed(tmp_path)
+    folder = folder_in(tmp_path)
+    state = json.loads((folder / "parity.json").read_text())
+    (folder / "parity.json").write_text(json.dumps(state | of_the_log))
+    run = folder / state["cells"][0]["log"] / "run.json"
+    made = json.loads(run.read_text())
+    run.write_text(json.dumps({**made, "versions": made["versions"] | of_a_run}))
+    runs.names = []
+    capsys.readouterr()
+    assert cli.main(["parity", "--continue", str(folder)]) == 2
+    assert capsys.readouterr().err == f"replay: --continue {folder} {says}\n"
+    assert runs.names == []
 
 
 @pytest.fixture

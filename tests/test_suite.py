@@ -391,15 +391,23 @@ def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
     assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "falls"), [("bf16", True), ("fp32", True), ("bf16", False)])
 def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
-    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+    tmp_path: Path,
+    runner: HereRunner,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    falls: bool,
 ) -> None:
+    """Rounding does not explain a loss that does not fall."""
     monkeypatch.setattr("replay.curves.INITIAL_FROM_DDP", 0.0)
+    if not falls:
+        monkeypatch.setattr(Curve, "why_it_does_not_fall", lambda *_: "it does not fall")
     assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "failed     fsdp2: initial difference from ddp 0, bound 0\n" in out
-    assert ("is near the bounds. Try: --dtype fp32\n" in out) is (dtype == "bf16")
+    assert ("is near the bounds. Try: --dtype fp32\n" in out) is (dtype == "bf16" and falls)
 
 
 def test_what_the_plainest_configuration_refuses_is_refused_and_leaves_nothing(
