@@ -27,5 +27,18 @@ def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
     raise TypeError(type_name(value))
 
 
+def is_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Has `value` more than `max_depth` lists, tuples and dicts within one another?"""
+    level = [value]
+    for _ in range(max_depth + 2):
+        level = [
+            item
+            for container in level
+            if isinstance(container, list | tuple | dict)
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+    return bool(level)
+
+
 def type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from capture.micro_batch import CaptureError
-from capture.plain_data import MAX_DEPTH, MAX_INT_BYTES
+from capture.plain_data import MAX_DEPTH, MAX_INT_BYTES, is_deeper
 
 MAX_INSTRUCTIONS = 200_000  # about a second; a captured pass has a few hundred
 MAX_TEXT_BYTES = 16 * 2**20
@@ -48,7 +48,8 @@ def load_plain(
     """
     reader = PickleReader(memoryview(data), start, source, names, persistent_load)
     value = reader.run()
-    reader.check_depth(value)
+    if is_deeper(value):
+        raise reader.error(f"more than {MAX_DEPTH} levels of nesting")
     return value, reader.position
 
 
@@ -244,16 +245,3 @@ class PickleReader:
         if num_bytes > MAX_INT_BYTES:
             raise self.error(f"an integer of more than {MAX_INT_BYTES} bytes")
         return int.from_bytes(self.take(num_bytes), "little", signed=True)
-
-    def check_depth(self, value: Any) -> None:
-        level = [value]
-        for _ in range(MAX_DEPTH + 2):
-            level = [
-                item
-                for container in level
-                if isinstance(container, list | tuple | dict)
-                for item in (container.values() if isinstance(container, dict) else container)
-            ]
-            if not level:
-                return
-        raise self.error(f"more than {MAX_DEPTH} levels of nesting")

@@ -37,7 +37,7 @@ from replay.selection import Selection, select
 from replay.session import find_source
 from replay.spec import RunSpec
 from replay.watch import watching
-from replay.wording import counted
+from replay.wording import counted, engine_text
 
 NUM_INPUTS = 4  # of a data rank, without --max-inputs
 # learning rate x hidden size: AdamW's best rate goes with 1 / width, https://arxiv.org/abs/2203.03466
@@ -127,7 +127,7 @@ class Report:
             "model": f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}",
             "inputs": f"{counted(len(selection.inputs), 'input')}{' a data rank' * (self._world.num_data_ranks > 1)}, "
             f"{selection.dealing}",
-            "actor": f"{spec.backend}, ZeRO stage {spec.resolved_zero_stage}, {spec.dtype}, "
+            "actor": f"{engine_text(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
             f"{'packed' if spec.packing else 'padded'}, on {self._world.device.type}, "
             + ", ".join([counted(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]),
         }

@@ -38,7 +38,7 @@ from replay.summary import summarize
 from replay.verdict import Outcome, judge
 from replay.verdict_wording import verdict_lines, weights_line
 from replay.watch import Watch, watching
-from replay.wording import Pairs, counted
+from replay.wording import Pairs, counted, engine_text
 
 
 def run(spec: RunSpec, *, show_traceback: bool) -> int:
@@ -224,7 +224,7 @@ def _header(
     return {
         "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
         f"weights {facts['weights']}",
-        "backend": f"{facts['backend']}, ZeRO stage {facts['zero_stage']}, {', '.join(toggles)}",
+        "backend": f"{engine_text(spec.actor.backend, facts['zero_stage'])}, {', '.join(toggles)}",
         "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "inputs": f"{num_each} from {_shown(_inputs_folder(spec.inputs))}, {selection.dealing}",
     }

@@ -6,6 +6,7 @@ A table here is a dict of columns, name to cells; a pair is a name and what ther
 from collections.abc import Sequence
 from pathlib import Path
 
+from actor_init.spec import BackendName
 from replay.inspection import FolderFacts, Spread
 from replay.records import PassRecord
 from replay.selection import Selection
@@ -22,6 +23,11 @@ Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
 
 PHASES = ("forward", "backward", "step")
+
+
+def engine_text(backend: BackendName, zero_stage: object) -> str:
+    """As `deepspeed, ZeRO stage 1`; ddp shards nothing, and has no stage."""
+    return backend.value if backend is BackendName.DDP else f"{backend}, ZeRO stage {zero_stage}"
 
 
 def milliseconds(seconds: float | None) -> str:

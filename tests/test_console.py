@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from actor_init.spec import BackendName
 from replay.console import Console, print_inspection
 from replay.inspection import FolderFacts, KindFacts, Spread
 from replay.records import PassRecord
 from replay.selection import Selection
 from replay.summary import summarize
+from replay.wording import engine_text
 from tests.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
@@ -41,6 +43,14 @@ def cells(text: str, first: str) -> list[str]:
     """The cells of the line that begins with `first`."""
     lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     return next(line for line in lines if line[0] == first)
+
+
+def test_ddp_has_no_stage() -> None:
+    assert [engine_text(backend, 2) for backend in BackendName] == [
+        "deepspeed, ZeRO stage 2",
+        "fsdp2, ZeRO stage 2",
+        "ddp",
+    ]
 
 
 def test_a_pass_is_a_row_with_its_numbers() -> None:
