@@ -211,7 +211,8 @@ def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) ->
         "dist.destroy_process_group()",
     )
     child = run_child(programs.task("x", num_processes=2))
-    assert (child.exit_code, child.output.read_text()) == (0, "['0', '1']\n" * 2)
+    assert child.exit_code == 0
+    assert child.output.read_text().endswith("['0', '1']\n" * 2)  # after what gloo says
 
 
 def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tmp_path: Path) -> None:
