@@ -1,7 +1,6 @@
 """One process was started and the toggles need more: start them here, through torch's own elastic launcher."""
 
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -49,13 +48,6 @@ def visible_gpus(number: int) -> list[str]:
     """The first `number` of this process's GPUs, as its children's CUDA_VISIBLE_DEVICES may name them."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (own.split(",") if own else [str(index) for index in range(number)])[:number]
-
-
-def free_port() -> int:
-    """One that nobody on this machine listens on now."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 def store_of_ranks() -> "TCPStore":

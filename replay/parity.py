@@ -68,7 +68,8 @@ def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
     Raises UsageError without such a run, or where it is another machine's or was made with other versions.
     """
     log = ParityLog.read(folder)
-    _refuse_elsewhere(log)
+    if any(log.pending()):
+        _refuse_elsewhere(log)
     return _work(log, limits, trace=trace)
 
 

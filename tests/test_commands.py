@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from replay.launch import free_port
+from tests.ports import free_port
 from tests.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
@@ -42,7 +42,7 @@ WARM = [
 def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
     """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
     program, *arguments = shlex.split(command)
-    if program == "deepspeed":  # it takes the same port for each of its runs, and tests run side by side
+    if program == "deepspeed":  # tests run side by side
         arguments = ["--master_port", str(free_port()), *arguments]
     return subprocess.run(
         [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],

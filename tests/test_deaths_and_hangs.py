@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from capture.capture_file import capture_files
-from replay.launch import free_port
 from tests.faulty_replay import DEVICE
+from tests.ports import free_port
 from tests.test_commands import BIN, LIMIT, ROOT
 from tests.test_trouble import folder_of
 from tests.warm import warm_bin
