@@ -16,6 +16,7 @@ from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
 from replay.launch import visible_gpus
 from replay.logbook import INTERRUPTED, create_folder, to_json, versions
+from replay.machine import Machine
 from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
@@ -31,7 +32,6 @@ SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "nam
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
-NUM_PROCESSES_ON_A_CPU = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,21 +75,16 @@ def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
 
 def _refuse_elsewhere(log: ParityLog) -> None:
     """What is run here would be held against what was run there."""
-    num_gpus = _num_gpus()
-    there = counted(log.num_devices, "GPU") if log.device == "cuda" else "a CPU"
-    here = counted(num_gpus, "GPU") if num_gpus else "a CPU"
-    if (log.device == "cuda") != bool(num_gpus) or log.num_devices > (num_gpus or log.num_devices):
+    machine = Machine(num_devices=log.num_devices, has_gpus=log.device == "cuda")
+    if not machine.is_here:
+        there, here = (
+            counted(one.num_devices, "GPU") if one.has_gpus else "a CPU" for one in (machine, Machine.here())
+        )
         raise UsageError(f"--continue {log.folder} was begun on {there}, and here is {here}. Go on there")
     if done := [row.log for row in log.rows if row.log]:
         now, then = versions(), PastRun.read(done[0]).versions
         if other := [f"{name} {then.get(name)} there, {now[name]} here" for name in now if now[name] != then.get(name)]:
             raise UsageError(f"--continue {log.folder} has runs of {'; '.join(other)}. Go on with those")
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
@@ -105,17 +100,18 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
     from replay.selection import select
     from replay.session import find_source
 
-    num_gpus = _num_gpus()
-    if num_devices is not None and num_gpus and num_devices > num_gpus:
-        raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
+    machine = Machine.here(num_devices)
+    if not machine.is_here:
+        found = Machine.here().num_devices
+        raise UsageError(f"--num-devices {num_devices}, and this machine has {found} GPUs. Give at most {found}")
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
     inputs = select(wanted, 0, 1).inputs
     if not inputs:
         raise UsageError("every input is damaged. Try: replay inspect, with that folder")
     batches = map(read_micro_batch, inputs)
     return Here(
-        device="cuda" if num_gpus else "cpu",
-        num_devices=num_devices or num_gpus or NUM_PROCESSES_ON_A_CPU,
+        device="cuda" if machine.has_gpus else "cpu",
+        num_devices=machine.num_devices,
         num_inputs=len(inputs),
         config=find_source(spec).config,
         must_pack=any(documents_of(batch).share_rows for batch in batches),

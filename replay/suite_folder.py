@@ -19,9 +19,10 @@ from actor_init.spec import Dtype, UsageError
 from capture.atomic import write_atomically
 from replay.curves import Curve, Step
 from replay.logbook import create_folder, to_json
+from replay.machine import Machine
 from replay.spec import LossName
 from replay.suite_inputs import SuiteInputs, prepare_inputs
-from replay.suite_plan import Machine, Planned, SuiteSpec, num_inputs_a_step, planned
+from replay.suite_plan import Planned, SuiteSpec, num_inputs_a_step, planned
 
 SUITE_FILE = "suite.json"
 FORMAT = 1
@@ -36,8 +37,11 @@ class Suite:
 
     @classmethod
     def begin(cls, spec: SuiteSpec, logs: Path) -> Self:
-        """Raises UsageError, and leaves nothing, if there is nothing to train on."""
+        """Raises UsageError, and leaves nothing, if there is nothing to train on, or there are too few GPUs."""
         machine = Machine.here(spec.num_gpus)
+        if not machine.is_here:
+            found = Machine.here().num_devices
+            raise UsageError(f"--num-gpus {spec.num_gpus}, but this machine has {found}. Try: --num-gpus {found}")
         inputs_a_step = num_inputs_a_step(planned(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
@@ -68,7 +72,10 @@ class Suite:
             raise UsageError(
                 f"--continue {folder}: {path} cannot be read: {reason}. Give a folder that a suite left in logs/"
             ) from error
-        found.machine.check_still_here()
+        if not found.machine.is_here:
+            kind = "GPUs" if found.machine.has_gpus else "CPU processes"
+            begun_with = f"{found.machine.num_devices} {kind}"
+            raise UsageError(f"the suite was begun with {begun_with}, which are not here. Try: replay suite")
         if not found.inputs.folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {found.inputs.folder} are gone. Try: replay suite")
         return found

@@ -10,10 +10,10 @@ from math import ceil, lcm
 from pathlib import Path
 
 from actor_init.spec import ActorSpec, BackendName, Dtype, ParallelSpec, UsageError
+from replay.machine import Machine
 from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec
 
 DDP, DEEPSPEED = "ddp", "deepspeed"  # what the others are held against
-PROCESSES_ON_A_CPU = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,33 +71,6 @@ class SuiteSpec:
             raise UsageError(f"--skip {unknown[0]} is no configuration. Give one of {', '.join(names)}")
         if set(names) <= self.skip:
             raise UsageError("every configuration is skipped. Skip fewer, and mind SKIP_... in the environment")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Where the configurations run: GPUs, or processes that stand in for them on a CPU."""
-
-    num_devices: int
-    has_gpus: bool
-
-    @classmethod
-    def here(cls, num_gpus: int | None) -> "Machine":
-        """Raises UsageError if this machine has GPUs, but fewer than asked for."""
-        import torch
-
-        found = torch.cuda.device_count()
-        if found and num_gpus is not None and num_gpus > found:
-            raise UsageError(f"--num-gpus {num_gpus}, but this machine has {found}. Try: --num-gpus {found}")
-        return cls(num_devices=num_gpus or found or PROCESSES_ON_A_CPU, has_gpus=found > 0)
-
-    def check_still_here(self) -> None:
-        """Raises UsageError if this machine has not what a suite was begun with."""
-        here = Machine.here(None)
-        if self.has_gpus != here.has_gpus or (self.has_gpus and self.num_devices > here.num_devices):
-            kind = "GPUs" if self.has_gpus else "CPU processes"
-            raise UsageError(
-                f"the suite was begun with {self.num_devices} {kind}, which are not here. Try: replay suite"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,15 +167,14 @@ def test_each_run_sees_gpus_that_the_fewest_others_see(
 
 def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, tmp_path: Path) -> None:
     """On two GPUs one process each: the second may end once the first has, and the third needs both GPUs."""
-    program = [
+    programs.write(
         f"os.chdir('{tmp_path}')",
         "open(first + '.began', 'w').close()",
         f"while first == 'a' and not os.path.exists('b.began'): {WAIT}",
         f"while first == 'b' and not os.path.exists('go'): {WAIT}",
         "if first == 'c' and not os.path.exists('b.ended'): sys.exit(3)",
         "open(first + '.ended', 'w').close()",
-    ]
-    programs.write(*program)
+    )
     tasks = [(name, programs.task(name, num_processes=size)) for name, size in (("a", 1), ("b", 1), ("c", 2))]
     ended = []
     for name, child in run_children(tasks, at_once=1, gpus=["0", "1"]):

@@ -11,12 +11,13 @@ from actor_init.spec import Dtype, UsageError
 from replay.child import Child, Task
 from replay.cli import app, main
 from replay.curves import Curve, Step, curve_of, judge
+from replay.machine import Machine
 from replay.past_run import PastRun
 from replay.selection import select
 from replay.spec import LossName
 from replay.suite_folder import Suite
 from replay.suite_inputs import prepare_inputs
-from replay.suite_plan import CONFIGURATIONS, Machine, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from replay.suite_plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from replay.suite_verdict import Status, Trouble, outcomes
 from tests.made_captures import damage, write_passes
 from tests.made_logs import passed, write_log
