@@ -143,15 +143,16 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
 
 
 def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
-    """Run what is pending, but for rows whose reference failed. An interrupted one stays pending."""
-    done = {row.cell.name for row in log.rows if row.state is State.DONE}
+    """Run what is pending, but for rows whose reference failed. What was interrupted, or out of time, stays pending."""
+    states = {row.cell.name: row.state for row in log.rows}
     runnable = []
     for number, row in log.pending():
         if (row.cell.role is Role.REFERENCE) is not are_references:
             continue
-        if are_references or row.cell.reference in done:
+        reference = State.DONE if are_references else states[row.cell.reference]
+        if reference is State.DONE:
             runnable.append((number, row))
-        else:
+        elif reference is not State.PENDING:
             trouble = f"not run, for its reference was not: {row.cell.reference}"
             yield number, log.settle(number, state=State.FAILED, trouble=trouble)
     tasks = ((number, _task(log, number, row, limits.cell)) for number, row in runnable)

@@ -226,6 +226,7 @@ def test_what_failed_beside_others_is_run_again_and_what_failed_alone_is_not(
 def test_after_the_time_limit_no_run_is_started(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
     assert typed(tmp_path, "--time-limit", "0") == 1
     assert runs.names == []
+    assert set(states(folder_in(tmp_path)).values()) == {"pending"}
     assert said(capsys, "go on") == [f"replay parity --continue {folder_in(tmp_path)}"]
 
 
