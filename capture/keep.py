@@ -48,6 +48,20 @@ class Keep:
         )
 
 
+class Choice:
+    """Of the passes that one recorder sees, those that its `keep` wants, as they come."""
+
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
+        self._num_of_interest = 0
+
+    def takes(self, *, step: int, rank: int, trains: bool) -> bool:
+        if not self.keep.is_of_interest(step=step, rank=rank, trains=trains):
+            return False
+        self._num_of_interest += 1
+        return (self._num_of_interest - 1) % self.keep.every == 0
+
+
 def keep_of(
     *,
     every: int = 1,

@@ -22,13 +22,13 @@ from torch import nn
 from capture.alarms import listen, unlisten
 from capture.host_copy import is_capturing_graph
 from capture.job import prepare_folder, rank_and_world_size
-from capture.keep import Keep, Passes, WhichEnd, keep_of
+from capture.keep import Choice, Keep, Passes, WhichEnd, keep_of
 from capture.reproduction import computed_in, noted, outputs_of
 from capture.slow_step import StepWatch
 from capture.store import Store
 from capture.taking import Clock, Opened, Outputs, Pass, Taker
 from capture.tap import Tap
-from capture.trouble import Trouble, trouble, trouble_of
+from capture.trouble import Trouble, is_news_to, trouble, trouble_of
 from capture.writer import BackgroundWriter, warn
 
 MAX_FLUSH_SECONDS = 60.0
@@ -112,9 +112,9 @@ class Recorder:
         self.num_skipped = 0
         self.hears_signals = False
         self._num_passed_over = 0
-        self._num_of_interest = 0
         self._is_closed = False
         self._process = os.getpid()
+        self._choice = Choice(keep)
         self._tap = Tap(self._pass_begins, self._pass_ends)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent, clock = threading.Event(), Clock()
@@ -201,12 +201,8 @@ class Recorder:
         self._writer.tell(trouble("signal", signal.Signals(number).name, self._step), is_urgent=True)
 
     def hear_exception(self, error: BaseException, where: str) -> None:
-        """An exception passes several of our posts on its way; the first one tells."""
-        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals):
-            return
-        seen_by: set[int] = error.__dict__.setdefault("_seen_by_capture", set())
-        if id(self) not in seen_by:
-            seen_by.add(id(self))
+        is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
+        if not is_ordinary and is_news_to(id(self), error):
             self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
 
     @property
@@ -239,20 +235,15 @@ class Recorder:
             self._writer.drop()
             return
         rank, world_size = rank_and_world_size()
-        if not self._is_kept(rank):
+        step, trains = self.num_seen - 1, torch.is_grad_enabled()
+        if not self._choice.takes(step=step, rank=rank, trains=trains) or self._store.is_full:
             self._num_passed_over += 1
             return
-        taken = self._taker.take(module, args, kwargs, rank=rank, world_size=world_size, step=self.num_seen - 1)
+        taken = self._taker.take(module, args, kwargs, rank=rank, world_size=world_size, step=step)
         if taken is None:
             self.num_skipped += 1
         else:
             self._writer.offer(taken, taken.num_bytes)
-
-    def _is_kept(self, rank: int) -> bool:
-        if not self.keep.is_of_interest(step=self.num_seen - 1, rank=rank, trains=torch.is_grad_enabled()):
-            return False
-        self._num_of_interest += 1
-        return not self._store.is_full and (self._num_of_interest - 1) % self.keep.every == 0
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None

@@ -62,6 +62,15 @@ def trouble_of(error: BaseException, where: str, step: int | None) -> Trouble:
     return replace(found, traceback=scrubbed("".join(lines)))
 
 
+def is_news_to(listener: int, error: BaseException) -> bool:
+    """An exception passes several of a listener's posts on its way; it is news at the first of them."""
+    heard_by: set[int] = error.__dict__.setdefault("_heard_by_capture", set())
+    if listener in heard_by:
+        return False
+    heard_by.add(listener)
+    return True
+
+
 def scrubbed(text: str) -> str:
     text = text[-_MAX_TEXT:]
     for name, value in os.environ.items():
@@ -110,8 +119,9 @@ def _read(path: Path) -> TroubleRecord:
         "time": str,
         "message": str,
         "traceback": str,
+        "files": list,
+        "num_unreached": int,
     }
-    kinds |= {"traceback": str, "files": list, "num_unreached": int}
     assert kinds.keys() == {f.name for f in fields(Trouble)}
     if (
         not isinstance(content, dict)

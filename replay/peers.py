@@ -9,6 +9,8 @@ import secrets
 import selectors
 import socket
 import sys
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -110,6 +112,23 @@ class Peers:
         self._selector.close()
         for each in (self.bell, self._ears, *(peer.connection for peer in self.by_rank.values())):
             each.close()
+
+
+class Meeting:
+    """Where all ranks wait for each other. A rank's main thread waits; the one that hears of others says who came."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._missing = set(ranks)
+        self._all_here = threading.Event()
+
+    def arrived(self, rank: int) -> None:
+        self._missing.discard(rank)
+        if not self._missing:
+            self._all_here.set()
+
+    def wait(self, tick: float) -> None:
+        while not self._all_here.wait(tick):  # Ctrl-C can come in between
+            pass
 
 
 def connected(world: World) -> Peers:

@@ -36,7 +36,7 @@ from replay.evidence import (
     was_held,
 )
 from replay.logbook import INTERRUPTED
-from replay.peers import Message, connected
+from replay.peers import Meeting, Message, connected
 from replay.position import Tracker, last_position
 from replay.signals import Terminations
 from replay.wording import one_line
@@ -95,8 +95,7 @@ class Watch:
         self._answers: dict[int, Sighting] = {}
         self._progress = (0, 0)
         self._since = time.monotonic()
-        self._not_arrived = {world.rank, *self._peers.by_rank}
-        self._all_arrived = threading.Event()
+        self._meeting = Meeting({world.rank, *self._peers.by_rank})
         self._closing = False
         self._terminations = Terminations(self._peers.bell)
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
@@ -104,10 +103,9 @@ class Watch:
 
     def meet(self) -> None:
         """Wait until all ranks have come here. Not through torch: a rank that does more passes must find nobody."""
-        self._arrived(self.world.rank)
+        self._meeting.arrived(self.world.rank)
         self._peers.send({"kind": "arrived"})
-        while not self._all_arrived.wait(TICK_SECONDS):  # Ctrl-C can come in between
-            pass
+        self._meeting.wait(TICK_SECONDS)
 
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of what it follows from."""
@@ -163,18 +161,13 @@ class Watch:
             case "terminated":
                 self._terminated.add(rank)
             case "arrived":
-                self._arrived(rank)
+                self._meeting.arrived(rank)
             case "left":
                 self._left[rank] = message["exit_code"]
                 if message["exit_code"]:  # the same error, or Ctrl-C, is on its way to this rank's main thread
                     self._grace_ends = time.monotonic() + LEAVE_SECONDS
             case "ended":
                 self._ending.follow(message["first"], message["exit_code"])
-
-    def _arrived(self, rank: int) -> None:
-        self._not_arrived.discard(rank)
-        if not self._not_arrived:
-            self._all_arrived.set()
 
     def _begin_grace(self) -> None:
         if self._grace_ends is None:
