@@ -15,7 +15,7 @@ from replay.cells import Here, Role, plan
 from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
 from replay.launch import visible_gpus
-from replay.logbook import INTERRUPTED, create_folder, to_json, versions
+from replay.logbook import INTERRUPTED, create_folder, to_json
 from replay.machine import Machine
 from replay.matrix import arranged, settings_of
 from replay.options import command_line, run_spec, toggles
@@ -82,9 +82,7 @@ def _refuse_elsewhere(log: ParityLog) -> None:
         )
         raise UsageError(f"--continue {log.folder} was begun on {there}, and here is {here}. Go on there")
     if done := [row.log for row in log.rows if row.log]:
-        now, then = versions(), PastRun.read(done[0]).versions
-        if other := [f"{name} {then.get(name)} there, {now[name]} here" for name in now if now[name] != then.get(name)]:
-            raise UsageError(f"--continue {log.folder} has runs of {'; '.join(other)}. Go on with those")
+        PastRun.read(done[0]).refuse_other_versions(log.folder)
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:

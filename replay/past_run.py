@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actor_init.spec import UsageError
-from replay.logbook import FORMAT, INTERRUPTED, RUN_FILE, record_of
+from replay.logbook import FORMAT, INTERRUPTED, RUN_FILE, record_of, versions
 from replay.options import spec_from_dict
 from replay.records import PassRecord
 from replay.spec import RunSpec
@@ -66,6 +66,13 @@ class PastRun:
     @property
     def num_data_ranks(self) -> int:
         return len(self.devices) // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+
+    def refuse_other_versions(self, going_on_with: Path) -> None:
+        """Raises UsageError where other versions are installed than the run had: the two are not comparable."""
+        here = versions()
+        other = [name for name in here if here[name] != self.versions.get(name)]
+        if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
+            raise UsageError(f"--continue {going_on_with} has runs of {said}. Go on with those")
 
 
 def _folder_of(path: Path) -> Path:

@@ -117,9 +117,13 @@ class Suite:
         lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
         write_atomically(self.folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
+    def logs_of(self, name: str) -> Path:
+        """Holds its replay's own log."""
+        return self.folder / "runs" / name
+
     def room_for(self, name: str) -> tuple[Path, Path]:
         """Where a configuration logs its run, and the file for what it prints; an earlier try's are put aside."""
-        logs, output = self.folder / "runs" / name, self.folder / f"{name}.log"
+        logs, output = self.logs_of(name), self.folder / f"{name}.log"
         for earlier in (path for path in (logs, output) if path.exists()):
             tries = (earlier.with_name(f"{earlier.name}.{number}") for number in count(1))
             earlier.rename(next(path for path in tries if not path.exists()))

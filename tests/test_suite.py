@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from actor_init.spec import Dtype, UsageError
 from replay.child import Child, Task
 from replay.cli import app, main
 from replay.curves import Curve, Step, curve_of, judge
+from replay.logbook import versions
 from replay.machine import Machine
 from replay.past_run import PastRun
 from replay.selection import select
@@ -349,7 +351,7 @@ SMALL = "--num-gpus 1 --steps 3 --max-samples 1 --dtype fp32 --skip-tp --skip-ri
 
 
 def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
-    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner.happens = {"deepspeed": 1, "fsdp2": KeyboardInterrupt()}
     assert main(["suite", *SMALL.split(), "--log-folder", str(tmp_path)]) == 130
@@ -360,6 +362,10 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     assert json.loads((folder / "suite.json").read_text())["status"] == "interrupted"
     first = (folder / "ddp.jsonl").read_bytes()
 
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.past_run.versions", lambda: versions() | {"torch": "1.0"})
+        assert main(["suite", "--continue", str(folder)]) == 2
+    assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
     assert main(["suite", "--continue", str(folder)]) == 0
     assert runner.started == ["ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
     assert (folder / "ddp.jsonl").read_bytes() == first
