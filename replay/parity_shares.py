@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from actor_init.spec import BackendName
 from replay.cells import Cell
 from replay.judgement import Judgement
 from replay.parity_log import ParityLog
-from replay.wording import counted
+from replay.wording import counted, engine_text
 
 MAX_RUNS = 60  # more lines than that are no picture
 Shares = Mapping[str, Mapping[str, Sequence[float]]]  # of the runs that a line stands for, by its name and quantity
@@ -42,8 +41,7 @@ def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
 def _values(cell: Cell) -> Iterator[str]:
     """Of every option that a matrix without a file varies."""
     actor = cell.spec.actor
-    stage = "" if actor.backend is BackendName.DDP else f", ZeRO {actor.resolved_zero_stage}"
-    yield f"{actor.backend}{stage}"
+    yield engine_text(actor.backend, actor.resolved_zero_stage)
     yield actor.dtype
     yield "packed" if actor.packing else "padded"
     yield actor.attention

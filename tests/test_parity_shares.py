@@ -65,7 +65,8 @@ def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None
     cells, log, judgement = made()
     found = parity_shares.shares_of(log, judgement)
     values = [line.partition(" (")[0] for line in found]
-    stages = [f"deepspeed, ZeRO {stage}" for stage in range(4)] + ["fsdp2, ZeRO 2", "fsdp2, ZeRO 3"]
+    stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
+    stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]
     others = ["bf16", "fp32", "packed", "padded", "eager", "sdpa", "compile blocks", "compile deepcompile"]
     assert values == ["ddp", *stages, *others, "compile off", "data 2", "one process", "ring 2", "tp 2"]
     for value, word in (("tp 2", " tp 2"), ("padded", " padded "), ("compile blocks", " compiled"), ("bf16", " bf16 ")):
