@@ -23,13 +23,8 @@ TERMINATED = 143
 def run_suite(suite: Suite) -> int:
     """0 if every configuration that ran passed, else 1. What was finished before is not run again.
 
-    Raises UsageError, and leaves nothing, for what no configuration can do; and where some were run with other
-    versions than the rest would be.
+    Raises UsageError, and leaves nothing, for what no configuration can do.
     """
-    runnable = [one.name for one in suite.plan if not one.reason]
-    done = [name for name in runnable if suite.curve(name) is not None]
-    if done and len(done) < len(runnable):
-        PastRun.read(suite.logs_of(done[0])).refuse_other_versions(suite.folder)
     print_suite_lines(suite_wording.header(suite))
     troubles: dict[str, Trouble] = {}
     try:

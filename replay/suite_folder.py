@@ -20,6 +20,7 @@ from capture.atomic import write_atomically
 from replay.curves import Curve, Step
 from replay.logbook import create_folder, to_json
 from replay.machine import Machine
+from replay.past_run import PastRun
 from replay.spec import LossName
 from replay.suite_inputs import SuiteInputs, prepare_inputs
 from replay.suite_plan import Planned, SuiteSpec, num_inputs_a_step, planned
@@ -78,6 +79,10 @@ class Suite:
             raise UsageError(f"the suite was begun with {begun_with}, which are not here. Try: replay suite")
         if not found.inputs.folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {found.inputs.folder} are gone. Try: replay suite")
+        runnable = [one.name for one in found.plan if not one.reason]
+        done = [name for name in runnable if found._curve_file(name).exists()]
+        if done and len(done) < len(runnable):
+            PastRun.read(found._logs_of(done[0])).refuse_other_versions(found.folder)
         return found
 
     @property
@@ -104,7 +109,7 @@ class Suite:
 
     def curve(self, name: str) -> Curve | None:
         """Of a configuration that is finished."""
-        path = self.folder / f"{name}.jsonl"
+        path = self._curve_file(name)
         if not path.exists():
             return None
         try:
@@ -115,19 +120,22 @@ class Suite:
 
     def write_curve(self, name: str, curve: Curve) -> None:
         lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
-        write_atomically(self.folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
-
-    def logs_of(self, name: str) -> Path:
-        """Holds its replay's own log."""
-        return self.folder / "runs" / name
+        write_atomically(self._curve_file(name), "".join(f"{line}\n" for line in lines).encode())
 
     def room_for(self, name: str) -> tuple[Path, Path]:
         """Where a configuration logs its run, and the file for what it prints; an earlier try's are put aside."""
-        logs, output = self.logs_of(name), self.folder / f"{name}.log"
+        logs, output = self._logs_of(name), self.folder / f"{name}.log"
         for earlier in (path for path in (logs, output) if path.exists()):
             tries = (earlier.with_name(f"{earlier.name}.{number}") for number in count(1))
             earlier.rename(next(path for path in tries if not path.exists()))
         return logs, output
+
+    def _curve_file(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+    def _logs_of(self, name: str) -> Path:
+        """Holds its replay's own log."""
+        return self.folder / "runs" / name
 
     @property
     def is_untouched(self) -> bool:
