@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, device, nn
-from transformers import AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 
 from actor_init.ring_attention import has_ring_flash, ring_flash_attn, ring_sdpa
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -17,10 +17,22 @@ RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_sdpa"
 
 
-def kernel_name(spec: ActorSpec, where: device) -> str:
+def has_sdpa(config: PretrainedConfig) -> bool:
+    """Can the model's class compute its attention through torch's SDPA? Softcapped scores and sinks cannot."""
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or bool(
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False)
+    )
+
+
+def plain_kernel(config: PretrainedConfig) -> Attention:
+    """The kernel that every device has: sdpa, or eager for a model that has no sdpa."""
+    return Attention.SDPA if has_sdpa(config) else Attention.EAGER
+
+
+def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
     """The transformers name of the kernel that `spec.attention` means on device `where`, registered where it is ours.
 
-    Raises UsageError if it cannot run there.
+    `config` is the model's, where there is one. Raises UsageError if the kernel cannot run there, or not that model.
     """
     AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
     AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
@@ -39,11 +51,15 @@ def kernel_name(spec: ActorSpec, where: device) -> str:
     if ring:
         return RING_FA2 if has_flash and spec.attention is not Attention.SDPA else RING_SDPA
     has_varlen = on_cuda and spec.dtype is not Dtype.FP32
+    plain = Attention.SDPA if config is None else plain_kernel(config)
     match spec.attention:
         case Attention.AUTO | Attention.FLASH if has_flash:
-            return FLASH_PACKED if spec.packing else FLASH_PADDED
+            return FLASH_PACKED if spec.packs else FLASH_PADDED
         case Attention.AUTO:
-            return TORCH_PACKED if has_varlen and spec.packing else "sdpa"
+            return TORCH_PACKED if has_varlen and spec.packs else plain.value
+        case Attention.SDPA if plain is not Attention.SDPA:
+            kind = config.model_type if config is not None else ""
+            raise UsageError(f"transformers has no sdpa attention for {kind}. Try: --attention {plain}")
         case Attention.VARLEN if not has_varlen:
             lacking = "fp32" if on_cuda else "CPU"
             raise UsageError(f"torch's varlen attention has no {lacking} kernel. Try: --attention sdpa")

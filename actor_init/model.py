@@ -1,10 +1,12 @@
 """From a name, a folder or a captured config to a Hugging Face causal LM: on the meta device, then on a real one."""
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init.spec import ActorSpec, UsageError
-from actor_init.weights import FolderWeights, RandomWeights, Weights
+from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
+from capture.actor_config import read_actor_config
+from capture.micro_batch import CaptureError
 
 PRESETS = files("actor_init") / "presets"
 PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -46,16 +50,54 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
         values, name = json.loads((PRESETS / f"{spec.model}.json").read_text()), spec.model
     else:
         path = Path(spec.model)
-        config_path = path / "config.json" if path.is_dir() else path
-        values, name = _read_config(config_path, spec.model), str(path)
+        name = str(path)
+        if path.is_dir() and not (path / "config.json").exists() and (config := _captured_config(path)) is not None:
+            values = config
+        else:
+            values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
     config = _cut_layers(_hf_config(values, name), spec.num_layers)
     weights: Weights
     if folder is not None and not spec.random_weights:
         weights = FolderWeights.open(folder)
     else:
-        weights = RandomWeights(seed=spec.weights_seed, std=getattr(config, "initializer_range", None) or 0.02)
+        weights = random_weights(config, spec.weights_seed)
     return ModelSource(config=config, weights=weights, name=name)
+
+
+def random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
+    """Those of a model without a checkpoint."""
+    std = getattr(config, "initializer_range", None) or 0.02
+    return RandomWeights(seed=seed, std=std, own_init=VectorInit(config))
+
+
+class VectorInit:
+    """A model's own init of its vectors, from `_init_weights` of the one module that holds them, the rest being meta.
+
+    What that draws at random (states' time steps, sinks) comes from a generator seeded by the module's name.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return build_on_meta(self._config, attention="eager", dtype=torch.float32)
+
+    @torch.no_grad()
+    def vector(self, name: str) -> Tensor:
+        module_name, _, own_name = name.rpartition(".")
+        module = self._model.get_submodule(module_name)
+        meta = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
+            for key, parameter in meta.items():
+                setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
+            self._model._init_weights(module)
+        found: Tensor = module.get_parameter(own_name).detach()
+        for key, parameter in meta.items():
+            setattr(module, key, parameter)
+        return found
 
 
 def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -94,8 +136,16 @@ def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def materialise(model: PreTrainedModel, weights: Weights, device: torch.device, prefix: str = "") -> None:
+def materialise(
+    model: PreTrainedModel,
+    weights: Weights,
+    device: torch.device,
+    prefix: str = "",
+    on_progress: OnProgress = unheard,
+) -> None:
     """Put what is still on the meta device below `prefix` on `device`, with its values. Tied parameters stay tied.
+
+    Large models take minutes: `on_progress` is called for each module and each part of a parameter.
 
     Raises UsageError where neither the weights nor transformers' own init say what a buffer holds.
     """
@@ -114,12 +164,31 @@ def materialise(model: PreTrainedModel, weights: Weights, device: torch.device, 
             setattr(module, name, made[parameter])
         for name, buffer in buffers.items():
             setattr(module, name, torch.full_like(buffer, _unset(buffer), device=device))
-        if new or buffers:
-            model._init_weights(module)
-        for name in new:
-            weights.fill(f"{module_name}.{name}" if module_name else name, made[own[name]])
+        path = f"{module_name}." if module_name else ""
+        filled = {n: made[own[n]] for n in new if weights.fill(path + n, made[own[n]], on_progress)}
+        if len(filled) < len(new) or buffers:
+            for name in _changed_by_init(model, module, filled):
+                weights.fill(path + name, filled[name], on_progress)
         for name in buffers:
             _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
+        on_progress()
+
+
+def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
+    """Let transformers set what else `module` holds, and return which of `filled` it may have written to all the same.
+
+    Its init passes over tensors with a flag, as it does where it loads weights: normal values for an embedding of half
+    a billion would take longer than all else. Of some models it writes zeros for padding, which no flag prevents.
+    """
+    before = {name: parameter._version for name, parameter in filled.items()}
+    flagged: Sequence[Any] = list(filled.values())
+    for parameter in flagged:
+        parameter._is_hf_initialized = True
+    model._init_weights(module)
+    for parameter in flagged:
+        del parameter._is_hf_initialized
+    has_padding = getattr(module, "padding_idx", None) is not None
+    return [name for name, parameter in filled.items() if has_padding or parameter._version != before[name]]
 
 
 def _unset(buffer: Tensor) -> float | int:
@@ -140,6 +209,14 @@ def _fill_buffer(name: str, buffer: Tensor, weights: Weights) -> None:
 
 def _preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in PRESETS.iterdir())
+
+
+def _captured_config(folder: Path) -> dict[str, Any] | None:
+    """That of a folder of captures. Raises UsageError where its actor.json is damaged."""
+    try:
+        return read_actor_config(folder)
+    except CaptureError as error:
+        raise UsageError(str(error)) from error
 
 
 def _read_config(path: Path, asked: str) -> dict[str, Any]:

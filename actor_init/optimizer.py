@@ -39,11 +39,10 @@ def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | No
         case OptimizerName.NONE:
             return None
         case OptimizerName.SGD:
-            return torch.optim.SGD(parameters, lr=spec.learning_rate)
+            return torch.optim.SGD(parameters, **spec.optimizer_settings)
         case OptimizerName.ADAMW:
-            return torch.optim.AdamW(
-                parameters, lr=spec.learning_rate, fused=True if torch.cuda.is_available() else None
-            )
+            fused = True if torch.cuda.is_available() else None
+            return torch.optim.AdamW(parameters, **spec.optimizer_settings, fused=fused)
 
 
 def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor_init.documents import documents_of
+from actor_init.documents import Documents, documents_of
 from actor_init.ring import RingSlice
 from capture.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
@@ -63,14 +63,8 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
             f"{batch.origin.source}: a row holds several packed documents, which padded rows cannot keep apart. "
             f"Try: --packing"
         )
-    action_mask_BA = batch.action_mask_BA
-    if action_mask_BA is None:
-        labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
-        action_mask_BA = labelled_BS[:, 1:]
-    num_actions = action_mask_BA.shape[1]
-    is_action_BS = F.pad(action_mask_BA, (num_tokens - num_actions, 0))
-
-    has_log_prob_BS = is_action_BS & real_BS & ~documents.is_first_BS
+    has_log_prob_BS = _have_log_probs(batch, documents)
+    num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
@@ -110,6 +104,22 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         captured_index=flat_T.unsqueeze(0),
         **shared,
     )
+
+
+def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
+    """[B, S], True at the action tokens that a real token of their own document precedes."""
+    real_BS = batch.attention_mask_BS
+    action_mask_BA = batch.action_mask_BA
+    if action_mask_BA is None:
+        labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
+        action_mask_BA = labelled_BS[:, 1:]
+    is_action_BS = F.pad(action_mask_BA, (real_BS.shape[1] - action_mask_BA.shape[1], 0))
+    return is_action_BS & real_BS & ~documents.is_first_BS
+
+
+def num_action_tokens(batch: MicroBatch) -> int:
+    """How many tokens a loss of `batch` is the mean over. Raises CaptureError as `actor_inputs` does."""
+    return int(_have_log_probs(batch, documents_of(batch)).sum())
 
 
 def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:

@@ -1,9 +1,10 @@
 """What actor to build: plain data, no heavy imports, each toggle declared once with its default, help and range."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 
 class UsageError(ValueError):
@@ -50,6 +51,7 @@ class Compile(StrEnum):
 
 
 class Dtype(StrEnum):
+    AUTO = "auto"
     BF16 = "bf16"
     FP32 = "fp32"
     FP16 = "fp16"
@@ -110,7 +112,8 @@ class ActorSpec:
     )
     model: str | None = option(
         None,
-        "A preset (llama-3.1-8b), a model folder or a config.json. Default: the config beside the inputs.",
+        "A preset (llama-3.1-8b), a model folder, a config.json or a folder of captures. "
+        "Default: the config beside the inputs.",
     )
     num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
     random_weights: bool = option(
@@ -119,7 +122,11 @@ class ActorSpec:
     weights_seed: int = option(
         0, "Seed of random weights; a parameter's values depend on it and on its name alone.", min=0
     )
-    dtype: Dtype = option(Dtype.BF16, "Compute dtype. Master weights are fp32 whenever there is an optimizer.")
+    dtype: Dtype = option(
+        Dtype.AUTO,
+        "Compute dtype. Master weights are fp32 whenever there is an optimizer. auto: the job's, bf16 where the "
+        "inputs do not say.",
+    )
     zero_stage: int | None = option(
         None,
         "What is sharded. deepspeed: 0 nothing, 1 optimizer (default where there is one), 2 + gradients, 3 + weights. "
@@ -127,7 +134,11 @@ class ActorSpec:
         min=0,
         max=3,
     )
-    packing: bool = option(True, "Pack a micro-batch's rows into one row without padding.")
+    packing: bool | None = option(
+        None,
+        "Pack a micro-batch's rows into one row without padding. Default: packed; with --verdict strict padded where "
+        "the job's rows were.",
+    )
     pad_to: PadTo = option(
         PadTo.OWN,
         "longest: pad to the longest row that any data rank has in this pass, as trainers that need equal shapes do.",
@@ -149,18 +160,37 @@ class ActorSpec:
         OptimizerName.ADAMW, "none keeps weights and gradients in the compute dtype, without master weights."
     )
     learning_rate: float = option(1e-6, "Used with --step.", min=0)
+    weight_decay: float | None = option(None, "Default: torch's, 0.01 for adamw and 0 for sgd.", min=0)
+    beta1: float | None = option(None, "Of adamw. Default: torch's 0.9.", min=0, max=1)
+    beta2: float | None = option(None, "Of adamw. Default: torch's 0.999.", min=0, max=1)
+    eps: float | None = option(None, "Of adamw. Default: torch's 1e-8.", min=0)
+    momentum: float | None = option(None, "Of sgd. Default: torch's 0.", min=0)
     lr_warmup_steps: int = option(
         0, "Steps over which the learning rate rises linearly from 0, as trainers do; constant after them.", min=0
     )
-    grad_accumulation: int = option(1, "Passes whose gradients are averaged before a step.", min=1)
+    grad_accumulation: int | None = option(
+        None,
+        "Passes of each data rank that go into one gradient. Default: those of the job's steps where the inputs say "
+        "which they were, else 1.",
+        min=1,
+    )
     max_norm: float | None = option(None, "Clip the global gradient norm to this before a step.", min=0)
+    deepspeed_config: Path | None = option(
+        None, "A JSON file of DeepSpeed's own settings, added to what the options say; contradictions are refused."
+    )
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
 
     def __post_init__(self) -> None:
+        self._refuse_foreign_settings()
         if self.backend is BackendName.FSDP2 and self.zero_stage in (0, 1):
             raise UsageError(
                 f"--zero-stage {self.zero_stage} does not exist under fsdp2, which has 2 (keep weights gathered after "
                 f"forward) and 3 (reshard). Try: --backend fsdp2 --zero-stage 3, or --backend deepspeed"
+            )
+        if self.deepspeed_config is not None and self.backend is not BackendName.DEEPSPEED:
+            raise UsageError(
+                f"--deepspeed-config {self.deepspeed_config} is deepspeed's, and the backend is {self.backend}. "
+                "Try: --backend deepspeed, or leave it out"
             )
         if self.backend is BackendName.DDP:
             self._refuse_sharding()
@@ -170,7 +200,7 @@ class ActorSpec:
             raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
         if self.backend is BackendName.DEEPSPEED and self.parallel.tp_plan is not TpPlan.AUTO:
             raise UsageError(f"--tp-plan {self.parallel.tp_plan} is fsdp2's. Try: --backend fsdp2, or no --tp-plan")
-        if self.parallel.ring > 1 and not self.packing:
+        if self.parallel.ring > 1 and self.packing is False:
             raise UsageError(
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
                 f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
@@ -179,8 +209,60 @@ class ActorSpec:
             raise UsageError(
                 f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
             )
-        if self.attention is Attention.VARLEN and not self.packing:
+        if self.attention is Attention.VARLEN and self.packing is False:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
+
+    def settled(
+        self,
+        *,
+        dtype: Dtype = Dtype.BF16,
+        packing: bool = True,
+        attention: Attention = Attention.AUTO,
+        grad_accumulation: int = 1,
+    ) -> Self:
+        """The same with these in the place of what was left open."""
+        return replace(
+            self,
+            dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
+            packing=packing if self.packing is None else self.packing,
+            attention=attention if self.attention is Attention.AUTO else self.attention,
+            grad_accumulation=self.grad_accumulation or grad_accumulation,
+        )
+
+    @property
+    def packs(self) -> bool:
+        """Are a micro-batch's rows packed into one?"""
+        return self.packing is not False
+
+    @property
+    def num_accumulated(self) -> int:
+        """Passes of each data rank that go into one gradient."""
+        return self.grad_accumulation or 1
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """What torch's optimizer is given beside its parameters, with torch's defaults for what was left open."""
+        if self.optimizer is OptimizerName.SGD:
+            decay = self.weight_decay or 0.0
+            return {"lr": self.learning_rate, "momentum": self.momentum or 0.0, "weight_decay": decay}
+        return {
+            "lr": self.learning_rate,
+            "betas": (0.9 if self.beta1 is None else self.beta1, 0.999 if self.beta2 is None else self.beta2),
+            "eps": 1e-8 if self.eps is None else self.eps,
+            "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
+        }
+
+    def _refuse_foreign_settings(self) -> None:
+        of_adamw = {"--beta1": self.beta1, "--beta2": self.beta2, "--eps": self.eps}
+        wrong = of_adamw if self.optimizer is not OptimizerName.ADAMW else {}
+        wrong |= {"--momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
+        wrong |= {"--weight-decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
+        for flag, value in wrong.items():
+            if value is not None:
+                other = OptimizerName.SGD if flag == "--momentum" else OptimizerName.ADAMW
+                raise UsageError(
+                    f"{flag} {value:g} is no setting of --optimizer {self.optimizer}. Try: --optimizer {other}"
+                )
 
     def _refuse_sharding(self) -> None:
         asked = {

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +13,18 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 
-_CHUNK = 1 << 24  # elements whose int64 intermediates are alive at once
+NORM_SPREAD = 0.05  # the relative standard deviation of vectors that the model's own init does not leave at 0
+# elements whose int64 intermediates are alive at once; on a CPU they stay in its cache, and are too few for torch to
+# share among threads, which wait long for each other where other processes have the cores
+_CHUNKS = {"cpu": 1 << 15}
+_CHUNK = 1 << 24  # on other devices
 _MASK_32 = 0xFFFFFFFF
+
+OnProgress = Callable[[], None]  # called whenever a part of a long job is done, by whoever does it
+
+
+def unheard() -> None:
+    """The `OnProgress` of a caller who does not ask how the job comes along."""
 
 
 class Weights(Protocol):
@@ -26,8 +36,8 @@ class Weights(Protocol):
         """Are there values of their own for the buffer `name`?"""
         ...
 
-    def fill(self, name: str, parameter: Tensor) -> bool:
-        """Write the values of `name` into a whole, unsharded `parameter`; False leaves them to the model's own init."""
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+        """Write the values of `name` into a whole, unsharded `parameter`; False: they stay as they are."""
         ...
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
@@ -38,40 +48,64 @@ class Weights(Protocol):
         ...
 
 
+class OwnInit(Protocol):
+    """What a model's class gives its parameters before weights are loaded."""
+
+    def vector(self, name: str) -> Tensor:
+        """The parameter `name`, of less than two dims, whole: fp32, on the CPU, the same in every call."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomWeights:
     """Uniform values that depend on `seed`, the qualified name and the element's index alone.
 
     So every backend, device, world size, sharding and layer count gives the same model. Values are representable in
     bf16, so that fp32 master weights and bf16 weights agree. The standard deviation is the config's
-    `initializer_range`; vectors (norms, biases) keep the model's own constant init.
+    `initializer_range`. Vectors lie around what the model's own init gives them: what it leaves at 0 (biases) by that
+    deviation, the rest (norms' 1, states' decays, sinks) by NORM_SPREAD of itself, which changes no sign. Without
+    `own_init` they are left as they are.
     """
 
     seed: int
     std: float
+    own_init: OwnInit | None = None
 
     def describe(self) -> str:
-        return f"random, seed {self.seed}"
+        """Another text than that of releases whose vectors were constant, which are other weights."""
+        return f"random v2, seed {self.seed}"
 
     def holds(self, name: str) -> bool:
         return False
 
-    def fill(self, name: str, parameter: Tensor) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
         if parameter.ndim < 2:
-            return False
+            if self.own_init is None:
+                return False
+            parameter.detach().copy_(self._vector(name, self.own_init).view_as(parameter))
+            return True
         keys = self._keys(name)
         flat = parameter.detach().view(-1)
-        for start in range(0, flat.numel(), _CHUNK):
-            stop = min(start + _CHUNK, flat.numel())
+        chunk = _CHUNKS.get(flat.device.type, _CHUNK)
+        for start in range(0, flat.numel(), chunk):
+            stop = min(start + chunk, flat.numel())
             index = torch.arange(start, stop, device=flat.device)
             flat[start:stop] = _uniform(index, keys, self.std).to(torch.bfloat16)
+            on_progress()
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
         if len(shape) < 2:
-            return None
+            return self._vector(name, self.own_init).flatten()[start : start + count] if self.own_init else None
         index = torch.arange(start, start + count, device="cpu")
         return _uniform(index, self._keys(name), self.std).to(torch.bfloat16).float()
+
+    def _vector(self, name: str, own_init: OwnInit) -> Tensor:
+        """Small: computed whole, on the CPU, in fp32."""
+        own = own_init.vector(name).float()
+        random = _uniform(torch.arange(own.numel(), device="cpu"), self._keys(name), 1.0).view_as(own)
+        around = torch.where(own == 0, random * self.std, own * (1 + NORM_SPREAD * random))
+        return around.to(torch.bfloat16).float()
 
     def _keys(self, name: str) -> tuple[int, int]:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
@@ -120,7 +154,7 @@ class FolderWeights:
     def holds(self, name: str) -> bool:
         return name in self.file_of_name
 
-    def fill(self, name: str, parameter: Tensor) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
         """Raises UsageError if the folder has no `name`, or one of another shape."""
         if name not in self.file_of_name:
             raise UsageError(
@@ -135,6 +169,7 @@ class FolderWeights:
                 f"{list(parameter.shape)}. Give the config of these weights, or --random-weights"
             )
         parameter.detach().copy_(values)
+        on_progress()
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:

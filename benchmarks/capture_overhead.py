@@ -5,7 +5,7 @@
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
-percentiles), the time that the job's thread spends in the hook beside a bare copy of the same tensors, how often the
+percentiles), the time that the job's thread spends in the hooks beside a bare copy of the same tensors, how often the
 host waits for the device, bytes a pass beside torch.save's, and how long a ring of 64 passes takes to reach the disk.
 """
 
@@ -99,6 +99,7 @@ def main() -> None:
             bare
             | {
                 "every pass a file": lambda: recording(job.model, folder / "files"),
+                "every pass a file, to be judged": lambda: recording(job.model, folder / "judged", reproduce=True),
                 "ring of 64": lambda: recording(job.model, folder / "ring", ring=64),
             },
         )
@@ -188,6 +189,28 @@ def compare_hook(job: Job, folder: Path) -> None:
                 recorder._tap.after_forward(job.model, (), None)
 
             print(f"the hook, {name}: {microseconds(job, hook):.0f} us", flush=True)
+    output = job.model(**batch, use_cache=False)
+    output.loss.backward()
+    parameters, norm = list(job.model.parameters()), torch.ones((), device=job.device)
+    with recording(job.model, folder / "judged", reproduce=True, max_queued=10_000) as recorder:
+        parts = {
+            "a pass begins": lambda: recorder._tap.before_forward(job.model, (), batch),
+            "a pass ends": lambda: recorder._tap.after_forward(job.model, (), output),
+            "clipping": lambda: recorder.clips(parameters, 1.0, norm),
+            "the optimizer's step": lambda: recorder.steps(job.optimizer),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in parts}
+        for _ in range(100):
+            for name, part in parts.items():
+                job.wait()
+                began = time.perf_counter()
+                part()
+                taken[name].append(time.perf_counter() - began)
+            time.sleep(0.005)  # the step, in which the writer works
+    print(f"the hooks of a step that is to be judged, {len(parameters)} parameters:")
+    for name, seconds in taken.items():
+        print(f"    {name}: {median(seconds) * 1e6:.0f} us, the first {seconds[0] * 1e6:.0f}", flush=True)
+    job.optimizer.zero_grad()
 
 
 def microseconds(job: Job, call: Callable[[], object], num_calls: int = 100) -> float:
@@ -206,8 +229,13 @@ def count_waits(job: Job, folder: Path) -> None:
     if job.device.type == "cpu":
         return
     counts = {}
-    for name, context in (("bare", nullcontext()), ("recorded", recording(job.model, folder))):
-        with context as recorder, warnings.catch_warnings(record=True) as caught:
+    kinds: dict[str, Kind] = {
+        "bare": nullcontext,
+        "recorded": lambda: recording(job.model, folder),
+        "judged": lambda: recording(job.model, folder / "judged", reproduce=True),
+    }
+    for name, kind in kinds.items():
+        with kind() as recorder, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             job.wait()
             torch.cuda.set_sync_debug_mode("warn")
@@ -216,11 +244,14 @@ def count_waits(job: Job, folder: Path) -> None:
             norm = nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
             if recorder is not None:
                 recorder.note(grad_norm=norm)
+                if name == "judged":
+                    recorder.steps(job.optimizer)
             torch.cuda.set_sync_debug_mode("default")
         job.optimizer.zero_grad()
         counts[name] = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
     print(
-        f"the host waits for the device {counts['bare']} times in a bare step, {counts['recorded']} in a recorded one"
+        f"the host waits for the device {counts['bare']} times in a bare step, {counts['recorded']} in a recorded one, "
+        f"{counts['judged']} in one that is to be judged"
     )
 
 

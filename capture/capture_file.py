@@ -7,8 +7,9 @@ A file is two pickles, one after the other, that name no class (protocol 5):
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
 The second may also have what it takes to do the pass again (`capture/reproduction.py`): "outputs": {name: value},
-"random": {generator: {name: value}}, "environment": {name: text} and "weights": samples of them, as JSON
-(`capture/fingerprint.py`).
+"random": {generator: {name: value}}, "environment": {name: text}, "weights": samples of them, as JSON
+(`capture/fingerprint.py`), "optimizer_step": the number of the optimizer step that the pass went into, and "step": in
+the last pass before it what that step was given, as JSON (`capture/optimizer_step.py`).
 
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
@@ -28,6 +29,7 @@ from capture.encoded_call import FORMAT, encode_call
 from capture.fingerprint import Fingerprint
 from capture.legacy import read_legacy
 from capture.micro_batch import CaptureError, MicroBatch, Origin, check_call, micro_batch_from_call
+from capture.optimizer_step import OptimizerStep
 from capture.plain_pickle import NamesAClassError, load_plain
 from capture.tensor_codec import MAX_TENSOR_BYTES, decode_tensors
 
@@ -59,11 +61,14 @@ def write_call(
 class Call:
     """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
 
-    outputs      what came of it: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`, and of longer ones
-                 `<name>_row_sums` and `<name>_crc32`
+    outputs      what came of it: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`, `token_log_probs` of
+                 `sampled_tokens`, and of longer ones `<name>_row_sums` and `<name>_crc32`, for `log_probs` and
+                 `output` also `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
     random       the generators' states before it, for `restore_random_states`
     environment  settings that change numbers
     weights      samples of those that it was done with
+    optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
+    step         what the optimizer was given after it, if it was the last pass before a step
     """
 
     format: int | None = FORMAT
@@ -76,6 +81,8 @@ class Call:
     random: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     weights: Fingerprint | None = None
+    optimizer_step: int | None = None
+    step: OptimizerStep | None = None
 
     def micro_batch(self) -> MicroBatch:
         return micro_batch_from_call(
@@ -93,9 +100,12 @@ class Call:
             random=self.random,
             environment=self.environment,
             weights=None if self.weights is None else self.weights.text(),
+            optimizer_step=self.optimizer_step,
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
+        if self.step is not None:
+            encoded.body["step"] = self.step.text()
         path = encoded.new_path(Path(folder))
         write_atomically(path, *encoded.parts())
         return path
@@ -156,6 +166,8 @@ def _read(path: str | Path) -> Call | MicroBatch:
         random=body.get("random", {}),
         environment=body.get("environment", {}),
         weights=Fingerprint.of_text(body["weights"], source) if "weights" in body else None,
+        optimizer_step=body.get("optimizer_step"),
+        step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
     )
 
 
@@ -164,8 +176,11 @@ def capture_files(folder: str | Path) -> list[Path]:
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
 
-    def by_rank(path: Path) -> tuple[int, str]:
-        rank = re.search(r"rank(\d{1,9})", path.name)
-        return int(rank[1]) if rank else -1, path.name
+    found = (path for path in Path(folder).glob("*.pkl") if not path.name.startswith("."))
+    return sorted(found, key=lambda path: (rank_in_name(path), path.name))
 
-    return sorted((path for path in Path(folder).glob("*.pkl") if not path.name.startswith(".")), key=by_rank)
+
+def rank_in_name(path: Path) -> int:
+    """The rank that a capture's file name says; -1 where it says none."""
+    rank = re.search(r"rank(\d{1,9})", path.name)
+    return int(rank[1]) if rank else -1

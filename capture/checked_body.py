@@ -17,7 +17,14 @@ _ORIGIN_KINDS: dict[str, Any] = {
     "versions": dict,
 }
 _BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
-_OPTIONAL_BODY_KINDS = {"outputs": dict, "random": dict, "environment": dict, "weights": str}
+_OPTIONAL_BODY_KINDS = {
+    "outputs": dict,
+    "random": dict,
+    "environment": dict,
+    "weights": str,
+    "optimizer_step": int,
+    "step": str,
+}
 
 
 def checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
@@ -57,7 +64,7 @@ def checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, A
 
 def _is_output(value: Any) -> bool:
     return isinstance(value, int | float | str) or (
-        isinstance(value, list) and all(isinstance(item, float) for item in value)
+        isinstance(value, list) and all(type(item) in (int, float) for item in value)
     )
 
 

@@ -51,6 +51,7 @@ def encode_call(
     random: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, str] | None = None,
     weights: str | None = None,
+    optimizer_step: int | None = None,
 ) -> EncodedCall:
     """Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data."""
     time = origin.time or utc_time()
@@ -70,6 +71,7 @@ def encode_call(
     body |= {"random": plain_copy(dict(random))} if random else {}
     body |= {"environment": plain_copy(dict(environment))} if environment else {}
     body |= {"weights": weights} if weights else {}
+    body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body)
     load_plain(encoded.parts()[1], source=name)
     return encoded

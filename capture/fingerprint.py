@@ -1,9 +1,11 @@
-"""A few elements of a model's weights beside each recorded pass: enough to know whether other weights are the same.
+"""A few elements of a model's weights beside each recorded pass, and of their gradients beside each optimizer step:
+enough to know whether others are the same.
 
 Of each parameter a run of NUM_ELEMENTS neighbours, at a place that its name and full shape alone decide, so that it is
 the same place in any sharding: each rank keeps what it holds. The first pass of a recording, which is the one that has
-a checkpoint's weights, takes up to NUM_IN_FIRST_PASS parameters, each later one the next NUM_A_PASS: a model of any
-size costs a job the same.
+a checkpoint's weights, takes up to NUM_IN_FIRST_PASS parameters. Of the later ones, the first before each optimizer
+step takes the next NUM_A_STEP, which are also the parameters whose gradients that step keeps, and the others the next
+NUM_A_PASS: a model of any size costs a job the same.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ import json
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -25,6 +27,9 @@ from capture.sharding import NotMappedError, Place, place_of
 NUM_ELEMENTS = 4
 NUM_IN_FIRST_PASS = 1024
 NUM_A_PASS = 8
+NUM_A_STEP = 16
+NUM_IN_SMALL_MODEL = 64  # a model of no more parameters has all of them sampled at every step
+_NUM_ASKED = 8
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -42,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What one rank kept of its weights in one pass."""
+    """What one rank kept of its weights in one pass, or of its gradients at one step."""
 
     samples: tuple[Sample, ...]
     num_parameters: int  # of the model, as the rank sees it
@@ -82,8 +87,8 @@ def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sampl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSnapshot:
-    """One pass's samples as they were taken, one after the other, and what they are of."""
+class Snapshot:
+    """Samples as they were taken, one after the other, and what they are of."""
 
     values: Tensor
     places: Sequence[tuple[str, Place]]  # by name
@@ -110,86 +115,206 @@ class WeightSnapshot:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Slot:
+class Slot:
     """Where a module keeps a parameter. A library may put another object there, or other data into the same one."""
 
     name: str
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
     key: str
+    of_weight: "Placed" = field(default_factory=lambda: Placed())
+    of_gradient: "Placed" = field(default_factory=lambda: Placed())
+
+    def parameter(self) -> nn.Parameter | None:
+        module = self.module()
+        return None if module is None else module._parameters.get(self.key)
+
+    def place(self, placed: "Placed", held: Any) -> Place | str:
+        """Where `held`, the parameter or its gradient, has the samples now, or why that cannot be said."""
+        known = type(held), held.dtype, held.shape, held.stride()
+        if placed.known != known:
+            try:
+                placed.place = place_of(held, self.run)
+            except NotMappedError as error:
+                placed.place = str(error) or f"of type {type_name(held)}"
+            placed.known = known
+        return placed.place
+
+    def run(self, shape: Sequence[int]) -> tuple[int, int]:
+        return run_of(self.name, shape)
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where samples are, as long as it holds that the tensor is of this type, dtype, shape and strides."""
+
     place: Place | str = ""  # text: why it is left out
-    known: tuple[Any, ...] = ()  # type, dtype, shape and strides of the parameter that has this place
+    known: tuple[Any, ...] = ()
 
 
-class WeightSampler:
-    """Takes samples of a model's parameters. No wait for a device, no collective, and no hold on the job's memory."""
+Find = Callable[[Slot, nn.Parameter], tuple[Tensor, Place] | None]
 
-    def __init__(self) -> None:
-        self._slots: list[_Slot] = []
-        self._num_parameters = 0
+
+class ParameterSampler:
+    """Takes samples of a model's parameters and of their gradients, on their device.
+
+    No wait for a device, no collective, and no hold on the job's memory. 2 to 10 microseconds a parameter: to keep
+    views of the parameters would take a tenth of that, and would keep memory from being freed that the job moves its
+    weights out of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._has_looked = False
+        self._all: list[Slot] = []  # also those that no samples are taken of
+        self._slots: list[Slot] = []
+        self._window: Sequence[Slot] = ()  # whose gradients the next step keeps
         self._num_frozen = 0
         self._is_sharded = False
         self._left_out: dict[str, int] = {}
         self._next = 0
+        self._has_taken = False
+        self._has_begun = False
 
     @torch.inference_mode()
-    def take(self, model: nn.Module) -> WeightSnapshot | None:
-        """The next parameters' samples, on their device; None where none can be had. Always the same `model`.
+    def weights(self, *, begins_window: bool = False) -> Snapshot | None:
+        """The next parameters' samples; None where none can be had.
 
-        2 to 10 microseconds a parameter. To keep views of the parameters would take a tenth of that, and would keep
-        memory from being freed that the job moves its weights out of.
+        begins_window  is it the first pass before an optimizer step? Then `gradients` are of the same parameters
         """
-        if is_first := not self._num_parameters:
-            self._look(model)
-        views: list[Tensor] = []
-        places: list[tuple[str, Place]] = []
-        num_wanted = NUM_IN_FIRST_PASS if is_first else NUM_A_PASS
-        for _ in range(min(num_wanted, len(self._slots))):
-            slot = self._slots[self._next % len(self._slots)]
-            self._next = (self._next + 1) % len(self._slots)
-            module = slot.module()
-            parameter = None if module is None else module._parameters.get(slot.key)
-            if parameter is None:
+        self._look()
+        is_first = not self._has_taken or (begins_window and not self._has_begun)
+        num_a_step = len(self._slots) if len(self._slots) <= NUM_IN_SMALL_MODEL else NUM_A_STEP
+        num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_A_PASS
+        chosen = self._next_slots(num_wanted)
+        self._has_taken = True
+        if begins_window:
+            self._has_begun, self._window = True, chosen
+        collected = _Collected()
+        for slot in chosen:
+            if (parameter := slot.parameter()) is not None:
+                collected.add(slot.name, slot.place(slot.of_weight, parameter), parameter)
+        return self._snapshot(collected) if collected.views or self._left_out else None
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model()
+
+    @torch.inference_mode()
+    def gradients_in(self, find: Find, but: Container[str] = ()) -> Snapshot | None:
+        """Samples for the window's parameters from where `find` says that their gradients are."""
+        collected = _Collected()
+        for slot in self._window:
+            parameter = slot.parameter()
+            if parameter is not None and slot.name not in but and (found := find(slot, parameter)) is not None:
+                collected.add(slot.name, found[1], found[0])
+        return self._snapshot(collected) if collected.views else None
+
+    @torch.inference_mode()
+    def gradients(
+        self, of: Container[int] | None = None, but: Container[str] = ()
+    ) -> tuple[Snapshot | None, list[str]]:
+        """Samples for the window's parameters, and the names of those that are trained and have no gradient.
+
+        of   ids of the parameters that are asked for; None: all
+        but  names that are not asked for
+        """
+        collected, without = _Collected(), []
+        for slot in self._window:
+            parameter = slot.parameter()
+            if parameter is None or slot.name in but or (of is not None and id(parameter) not in of):
                 continue
-            place = _place(slot, parameter)
-            if isinstance(place, str) or not place.count:
-                continue
-            held = place.held(parameter)
-            if views and held.device != views[0].device:
-                continue  # a model over several devices: those of the first one
-            views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
-            places.append((slot.name, place))
-        if not views and not self._left_out:
-            return None
-        return WeightSnapshot(
-            values=torch.cat(views) if views else torch.empty(0, device="cpu"),
-            places=places,
-            num_parameters=self._num_parameters,
+            gradient = parameter.grad
+            if gradient is not None:
+                collected.add(slot.name, slot.place(slot.of_gradient, gradient), gradient)
+            elif parameter.requires_grad:
+                without.append(slot.name)
+        return self._snapshot(collected) if collected.views else None, without
+
+    def is_of_model(self, parameters: Container[int]) -> bool:
+        """Is one of the model's parameters among those with these ids?"""
+        self._look()
+        return any(id(slot.parameter()) in parameters for slot in (*self._window, *self._all))
+
+    def has_no_gradients(self, *, in_shards: bool) -> bool:
+        """Have the first few parameters that are trained none, whether they were emptied or never filled?
+
+        in_shards  ask also parameters that are sharded, whose gradients may be kept elsewhere for a time
+        """
+        self._look()
+        trained = (p for slot in self._all if (p := slot.parameter()) is not None and p.requires_grad)
+        asked = [parameter for _, parameter in zip(range(_NUM_ASKED), trained, strict=False)]
+        is_whole = in_shards or not any(hasattr(asked[0], name) for name in ("placements", "ds_tensor", "_hp_mapping"))
+        return is_whole and all(parameter.grad is None for parameter in asked)
+
+    @property
+    def num_trained(self) -> int:
+        return len(self._all) - self._num_frozen
+
+    def _next_slots(self, num_wanted: int) -> Sequence[Slot]:
+        count = min(num_wanted, len(self._slots))
+        chosen = [self._slots[(self._next + number) % len(self._slots)] for number in range(count)]
+        self._next = (self._next + count) % max(len(self._slots), 1)
+        return chosen
+
+    def _snapshot(self, collected: "_Collected") -> Snapshot:
+        return Snapshot(
+            values=torch.cat(collected.views) if collected.views else torch.empty(0, device="cpu"),
+            places=collected.places,
+            num_parameters=len(self._all),
             num_frozen=self._num_frozen,
-            is_sharded=self._is_sharded,
+            is_sharded=self._is_sharded or any(place.is_of_shard for _, place in collected.places),
             left_out=self._left_out,
         )
 
-    def _look(self, model: nn.Module) -> None:
+    def _look(self) -> None:
         """Once: which parameters there are, and which of them have samples here."""
+        model = self._model()
+        if self._has_looked or model is None:
+            return
+        self._has_looked = True
         seen: set[int] = set()
         left_out: Counter[str] = Counter()
-        for prefix, module in model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                raw = f"{prefix}.{key}" if prefix else key
-                slot = _Slot(name=plain_name(raw), module=weakref.ref(module), key=key)
-                self._num_frozen += not parameter.requires_grad
-                place = _reason_by_name(raw) or _place(slot, parameter)
-                if isinstance(place, str):
-                    left_out[place] += 1
-                    continue
-                self._is_sharded |= place.is_of_shard
-                if place.count:
-                    self._slots.append(slot)
-        self._num_parameters = len(seen)
+        for raw, slot, parameter in _slots_of(model):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            self._all.append(slot)
+            self._num_frozen += not parameter.requires_grad
+            place = _reason_by_name(raw) or slot.place(slot.of_weight, parameter)
+            if isinstance(place, str):
+                left_out[place] += 1
+                continue
+            self._is_sharded |= place.is_of_shard
+            if place.count:
+                self._slots.append(slot)
         self._left_out = dict(left_out)
+
+
+def _slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                raw = f"{prefix}.{key}" if prefix else key
+                yield raw, Slot(name=plain_name(raw), module=weakref.ref(module), key=key), parameter
+
+
+@dataclass(slots=True)
+class _Collected:
+    """Of a model over several devices: those of the first one."""
+
+    views: list[Tensor] = field(default_factory=list)
+    places: list[tuple[str, Place]] = field(default_factory=list)
+    device: torch.device | None = None
+
+    def add(self, name: str, place: Place | str, of: Any) -> None:
+        if isinstance(place, str) or not place.count:
+            return
+        held = of if place.held_as is None else place.held(of)
+        if self.views and held.device != self.device:
+            return
+        self.device = held.device
+        self.views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
+        self.places.append((name, place))
 
 
 def run_of(name: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -216,15 +341,3 @@ def _reason_by_name(name: str) -> str | None:
     if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
         return "of an adapter"
     return None
-
-
-def _place(slot: _Slot, parameter: Any) -> Place | str:
-    """Where the parameter's samples are now, or why that cannot be said."""
-    known = type(parameter), parameter.dtype, parameter.shape, parameter.stride()
-    if known != slot.known:
-        try:
-            slot.place = place_of(parameter, lambda shape: run_of(slot.name, shape))
-        except NotMappedError as error:
-            slot.place = str(error) or f"of type {type_name(parameter)}"
-        slot.known = known
-    return slot.place

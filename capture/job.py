@@ -50,8 +50,8 @@ def _without_host_paths(value: Any) -> Any:
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
-    # between runs of one model; and save_pretrained, which one rank alone may call, sets the last two
-    changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype")
+    # between runs of one model; and save_pretrained, which one rank alone may call, sets the last ones
+    changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
     return {name: value for name, value in config.items() if name not in changing}
 
 
@@ -78,10 +78,10 @@ def settings_of(tensors: Mapping[str, Tensor], attention: str | None) -> dict[st
     """What only the job's thread knows of how it computes with `tensors`."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     kernel = {} if attention is None else {"attention": attention}
-    return {"device": device_name(device), "autocast": _autocast_on(device.type), **kernel}
+    return {"device": device_name(device), "autocast": autocast_on(device.type), **kernel}
 
 
-def _autocast_on(kind: str) -> str:
+def autocast_on(kind: str) -> str:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return "off"
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

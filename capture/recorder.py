@@ -3,7 +3,8 @@
     with recording(model, "inputs/my-run"):
         train(model)
 
-The job pays for copying a forward's arguments to the host, and for nothing else; it gets no exception from here.
+The job pays for copying a forward's arguments to the host, and, if it is to be judged, for samples of its weights and
+gradients, and for nothing else; it gets no exception from here.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +24,10 @@ from capture.alarms import listen, unlisten
 from capture.host_copy import is_capturing_graph
 from capture.job import prepare_folder, rank_and_world_size
 from capture.keep import Choice, Keep, Passes, WhichEnd, keep_of
-from capture.reproduction import computed_in, noted, outputs_of
+from capture.optimizer_hooks import OptimizerHooks
+from capture.reproduction import dtypes_of, noted, outputs_of
 from capture.slow_step import StepWatch
+from capture.step_window import StepPart, StepWindow
 from capture.store import Store
 from capture.taking import Clock, Opened, Outputs, Pass, Taker
 from capture.tap import Tap
@@ -65,8 +68,8 @@ def recording(
                 that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
     slow_step   a step, from one forward to the next, of more than this many times the median is trouble
     reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
-                samples of the weights (1 kB, the first pass more). By default: with a ring. A pass then is complete,
-                and without a ring written, when the next one begins
+                samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
+                default: with a ring. A pass then is complete, and without a ring written, when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
@@ -116,10 +119,11 @@ class Recorder:
         self._process = os.getpid()
         self._choice = Choice(keep)
         self._tap = Tap(self._pass_begins, self._pass_ends)
+        self._optimizer_hooks = OptimizerHooks(self)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent, clock = threading.Event(), Clock()
         self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
-        self._writer: BackgroundWriter[Pass | Outputs | Opened | Trouble] = BackgroundWriter(
+        self._writer: BackgroundWriter[Pass | Outputs | StepPart | Opened | Trouble] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             finish=self._store.finish,
@@ -137,6 +141,8 @@ class Recorder:
             return
         self.hears_signals = listen(self)
         self._tap.attach(model)
+        if keep.reproduce:
+            self._optimizer_hooks.attach()
 
     @property
     def num_written(self) -> int:
@@ -189,6 +195,7 @@ class Recorder:
         self._is_closed = True
         atexit.unregister(self.close)
         self._tap.remove()
+        self._optimizer_hooks.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
         if self.num_seen == 0 and self.failure is None:
@@ -205,6 +212,29 @@ class Recorder:
         if not is_ordinary and is_news_to(id(self), error):
             self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
 
+    def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
+        self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
+
+    def clipped(self, norm: Any) -> None:
+        self._watch_steps(lambda window: window.clipped(norm))
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        part = self._watch_steps(lambda window: window.steps(optimizer))
+        if part is not None:
+            self._writer.tell(part)
+
+    def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
+        """Trouble with the optimizer's steps is not the passes'."""
+        window = self._taker.window
+        if window is None or self.failure is not None:
+            return None
+        try:
+            return look(window)
+        except Exception as error:  # the job is worth more than its record
+            self._taker.window = None
+            warn(f"capture: no optimizer steps are kept from here on: {type(error).__name__}: {error}")
+            return None
+
     @property
     def _step(self) -> int | None:
         return self.num_seen - 1 if self.num_seen else None
@@ -214,7 +244,7 @@ class Recorder:
         try:
             if self._watch is not None and self._watch.begin(self.num_seen - 1):
                 self._tell_slow_step()
-            self._take(module, args, kwargs)
+            self._take(args, kwargs)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
@@ -222,28 +252,43 @@ class Recorder:
         if self.failure is not None:
             return
         try:
+            settings = self._taker.end_pass()
             if error is not None:
                 self.hear_exception(error, "forward")
-            elif (found := outputs_of(output, with_rows=self.keep.reproduce)) and not is_capturing_graph(found):
-                plain = computed_in(output) if self.keep.reproduce else {}
-                self._writer.tell(Outputs.of(self.num_seen - 1, found, plain))
+            else:
+                self._take_outputs(output, settings)
         except Exception as own:  # the job is worth more than its record
             self._writer.stop(own)
 
-    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
             self._writer.drop()
             return
         rank, world_size = rank_and_world_size()
         step, trains = self.num_seen - 1, torch.is_grad_enabled()
+        if trains:
+            self._watch_steps(lambda window: window.begin_pass(step))
         if not self._choice.takes(step=step, rank=rank, trains=trains) or self._store.is_full:
             self._num_passed_over += 1
             return
-        taken = self._taker.take(module, args, kwargs, rank=rank, world_size=world_size, step=step)
+        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, step=step)
         if taken is None:
             self.num_skipped += 1
         else:
             self._writer.offer(taken, taken.num_bytes)
+
+    def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
+        step, found = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
+        plain: dict[str, str] = {}
+        if self.keep.reproduce:
+            loss = found.get("loss")
+            if loss is not None and torch.is_grad_enabled():
+                self._watch_steps(lambda window: window.watch_loss(step, loss))
+            if (few := self._taker.log_probs_of(output)) is not None:
+                found["token_log_probs"] = few
+            plain = dtypes_of(output, loss)
+        if (found or settings) and not is_capturing_graph(found):
+            self._writer.tell(Outputs.of(step, found, plain, settings))
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None

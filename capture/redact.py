@@ -17,6 +17,7 @@ from capture.convert import make_empty_folder
 from capture.encoded_call import utc_time
 from capture.manifest import Entry, entry_of, write_manifest
 from capture.micro_batch import IGNORED_LABEL, CaptureError
+from capture.optimizer_step import OptimizerStep
 
 GEOMETRY = (
     "attention_mask",
@@ -51,7 +52,8 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     zero     every token id is 0
 
     Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
-    goes, what was computed from the text (outputs and random states), and the samples of the weights.
+    goes, what was computed from the text (outputs, random states, gradients and their norms), and the samples of the
+    weights. Of an optimizer's step its passes, their shares and the settings stay.
 
     Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
@@ -102,7 +104,13 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
         outputs={},
         random={},
         weights=None,
+        step=None if call.step is None else _without_gradients(call.step),
     )
+
+
+def _without_gradients(step: OptimizerStep) -> OptimizerStep:
+    """The embedding's rows with a gradient are the text's tokens."""
+    return replace(step, gradients=None, without_gradient=(), grad_norm=None, is_part_of_norm=False)
 
 
 def _other_tokens(

@@ -36,6 +36,9 @@ ENVIRONMENT_NAMES = (  # those that change numbers; none of them holds a secret 
 )
 _MAX_VALUE_LENGTH = 100
 _NUM_WORDS = 625  # of Python's generator: 624 and a position
+_MAX_VALUES = 65_536
+_NAMES_OF_TOKENS = ("log_probs", "output")  # a number for each row and token: kept as they are, beside their sums
+_NAMES_OF_FEW = ("token_log_probs",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,10 +128,11 @@ def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     return {"output": output} if output.ndim == 2 and with_rows else {}
 
 
-def computed_in(output: Any) -> dict[str, str]:
-    """The dtype of the logits, which says more of a job's arithmetic than that of its weights does."""
+def dtypes_of(output: Any, loss: Tensor | None) -> dict[str, str]:
+    """Those of the logits, which says more of a job's arithmetic than that of its weights does, and of the loss."""
     logits = output.get("logits") if isinstance(output, dict) else None
-    return {"logits_dtype": str(logits.dtype).removeprefix("torch.")} if isinstance(logits, Tensor) else {}
+    named = {"logits_dtype": logits, "loss_dtype": loss}
+    return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
 
 
 def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -150,9 +154,18 @@ def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One number as it is, more as a sum for each row and a checksum of all bytes. `tensors` are on the host."""
+    """One number as it is, more as a sum for each row and a checksum of all bytes. `tensors` are on the host.
+
+    Numbers of tokens are kept too, flat, with their shape, unless they are very many.
+    """
     outputs: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        if name in _NAMES_OF_FEW:
+            outputs[name] = tensor.double().tolist()
+            continue
+        if name in _NAMES_OF_TOKENS and tensor.is_floating_point() and 0 < tensor.numel() <= _MAX_VALUES:
+            outputs[f"{name}_values"] = tensor.double().flatten().tolist()
+            outputs[f"{name}_shape"] = list(tensor.shape)
         if tensor.numel() == 1:
             outputs[name] = float(tensor.item())
             continue

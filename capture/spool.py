@@ -3,9 +3,11 @@
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
 
 It is memory, of the host and not of the process: the next recording of this rank into the folder on this host puts into
-the folder what it finds there, or `python -m capture.spool FOLDER` does.
+the folder what it finds there, or `replay inspect FOLDER` or `python -m capture.spool FOLDER` does. The directory is
+locked by its process, so that it can be told to be alive from another container, where its number says nothing.
 """
 
+import fcntl
 import os
 import re
 import secrets
@@ -25,7 +27,7 @@ from capture.plain_pickle import load_plain
 SHARED_MEMORY = Path("/dev/shm")
 MAX_SPOOL_BYTES = 256 * 2**20
 _SHARE_OF_FREE = 8  # what a job's data loaders and collectives need is theirs
-_own: set[Path] = set()
+_own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
 
 
 class Spool:
@@ -34,7 +36,8 @@ class Spool:
     def __init__(self, folder: Path, rank: int) -> None:
         self._directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
         self._directory.mkdir(mode=0o700)
-        _own.add(self._directory)
+        _own[self._directory] = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(_own[self._directory], fcntl.LOCK_EX)
         status = os.statvfs(SHARED_MEMORY)
         self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _SHARE_OF_FREE)
         self._oldest_first: deque[tuple[Path, int]] = deque()
@@ -61,7 +64,8 @@ class Spool:
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
-        _own.discard(self._directory)
+        if (lock := _own.pop(self._directory, None)) is not None:
+            os.close(lock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,12 +113,31 @@ def _is_in_use(directory: Path, process: int) -> bool:
     if process == os.getpid():  # a process in a container often has the number of the one before it
         return directory in _own
     try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # it has just been closed
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
     return True
+
+
+def _let_go_in_child() -> None:
+    """A child, such as a data loader, may outlive the process whose directories these are."""
+    while _own:
+        os.close(_own.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def main() -> int:

@@ -5,8 +5,10 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +16,11 @@ from capture.encoded_call import EncodedCall, encode_call, utc_time
 from capture.keep import Keep
 from capture.manifest import stamp_of
 from capture.micro_batch import CaptureError
+from capture.optimizer_step import OptimizerStep, merged
 from capture.rank_files import RankFiles
 from capture.reproduction import environment, plain_outputs
 from capture.spool import SHARED_MEMORY, Spool, remains_of
+from capture.step_window import StepPart
 from capture.taking import Opened, Outputs, Pass
 from capture.trouble import Trouble, trouble, write_troubles
 from capture.writer import warn
@@ -49,6 +53,8 @@ class Store:
         self._troubles: list[Trouble] = []
         self._num_by_kind: Counter[tuple[str, str]] = Counter()
         self._num_other_troubles = 0
+        self._step: OptimizerStep | None = None  # the latest, as far as its parts have come
+        self._not_finite: tuple[int, str] | None = None  # the latest that was told
 
     @property
     def num_written(self) -> int:
@@ -62,13 +68,15 @@ class Store:
     def _num_given_up(self) -> int:
         return sum(files.num_given_up for files in list(self._files.values()))
 
-    def handle(self, item: Pass | Outputs | Opened | Trouble) -> None:
+    def handle(self, item: Pass | Outputs | StepPart | Opened | Trouble) -> None:
         """Raises CaptureError for a pass that could not be read back, OSError where the disk has trouble."""
         match item:
             case Pass():
                 self._take(item)
             case Outputs():
                 self._complete(item)
+            case StepPart():
+                self._note_step(item)
             case Opened():
                 self._settle(item.rank)
             case Trouble():
@@ -116,6 +124,7 @@ class Store:
             random=None if taken.random is None else taken.random.plain(),
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
             weights=None if taken.weights is None else taken.weights.fingerprint().text(),
+            optimizer_step=taken.optimizer_step,
         )
         self._held.append(encoded)
         if self._keep.ring is not None:
@@ -139,11 +148,51 @@ class Store:
         if self._keep.reproduce and self._held and self._held[-1].step == came.step:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
-            self._put_in_spool(self._held[-1])
+            if came.settings:
+                self._held[-1].body["environment"].update(came.settings)
+            if "step" in self._held[-1].body:
+                self._write_step(self._held[-1])
+            else:
+                self._put_in_spool(self._held[-1])
+        self._check_numbers(came.step, outputs)
+
+    def _note_step(self, part: StepPart) -> None:
+        """Into the file of the last pass before it, if that is not written yet."""
+        try:
+            self._await(part.copied)
+        except CaptureError:
+            return
+        step = part.record()
+        if self._step is not None and self._step.number == step.number:
+            step = merged(self._step, step)
+        self._step = step
+        window = [encoded for encoded in self._held if encoded.body.get("optimizer_step") == step.number]
+        last = next((encoded for encoded in reversed(window) if encoded.body["trains"]), window[-1] if window else None)
+        if last is not None:
+            outputs = last.body.setdefault("outputs", {})
+            if step.grad_norm is not None and not step.is_part_of_norm:
+                outputs.setdefault("grad_norm", step.grad_norm)
+            self._write_step(last)
+        if step.grad_norm is not None:
+            self._check_numbers(step.passes[-1], {"grad_norm": step.grad_norm})
+
+    def _write_step(self, last: EncodedCall) -> None:
+        """With the norm that the job noted, where nobody else computed a whole one."""
+        assert self._step is not None
+        step, noted = self._step, last.body.get("outputs", {}).get("grad_norm")
+        if isinstance(noted, float) and (step.grad_norm is None or step.is_part_of_norm):
+            # what computed it was not seen, and may have clipped too
+            is_unclipped = step.is_unclipped and step.grad_norm is not None
+            step = replace(step, grad_norm=noted, is_part_of_norm=False, is_unclipped=is_unclipped)
+        last.body["step"] = step.text()
+        self._put_in_spool(last)
+
+    def _check_numbers(self, step: int, outputs: Mapping[str, Any]) -> None:
         for kept_as, name in _CHECKED.items():
             value = outputs.get(kept_as)
-            if isinstance(value, float) and not math.isfinite(value):
-                self.note_trouble(trouble("not finite", name, came.step, f"{name} is {value}"))
+            if isinstance(value, float) and not math.isfinite(value) and (step, kept_as) != self._not_finite:
+                self._not_finite = step, kept_as
+                self.note_trouble(trouble("not finite", name, step, f"{name} is {value}"))
 
     def _commit_held(self) -> list[Path]:
         written = []

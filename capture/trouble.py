@@ -21,6 +21,11 @@ _MAX_TEXT = 20_000
 _MAX_FRAMES = 60
 _SECRET_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _MIN_SECRET_LENGTH = 6  # shorter values are switches
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote (process|peer)|ncclRemoteError|"
+    r"peer .*(closed|disconnected)|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
 _LIBRARY_FOLDER = re.compile(r"[^\s\"']*/(?:site|dist)-packages/")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./-])(?:/[\w.@+~%-]+)+/([\w.@+~%-]*)")
 
@@ -46,6 +51,11 @@ class Trouble:
     @property
     def is_asked_for(self) -> bool:
         return self.what == "signal"
+
+    @property
+    def follows_another(self) -> bool:
+        """Does it say no more than that another rank is gone?"""
+        return self.what == "exception" and _LOST_CONNECTION.search(self.message) is not None
 
 
 def trouble(what: str, where: str, step: int | None, message: str = "") -> Trouble:

@@ -1,9 +1,12 @@
 """What parity runs: for each dtype a reference, runs that should equal it but for rounding, and the matrix's cells.
 
 The reference is one process under fsdp2, which is torch's own autograd with nothing split, each row apart as
-transformers pads it, through sdpa, uncompiled. A cell of d data ranks averages a gradient over d inputs, so it has a
-reference that accumulates d passes. Every cell of a dtype is held against the reference of that dtype: what bf16
-rounds away would hide an error in fp32.
+transformers pads it, through sdpa (eagerly where the model has no sdpa), uncompiled. A cell of d data ranks that
+accumulates n passes averages a gradient over d * n inputs, so it has a reference that accumulates as many. Every cell
+of a dtype is held against the reference of that dtype: what bf16 rounds away would hide an error in fp32.
+
+Beside the inputs that were asked for, a matrix without a file runs the edge shapes that ship with the project, as
+groups of runs with references and noise of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +20,11 @@ from replay.matrix import DATA, Setting, name_of, num_processes_of, typed
 from replay.options import run_spec, toggles
 from replay.spec import RunSpec
 
-PLAIN: Setting = {"backend": BackendName.FSDP2, "attention": Attention.SDPA, "compile": Compile.OFF, "tp": 1, "ring": 1}
-NOT_PLAIN = ("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing")
+PLAIN: Setting = {"backend": BackendName.FSDP2, "compile": Compile.OFF, "tp": 1, "ring": 1}
+NOT_PLAIN = (
+    *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
+    *("grad_accumulation", "deepspeed_config"),
+)
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
@@ -38,10 +44,16 @@ class Cell:
     num_processes: int
     reference: str  # the name of the cell that it is held against; its own for a reference of the dtype
     varies: str = ""  # of an equivalent: what
+    group: str = ""  # of the runs that share references and noise; empty: of the inputs that were asked for
 
     @property
     def num_data_ranks(self) -> int:
         return self.num_processes // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+
+    @property
+    def ground(self) -> tuple[str, Dtype]:
+        """Runs of one ground are held against the same reference, and have the same noise."""
+        return self.group, self.spec.actor.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +65,21 @@ class Here:
     num_inputs: int
     config: Any  # of the model, as transformers has it
     must_pack: bool  # a captured row holds several documents, which padded rows cannot keep apart
+    group: str = ""
+
+    @property
+    def kernel(self) -> Attention:
+        """The one that every device has for this model."""
+        from actor_init.attention import plain_kernel
+
+        return plain_kernel(self.config)
+
+    def plain(self, dtype: Dtype) -> Setting:
+        """The reference's."""
+        return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
+
+    def named(self, setting: Setting, suffix: str = "") -> str:
+        return (f"{self.group}: " if self.group else "") + name_of(setting) + (f", {suffix}" if suffix else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +112,9 @@ def plan(
     for setting in settings:
         if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
             continue
-        named = {field: value for field, value in wanted.items() if field in IN_NAMES} | dict(setting)
+        backend = setting.get("backend", asked.actor.backend)
+        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _is_served(field, backend)}
+        named = own | dict(setting)
         before = len(cells)
         _admit(cells, refused, here, Role.CELL, named, common)
         if len(cells) > before:
@@ -97,7 +126,7 @@ def plan(
     cells = {key: cells[key] for key in order}
     ground: dict[Any, Cell] = {}
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
-        windows = {cell.num_data_ranks for cell in cells.values() if cell.spec.actor.dtype is dtype}
+        windows = {_window_of(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
         _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
     names = {cell.name for cell in ground.values()}
     for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
@@ -105,6 +134,18 @@ def plan(
     for key, cell in cells.items():
         ground.setdefault(key, cell)
     return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def together(plans: Sequence[Plan]) -> Plan:
+    """One plan of all: references first."""
+    cells = [cell for one in plans for cell in one.cells]
+    refused = {name: reason for one in plans for name, reason in one.refused.items()}
+    return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def _window_of(cell: Cell) -> int:
+    """How many inputs one gradient is averaged over."""
+    return cell.num_data_ranks * cell.spec.actor.num_accumulated
 
 
 def _add_ground(
@@ -116,13 +157,13 @@ def _add_ground(
     common: Mapping[str, Any],
 ) -> None:
     """The reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
-    plain = {**PLAIN, "dtype": dtype, "packing": here.must_pack}
+    plain = here.plain(dtype)
     shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
     admit = partial(_admit, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
     admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
-    for kernel in (Attention.EAGER, Attention.FLASH):
+    for kernel in (one for one in (Attention.EAGER, Attention.FLASH) if one is not here.kernel):
         # eager keeps every token pair's score for backward; a block's at a time is what fits
         eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
@@ -146,23 +187,35 @@ def _admit(
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Into `cells` if it is new and can run here, else into `refused` with the reason."""
-    name = name_of(setting) + (f", {suffix}" if suffix else "")
+    name = here.named(setting, suffix)
     num_data_ranks = setting.get(DATA, 1)
-    shared = {parameter: value for parameter, value in common.items() if _field_of(parameter) not in setting}
+    backend = setting.get("backend", common.get("backend", BackendName.DEEPSPEED))
+    shared = {
+        parameter: value
+        for parameter, value in common.items()
+        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
+    }
     try:
-        own = typed(setting) | dict(more or {})
+        own = {"grad_accumulation": "1", **typed(setting), **(more or {})}
         num_each = here.num_inputs // num_data_ranks
         if num_each < 1:
             raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
-        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
+        if num_each < int(own["grad_accumulation"]):
+            raise UsageError(
+                f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
+                f"each, and there are {here.num_inputs}"
+            )
+        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "gradient_sketches": True}
         spec = run_spec({**shared, **own, **always})
+        spec = replace(spec, actor=spec.actor.settled())
         _check(spec, num_processes_of(setting), here)
         key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
     except UsageError as error:
         refused[name] = str(error)
         return
-    plain = name_of({**PLAIN, "dtype": spec.actor.dtype, "packing": here.must_pack})
-    reference = plain if num_data_ranks == 1 else f"{plain}, accumulated {num_data_ranks}"
+    plain = here.named(here.plain(spec.actor.dtype))
+    window = num_data_ranks * spec.actor.num_accumulated
+    reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:
         reference = name  # steps on other windows are another training
     cell = Cell(
@@ -172,8 +225,14 @@ def _admit(
         num_processes=num_processes_of(setting),
         reference=reference,
         varies=varies,
+        group=here.group,
     )
     cells.setdefault(key, cell)
+
+
+def _is_served(field: str, backend: str) -> bool:
+    """Does an option that was typed for all runs hold for those of `backend`? DeepSpeed's settings hold for its own."""
+    return field != "deepspeed_config" or backend == BackendName.DEEPSPEED
 
 
 def _field_of(parameter: str) -> str:
@@ -187,9 +246,13 @@ def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
     if num_processes > here.num_devices:
         what = "GPUs" if here.device == "cuda" else "processes"
         raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --num-devices")
-    if here.must_pack and not spec.actor.packing:
+    if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
     check_divisible(here.config, spec.actor.parallel.tp)
+    if spec.actor.backend is BackendName.DEEPSPEED:
+        from actor_init.backends.deepspeed_config import refuse
+
+        refuse(spec.actor, here.device)
 
 
 def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
@@ -199,4 +262,5 @@ def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
     from actor_init.attention import kernel_name
 
     rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
-    return kernel_name(spec.actor, torch.device(here.device)), spec.actor.resolved_zero_stage, rest, num_processes
+    kernel = kernel_name(spec.actor, torch.device(here.device), here.config)
+    return kernel, spec.actor.resolved_zero_stage, rest, num_processes

@@ -29,9 +29,13 @@ class Point:
     place: int  # of its pass among the reference's
     reference: float
     other: float
+    name: str = ""  # of the parameter
+    apart: float | None = None  # of what is no number, such as a gradient: `reference` and `other` are sizes
 
     @property
     def difference(self) -> float:
+        if self.apart is not None:
+            return self.apart
         if self.reference == self.other or (math.isnan(self.reference) and math.isnan(self.other)):
             return 0.0
         if not (math.isfinite(self.reference) and math.isfinite(self.other)):
@@ -74,7 +78,7 @@ class Quantity:
             max_difference=max(point.difference for point in points),
             mean_difference=fmean(point.difference for point in points),
             max_relative=worst.relative,
-            source=worst.source if worst.relative else None,
+            source=(f"{worst.name} at {worst.source}" if worst.name else worst.source) if worst.relative else None,
             num_not_finite=finite.count(False),
             points=points,
         )
@@ -87,7 +91,7 @@ class Comparison:
     num_matched: int
     num_only_in_reference: int
     num_only_in_other: int
-    results: list[Quantity]  # what the threshold decides on: loss, log-probs, gradient norm
+    results: list[Quantity]  # what the threshold decides on: loss, log-probs, gradient norm, gradients
     costs: list[Quantity]  # seconds of the phases, peak of memory
     notes: list[str]  # what could not be compared, and why
 
@@ -112,8 +116,11 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
     results = [Quantity.of("loss", _losses(placed))]
     if points := _log_probs(placed):
         results.append(Quantity.of("log-probs", points))
-    if points := _norms(matched(windows, other_windows, key=lambda window: window.inputs)):
+    both = matched(windows, other_windows, key=lambda window: window.inputs)
+    if points := _norms(both):
         results.append(Quantity.of("gradient norm", points))
+        if reference.spec.measure.gradient_sketches and other.spec.measure.gradient_sketches:
+            results.append(Quantity.of("gradients", _gradients(both, reference, other)))
     elif windows or other_windows:
         notes.append(
             "gradient norms are not compared: no gradient was averaged over the same inputs "
@@ -164,6 +171,24 @@ def _log_probs(placed: Placed) -> list[Point]:
 
 def _norms(pairs: Iterable[tuple[Window, Window]]) -> list[Point]:
     return [_farthest(one.name, one.place, one.norms, partner.norms) for one, partner in pairs]
+
+
+def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other: PastRun) -> list[Point]:
+    """A point a parameter and window."""
+    from replay.gradient_sketches import distances_between, read
+
+    return [
+        Point(
+            source=one.name,
+            place=one.place,
+            reference=found.size,
+            other=found.other_norm,
+            name=found.name,
+            apart=found.apart,
+        )
+        for one, partner in pairs
+        for found in distances_between(read(reference.folder, one.index), read(other.folder, partner.index))
+    ]
 
 
 def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Quantity], list[str]]:

@@ -96,6 +96,7 @@ class Console:
             self._overwrite("") if out.is_terminal else print_line(out)
             print_table(out, wording.pass_table(records))
             print_line(out)
+        print_pairs(out, wording.not_finite(records))
         print_pairs(out, wording.failures(records) + wording.damaged_files(selection.damaged))
         print_pairs(out, wording.counts(statistics))
         if statistics.num_counted:
@@ -128,7 +129,7 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     trouble    rank 0, step 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
     """
     out = open_console(file)
-    if facts.troubles:
+    if facts.troubles or facts.in_memory is not None:
         print_pairs(out, wording.troubles(facts))
         print_line(out)
     print_pairs(out, wording.folder_facts(facts))

@@ -74,7 +74,7 @@ class Curve:
 
 def curve_of(run: PastRun) -> Curve:
     """The steps of a run with --step. A window that the end cut short is no step."""
-    size = run.spec.actor.grad_accumulation
+    size = run.spec.actor.num_accumulated
     windows: dict[int, list[PassRecord]] = {}
     for record in run.records:
         windows.setdefault(record.index // size, []).append(record)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.model import ModelSource
+from actor_init.own_positions import with_own_positions
 from actor_init.packing import actor_inputs
 from actor_init.spec import ActorSpec, OptimizerName, UsageError
 from actor_init.world import World
@@ -73,6 +74,7 @@ def diagnose_in(
     show_traceback: bool = False,
 ) -> int:
     """`diagnose` in a world that is already open, and stays open."""
+    run = replace(run, actor=run.actor.settled())
     if run.actor.optimizer is OptimizerName.NONE:
         raise UsageError("diagnose trains, and --optimizer none leaves it nothing to step with. Try: no --optimizer")
     if json_file is not None:
@@ -128,7 +130,7 @@ class Report:
             "inputs": f"{counted(len(selection.inputs), 'input')}{' a data rank' * (self._world.num_data_ranks > 1)}, "
             f"{selection.dealing}",
             "actor": f"{engine_text(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
-            f"{'packed' if spec.packing else 'padded'}, on {self._world.device.type}, "
+            f"{'packed' if spec.packs else 'padded'}, on {self._world.device.type}, "
             + ", ".join([counted(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]),
         }
         self._facts |= lines
@@ -185,9 +187,9 @@ def _check_writable(path: Path) -> None:
 def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
     """Raises UsageError for what is no input of this model, or cannot be fed to it as the toggles say."""
     try:
-        batch = tokens_for(run.measure.loss, read_micro_batch(path))
+        batch = tokens_for(run.measure.loss, with_own_positions(read_micro_batch(path), source.config))
         check_vocabulary(batch, source)
-        actor_inputs(batch, packing=run.actor.packing)
+        actor_inputs(batch, packing=run.actor.packs)
     except CaptureError as error:
         raise UsageError(str(error)) from error
     return batch

@@ -103,8 +103,8 @@ def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
 
     The backend averages over the window, so a part counts as often as there are parts.
     """
-    assert trial.spec.grad_accumulation == len(parts)
-    counts = [int(actor_inputs(part, packing=trial.spec.packing).action_mask_BA.sum()) for part in parts]
+    assert trial.spec.num_accumulated == len(parts)
+    counts = [int(actor_inputs(part, packing=trial.spec.packs).action_mask_BA.sum()) for part in parts]
     shares = [count / max(1, sum(counts)) for count in counts]
     losses = [trial.passed(part, share=share * len(parts)) for part, share in zip(parts, shares, strict=True)]
     return sum(loss * share for loss, share in zip(losses, shares, strict=True))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_CODE = ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "_fsdp_collectives.py")
+OPERATOR_CODE = (("torch", "_ops.py"), ("torch", "_compile.py"), ("_dynamo", "eval_frame.py"))  # below a collective
 NUM_INNERMOST = 6  # frames in which a wait for the others shows; a whole model may run below torch.distributed's hooks
 SLACK = timedelta(minutes=5)
 
@@ -115,8 +116,14 @@ def standing(watch_thread: int) -> Standing:
 
 
 def raised_in_collective(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))[-NUM_INNERMOST:]
-    return any(Path(frame.f_code.co_filename).name in COLLECTIVE_CODE for frame, _ in frames)
+    """Did a collective raise `error`? What it called, such as a hook or an optimizer below it, is none.
+
+    A collective ends in C++, below torch's own call of an operator at most.
+    """
+    names = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while names and (names[-1].parent.name, names[-1].name) in OPERATOR_CODE:
+        names.pop()
+    return bool(names) and names[-1].name in COLLECTIVE_CODE
 
 
 def _standing_at(innermost: FrameType) -> str:

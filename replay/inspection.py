@@ -11,7 +11,10 @@ from typing import Any
 from actor_init.spec import UsageError
 from capture.actor_config import read_actor_config
 from capture.capture_file import capture_files, read_call
+from capture.keep import Keep
 from capture.micro_batch import CaptureError, MicroBatch
+from capture.spool import remains_of
+from capture.store import salvage
 from capture.trouble import Trouble, read_troubles
 
 
@@ -64,15 +67,20 @@ class FolderFacts:
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     troubles: list[RankTrouble] = field(default_factory=list)
+    in_memory: str | None = None  # rings of dead processes that could not be put into the folder
     longest: list[Odd] = field(default_factory=list)
     odd: list[Odd] = field(default_factory=list)
 
 
 def inspect_folder(folder: Path) -> FolderFacts:
-    """Read every capture in `folder`. Raises UsageError if there is no such folder, or nothing of a recording in it."""
+    """Read every capture in `folder`, with the rings that dead processes of this host left in memory.
+
+    Raises UsageError if there is no such folder, or nothing of a recording in it.
+    """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
+    in_memory = _salvage(folder)
     paths = capture_files(folder)
     damaged: list[tuple[Path, str]] = []
     troubles: list[RankTrouble] = []
@@ -83,7 +91,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         damaged.append((folder, str(error)))
     for record in records:
         troubles.extend(RankTrouble(rank=record.rank, found=t, num_others=record.num_others) for t in record.troubles)
-    if not paths and not troubles:
+    if not paths and not troubles and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl). Try: replay inspect inputs/sample")
     batches: list[MicroBatch] = []
     odd: list[Odd] = []
@@ -115,9 +123,29 @@ def inspect_folder(folder: Path) -> FolderFacts:
         kinds=[_kind_facts(name, members) for name, members in kinds if members],
         damaged=damaged,
         troubles=troubles,
+        in_memory=in_memory,
         longest=_longest(batches),
         odd=odd,
     )
+
+
+def _salvage(folder: Path) -> str | None:
+    """Put into `folder` what killed ranks had in their rings, or say whose it is and what to type."""
+    try:
+        ranks = sorted({found.rank for found in remains_of(folder) if found.calls or found.num_torn})
+    except OSError:
+        return None
+    if not ranks:
+        return None
+    try:
+        salvage(folder, Keep())
+    except OSError as error:
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return (
+            f"{named} died without a word, and the last passes are in this host's memory: {error.strerror}. "
+            f"Try, as who may write there: python -m capture.spool {folder}"
+        )
+    return None
 
 
 def _oddities(batch: MicroBatch, outputs: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from actor_init.spec import Dtype, UsageError
 from replay.cells import Role
 from replay.comparison import Comparison, compare
-from replay.noise import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
+from replay.noise import GRADIENT_CEILINGS, GRADIENTS, Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
 from replay.parity_log import Row, State
 from replay.past_run import PastRun
 from replay.summary import Statistics, summarize
@@ -75,8 +75,8 @@ class Judge:
         done = {row.cell.name: row for row in rows if row.state is State.DONE}
         noises: list[Noise] = []
         remarks: list[str] = []
-        for dtype in dict.fromkeys(row.cell.spec.actor.dtype for row in rows):
-            noises += self._noises(dtype, done)
+        for ground in dict.fromkeys(row.cell.ground for row in rows):
+            noises += self._noises(ground, done)
         remarks += [_too_far(one, done) for one in noises if one.distrusted]
         remarks += self._between_dtypes(done)
         judged = {
@@ -87,11 +87,10 @@ class Judge:
         costs = {name: self._cost(row) for name, row in done.items()}
         return Judgement(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
-    def _noises(self, dtype: Dtype, done: Mapping[str, Row]) -> list[Noise]:
+    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
         """None before an equivalent that rounds otherwise has run."""
-        equivalents = [
-            row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.spec.actor.dtype is dtype
-        ]
+        group, dtype = ground
+        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
         found: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
         for row in equivalents:
             measured = self._compared(row.cell.name, row.cell.reference, done)
@@ -100,13 +99,13 @@ class Judge:
         if not any(row.cell.varies in MEASURING for row in equivalents):
             return []
         ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
-        return [noise_of(dtype, quantity, one, ceiling) for quantity, one in found.items()]
+        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
         found = self._compared(row.cell.name, row.cell.reference, done)
         if not found.distances:
             return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
-        own = {noise.quantity: noise for noise in noises if noise.dtype is row.cell.spec.actor.dtype}
+        own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
         verdict, deciding = judge(found.distances, own)
         if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
             return Judged(verdict=verdict, distances=found.distances, deciding=deciding)
@@ -147,28 +146,30 @@ class Judge:
         """A reference of a narrow dtype that is further from fp32's than rounding explains."""
         plain: dict[Dtype, Row] = {}
         for row in done.values():
-            if row.cell.reference == row.cell.name:
+            if row.cell.reference == row.cell.name and not row.cell.group:
                 plain.setdefault(row.cell.spec.actor.dtype, row)
         wide = plain.pop(Dtype.FP32, None)
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
             found = self._compared(row.cell.name, wide.cell.name, done)
-            ceiling = self._ceiling(dtype, row)
+            of_a_number = self._ceiling(dtype, row)
             for quantity, distance in found.distances.items():
+                ceiling = of_a_number * (GRADIENT_CEILINGS if quantity == GRADIENTS else 1.0)
                 if distance.value > ceiling:
                     remarks.append(
                         f"the reference in {dtype} is {distance.value:.3g} from that in fp32 in its {quantity} at "
-                        f"{distance.source}, and rounding explains {ceiling:.2g}: one of the two is wrong"
+                        f"{distance.where}, and rounding explains {ceiling:.2g}: one of the two is wrong"
                     )
         return remarks
 
 
 def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
     said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
+    where = f"{noise.group}, " if noise.group else ""
     text = (
-        f"{noise.dtype} {noise.quantity}: not in the floor, for rounding explains {noise.ceiling:.2g}, and no order "
-        f"more than the other equivalents show: {said}"
+        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for rounding explains {noise.ceiling:.2g}, and no "
+        f"order more than the other equivalents show: {said}"
     )
     if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
         return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"

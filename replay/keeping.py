@@ -17,6 +17,7 @@ from actor_init.model import ModelSource
 from actor_init.saving import check_folder, whole_folder
 from actor_init.spec import UsageError
 from actor_init.state_file import SavedState
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from replay.logbook import versions
 from replay.options import command_line
@@ -42,7 +43,7 @@ class StateWeights:
         return False
 
     @torch.no_grad()
-    def fill(self, name: str, parameter: Tensor) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
         parameter.fill_(torch.nan)
         return True
 

@@ -71,7 +71,7 @@ def learned(
 
     The loss is the mean over the batches of all data ranks, so that all ranks stop together.
     """
-    assert trial.spec.grad_accumulation == len(batches)
+    assert trial.spec.num_accumulated == len(batches)
     losses: list[float] = []
     while True:
         own = sum(trial.passed(batch) for batch in batches) / len(batches)

@@ -83,6 +83,7 @@ class Logbook:
         self.rank = rank
         self._run: dict[str, Any] = {}
         self._began = datetime.now().astimezone()
+        self._begin_of_last = 0
         self._lines: IO[str] = (folder / f"rank{rank}.jsonl").open("x", encoding="utf-8")
 
     def begin(
@@ -123,16 +124,31 @@ class Logbook:
 
     def write(self, record: PassRecord) -> None:
         """One line, on disk before the next pass begins."""
+        self._begin_of_last = self._lines.tell()
         self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
         self._lines.flush()
 
-    def finish(self, statistics: Statistics, *, exit_code: int, verdict: Verdict | None = None) -> None:
+    def write_again(self, record: PassRecord) -> None:
+        """In the place of the latest line."""
+        self._lines.seek(self._begin_of_last)
+        self._lines.truncate()
+        self.write(record)
+
+    def finish(
+        self,
+        statistics: Statistics,
+        *,
+        exit_code: int,
+        verdict: Verdict | None = None,
+        first_non_finite: Mapping[str, Any] | None = None,
+    ) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 alone."""
         assert self._run, "begin() comes first"
         self._run |= {
             "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
             "statistics": to_json(statistics),
             "verdict": verdict and to_json(verdict),
+            "first_non_finite": first_non_finite,
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),
         }

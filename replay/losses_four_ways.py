@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from actor_init.model import ModelSource, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.row_batches import documents_alone
@@ -34,7 +35,9 @@ class PlainAnswer:
     gradients: dict[str, Tensor]  # of the mean loss over the data ranks, fp32 on the host, by parameter name
 
 
-def plain_answer(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> PlainAnswer:
+def plain_answer(
+    batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard
+) -> PlainAnswer:
     """What a plain model with these weights makes of this rank's `batch`. For all ranks to call.
 
     It computes in `spec.dtype`, fp32 for fp16: gradients of a loss that is not scaled vanish in fp16.
@@ -42,7 +45,7 @@ def plain_answer(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world:
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
     kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
-    materialise(model, source.weights, world.device)
+    materialise(model, source.weights, world.device, on_progress=on_progress)
     model.eval()
     documents = [(ids_1L, at_1L, label_1L) for ids_1L, at_1L, label_1L in documents_alone(batch) if _counted(label_1L)]
     num_labels = max(1, sum(_counted(label_1L) for _, _, label_1L in documents))

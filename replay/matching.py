@@ -32,6 +32,7 @@ class Window:
     inputs: tuple[str, ...]  # sorted, for their order does not matter
     norms: Sequence[float]  # of every rank
     place: int  # of its last pass among the run's
+    index: int  # of its last pass, as each rank counts its own
 
     @property
     def name(self) -> str:
@@ -54,7 +55,8 @@ def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[
             if peers[0].trains:
                 open_inputs.append(peers[0].source)
         if norms := [record.grad_norm for record in ranks if record.grad_norm is not None]:
-            windows.append(Window(inputs=tuple(sorted(open_inputs)), norms=norms, place=len(passes) - 1))
+            inputs = tuple(sorted(open_inputs))
+            windows.append(Window(inputs=inputs, norms=norms, place=len(passes) - 1, index=ranks[0].index))
             open_inputs = []
     return passes, windows
 

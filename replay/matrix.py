@@ -27,20 +27,44 @@ Setting = Mapping[str, Any]  # option: its value, a word of an enum, a number or
 Table = Mapping[str, Sequence[Any]]
 
 DATA = "data"
-SET_BY_PARITY = ("grad_accumulation",)
+EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
+EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # groups of runs, and their folders below inputs/edges
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
 BACKENDS, DTYPES = list(BackendName), [Dtype.FP32, Dtype.BF16]
 SHARDING = [one for one in BACKENDS if one is not BackendName.DDP]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
 
-EXACT: Table = {"dtype": [Dtype.FP32], "attention": [Attention.SDPA]}
-QUICK: tuple[Table, ...] = (
-    {"backend": BACKENDS, "dtype": DTYPES, "packing": [False, True], "attention": [Attention.SDPA]},
-    {"backend": [BackendName.FSDP2], "dtype": DTYPES, "attention": KERNELS},
+ZERO_STAGES = {BackendName.DEEPSPEED: [0, 1, 2, 3], BackendName.FSDP2: [2, 3]}
+
+
+def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+    """`kernel` is the one that every device has for the model."""
     # a wrong number of ranks or a wrong shard shows best where rounding is smallest
-    *({"backend": SHARDING, **EXACT, axis: [2]} for axis in ("tp", "ring")),
-    {"backend": BACKENDS, **EXACT, DATA: [2]},
-)
+    exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
+    data: Table = {DATA: [min(2, num_devices)]}
+    split: list[Table] = [{"backend": SHARDING, **exact, axis: [2]} for axis in ("tp", "ring")]
+    stages: list[Table] = [
+        {"backend": [one], "zero_stage": all_of, **exact, **data} for one, all_of in ZERO_STAGES.items()
+    ]
+    return (
+        {"backend": BACKENDS, "dtype": DTYPES, "packing": [False, True], "attention": [kernel]},
+        {"backend": [BackendName.FSDP2], "dtype": DTYPES, "attention": KERNELS},
+        *split,
+        *stages,
+        {"backend": [BackendName.DDP], **exact, **data},
+        {"backend": BACKENDS, **exact, "grad_accumulation": [2]},
+        {"backend": [BackendName.DEEPSPEED], "zero_stage": [2], **exact, **data, "grad_accumulation": [2]},
+        {"backend": BACKENDS, **exact, "gradient_checkpointing": [True]},
+    )
+
+
+def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+    """The few runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
+    packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
+    exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
+    axes_there = ("ring", DATA) if num_devices > 1 else ()
+    split: list[Table] = [{"backend": [BackendName.DEEPSPEED], **exact, axis: [2]} for axis in axes_there]
+    return ({"backend": BACKENDS, **exact, **packing}, *split)
 
 
 class Named(StrEnum):
@@ -51,37 +75,51 @@ class Named(StrEnum):
     FULL = "full"
 
 
-def full(num_devices: int) -> tuple[Table, ...]:
-    """Every stage, split, kernel and compiler; DeepSpeed's own compiler on one process alone."""
+def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+    """Every stage, split, kernel, dtype and compiler; what is not multiplied with the rest comes after it.
+
+    That is DeepSpeed's own compiler, on one process alone, accumulation and checkpointing.
+    """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     split: Table = {"ring": sizes, "tp": sizes, DATA: sizes}
-    shared: Table = {"dtype": DTYPES, "packing": [False, True], "attention": KERNELS}
-    compiled = {"compile": [Compile.OFF, Compile.BLOCKS]}
+    shared: Table = {"dtype": [*DTYPES, Dtype.FP16], "packing": [False, True], "attention": KERNELS}
+    compiled: Table = {"compile": [Compile.OFF, Compile.BLOCKS]}
+    alone: Table = {"dtype": DTYPES, "packing": [True], "attention": [kernel], **split}
+    folded: list[Table] = [{"grad_accumulation": [2]}, {"gradient_checkpointing": [True]}]
+    engines: list[Table] = [{"backend": [one], "zero_stage": stages} for one, stages in ZERO_STAGES.items()]
+    deepcompile: Table = {
+        "backend": [BackendName.DEEPSPEED],
+        "zero_stage": [1, 3],
+        "dtype": [Dtype.BF16],
+        "packing": [True],
+        "attention": [Attention.SDPA],
+        "compile": [Compile.DEEPCOMPILE],
+    }
     return (
-        {"backend": [BackendName.DEEPSPEED], "zero_stage": [0, 1, 2, 3], **split, **shared, **compiled},
-        {"backend": [BackendName.FSDP2], "zero_stage": [2, 3], **split, **shared, **compiled},
+        *({**engine, **split, **shared, **compiled} for engine in engines),
         {"backend": [BackendName.DDP], DATA: sizes, **shared, **compiled},
-        {
-            "backend": [BackendName.DEEPSPEED],
-            "zero_stage": [1, 3],
-            "dtype": [Dtype.BF16],
-            "packing": [True],
-            "attention": [Attention.SDPA],
-            "compile": [Compile.DEEPCOMPILE],
-        },
+        deepcompile,
+        *({**engine, **alone, **more} for engine in engines for more in folded),
     )
 
 
-def settings_of(matrix: str, num_devices: int) -> list[Setting]:
+def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDPA) -> list[Setting]:
     """What `--matrix` names, `full` for `pairs` too; of full, what fits on `num_devices`.
 
-    Raises UsageError for a file that is no matrix.
+    `kernel` is the one that every device has for the model. Raises UsageError for a file that is no matrix.
     """
     if matrix == Named.QUICK:
-        return _distinct(QUICK)
+        return _distinct(quick(num_devices, kernel))
     if matrix not in list(Named):
         return _distinct(read_matrix(Path(matrix)))
-    return [one for one in _distinct(full(num_devices)) if num_processes_of(one) <= num_devices]
+    return [one for one in _distinct(full(num_devices, kernel)) if num_processes_of(one) <= num_devices]
+
+
+def edge_settings(matrix: str, num_devices: int, kernel: Attention) -> dict[str, list[Setting]]:
+    """By group, the runs of edge shapes that a matrix without a file has beside its own."""
+    if matrix not in list(Named):
+        return {}
+    return {group: _distinct(edges(group, num_devices, kernel)) for group in EDGES}
 
 
 def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
@@ -121,7 +159,7 @@ def _axis(key: str, path: Path) -> str:
 
 def axes() -> list[str]:
     own = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
-    return [DATA, *(name for name in own if name not in SET_BY_PARITY)]
+    return [DATA, *own]
 
 
 def _distinct(tables: Sequence[Table]) -> list[Setting]:

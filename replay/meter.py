@@ -143,6 +143,15 @@ class Meter:
             end = self._instrument.mark()
             self._phases[name] = (start, end, self._instrument.memory())
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Bill what runs inside to nobody; between two phases."""
+        self._instrument.settle()
+        start = time.perf_counter()
+        yield
+        self._instrument.settle()
+        self._began += time.perf_counter() - start
+
     def end_pass(self) -> tuple[dict[str, PhaseCost], float]:
         """What each phase cost, and the host's seconds since `start_pass`, the device's work included."""
         self._instrument.settle()

@@ -14,24 +14,27 @@ has sqrt(n) more for sums of n products, over the hidden size or the tokens of a
 Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond that ceiling is not
 trusted, nor one an order above all others that is within an order of the ceiling. Few samples do not lift a bound
 beyond it.
+
+Of gradients, each parameter's is a point. Backward adds to a stream as long as forward's, whose rounding it begins
+with, and the farthest of hundreds of sketches is looked at, so the ceiling is GRADIENT_CEILINGS times as high.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from statistics import fmean
 from typing import Any
 
 from actor_init.spec import Dtype
 from replay.comparison import Comparison, Point
+from replay.false_alarms import factor_for
 
 UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24}
 FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
-FALSE_ALARM = 1e-7
 LEAST_FACTOR = 4.0
 AN_ORDER = 10.0
+GRADIENTS, GRADIENT_CEILINGS = "gradients", 4.0
 
 
 class Verdict(StrEnum):
@@ -49,6 +52,11 @@ class Distance:
     source: str  # the input
     place: int  # of its pass among the reference's
     num_points: int
+    name: str = ""  # of the parameter
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} at {self.source}" if self.name else self.source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +64,7 @@ class Noise:
     """The noise floor of one quantity in one dtype."""
 
     dtype: Dtype
+    group: str = ""  # of the runs that it is for
     quantity: str
     floor: float | None  # None: no equivalent run can be trusted
     equivalent: str  # the run that gave it
@@ -65,9 +74,13 @@ class Noise:
     measured: Mapping[str, float]  # each equivalent's distance, by its name
     distrusted: Sequence[str]  # of these, those that are too far for rounding
 
+    @property
+    def ground(self) -> tuple[str, Dtype]:
+        return self.group, self.dtype
+
 
 def distances(comparison: Comparison) -> dict[str, Distance]:
-    """By quantity: loss, log-probs, gradient norm where there is one."""
+    """By quantity: loss, log-probs, gradient norm and gradients where they are there."""
     return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
 
 
@@ -76,24 +89,30 @@ def _farthest(points: Sequence[Point]) -> Distance:
     mean = fmean(sizes) if sizes else 0.0
 
     def distance(point: Point) -> float:
-        size = max(abs(point.reference), mean)
+        size = abs(point.reference) if point.apart is not None else max(abs(point.reference), mean)
         return point.difference / size if point.difference and size else point.difference and math.inf
 
     worst = max(points, key=distance)
-    return Distance(value=distance(worst), source=worst.source, place=worst.place, num_points=len(points))
+    return Distance(
+        value=distance(worst), source=worst.source, place=worst.place, num_points=len(points), name=worst.name
+    )
 
 
-def noise_of(dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float) -> Noise:
-    """`equivalents` are the distances of the runs that should be equal, by their names."""
+def noise_of(
+    dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float, *, group: str = ""
+) -> Noise:
+    """`equivalents` are the distances of the runs that should be equal, by their names; `ceiling` is of a number."""
+    ceiling *= GRADIENT_CEILINGS if quantity == GRADIENTS else 1.0
     measured = {name: one.value for name, one in equivalents.items()}
     trusted = {name: value for name, value in measured.items() if _is_trusted(name, measured, ceiling)}
     loudest = max(trusted, key=lambda name: trusted[name], default="")
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
-    factor = max(LEAST_FACTOR, _factor(equivalents[loudest].num_points)) if trusted else LEAST_FACTOR
+    factor = max(LEAST_FACTOR, factor_for(equivalents[loudest].num_points)) if trusted else LEAST_FACTOR
     some = floor or FP32_SPACING
     bound = min(factor * some, max(LEAST_FACTOR * some, ceiling))
     return Noise(
         dtype=dtype,
+        group=group,
         quantity=quantity,
         floor=floor,
         equivalent=loudest,
@@ -114,8 +133,20 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
 def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
     """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
     text = config.get("text_config") or config
-    summed = max(text["hidden_size"], num_tokens) if dtype is Dtype.FP32 else 1
-    return UNIT_ROUNDOFF[dtype] * math.sqrt(2 * text["num_hidden_layers"] * summed)
+    names = _own_names(text.get("model_type"))
+    hidden_size, num_layers = (text[names.get(name, name)] for name in ("hidden_size", "num_hidden_layers"))
+    summed = max(hidden_size, num_tokens) if dtype is Dtype.FP32 else 1
+    return UNIT_ROUNDOFF[dtype] * math.sqrt(2 * num_layers * summed)
+
+
+def _own_names(model_type: str | None) -> Mapping[str, str]:
+    """What a model's config calls the sizes, where it is not by their usual names: GPT-2's hidden size is n_embd."""
+    if model_type is None:
+        return {}
+    from transformers import CONFIG_MAPPING
+
+    names: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
+    return names
 
 
 def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[Verdict, list[str]]:
@@ -127,28 +158,3 @@ def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[V
         return Verdict.DIFFERS, beyond
     unknown = [name for name in found if name not in noises]
     return (Verdict.NOT_JUDGED, unknown) if unknown else (Verdict.WITHIN_NOISE, [])
-
-
-@cache
-def _factor(num_samples: int) -> float:
-    """The k for which one more normal sample is beyond k times the largest of so many, in size, at odds FALSE_ALARM."""
-    low, high = 1.0, 1e7
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        if chance_beyond(middle, num_samples) > FALSE_ALARM:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def chance_beyond(factor: float, num_samples: int) -> float:
-    """The integral, over the largest sample's size m, of its density times the chance of more than `factor` m."""
-    step = 0.005
-    sizes = [(number + 0.5) * step for number in range(int(8 / step))]
-    density = (
-        num_samples * math.erf(m / math.sqrt(2)) ** (num_samples - 1) * math.sqrt(2 / math.pi) * math.exp(-m * m / 2)
-        for m in sizes
-    )
-    chances = (math.erfc(factor * m / math.sqrt(2)) for m in sizes)
-    return step * sum(a * b for a, b in zip(density, chances, strict=True))

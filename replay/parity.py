@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
-from replay.cells import Here, Role, plan
+from replay.cells import Here, Plan, Role, plan, together
 from replay.child import Child, Task, run_children
 from replay.judgement import Judge, Judgement
 from replay.launch import visible_gpus
 from replay.logbook import INTERRUPTED, create_folder, to_json
 from replay.machine import Machine
-from replay.matrix import arranged, settings_of
+from replay.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.options import command_line, run_spec, toggles
 from replay.parity_console import ParityProgress
 from replay.parity_log import FILE, ParityLog, Row, State
@@ -25,10 +25,12 @@ from replay.parity_page import page
 from replay.parity_shares import shares_of
 from replay.parting import Partings
 from replay.past_run import PastRun
-from replay.spec import RunSpec
+from replay.selection import edge_folder
+from replay.session import inputs_folder
+from replay.spec import Passes, RunSpec
 from replay.wording import Pairs, counted
 
-SET_HERE = ("grad_accumulation", "shuffle_inputs", "reverse_rows", "quiet", "name")
+SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "name", "gradient_sketches")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
@@ -50,7 +52,10 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
     spec = run_spec(common)
     here = _here(spec, num_devices)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
-    planned = plan(settings_of(matrix, here.num_devices), shared, here, partial(arranged, matrix))
+    settings = settings_of(matrix, here.num_devices, here.kernel)
+    planned = together(
+        [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
+    )
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
     log = ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),
@@ -60,6 +65,38 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
         num_devices=here.num_devices,
     )
     return _work(log, limits, trace=trace)
+
+
+def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Here) -> Iterator[Plan]:
+    """The runs of edge shapes: the same model and options on inputs that ship with the project.
+
+    Not under --step, where few tokens make for steps that rounding alone turns.
+    """
+    if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
+        return
+    of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
+    common = {name: value for name, value in shared.items() if name not in of_inputs}
+    common |= {"inputs": "", "model": spec.actor.model or str(inputs_folder(spec.inputs))}
+    chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
+    for group, settings in edge_settings(matrix, here.num_devices, here.kernel).items():
+        folder = edge_folder(EDGES[group])
+        own = [one | {name: value for name, value in chosen.items() if name in shared} for one in map(dict, settings)]
+        try:
+            yield plan(own, common | {"inputs": str(folder)}, replace(_of_edges(here, folder), group=group))
+        except UsageError as error:
+            yield Plan(cells=[], refused={group: str(error)})
+
+
+def _of_edges(here: Here, folder: Path) -> Here:
+    """Raises UsageError where the model lacks the inputs' tokens."""
+    from actor_init.documents import documents_of
+    from capture.capture_file import capture_files, read_micro_batch
+
+    batches = [read_micro_batch(path) for path in capture_files(folder)]
+    largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
+    if largest >= size:
+        raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
+    return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
 
 
 def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:

@@ -1,6 +1,6 @@
 """The state of a parity run, `logs/<time>-parity/parity.json`: rewritten whole whenever a cell has ended.
 
-{"format": 1, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
+{"format": 2, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
  "refused": {"fsdp2 bf16 packed flash": "flash-attn has no CPU kernel. Try: [...]"},
  "judgement": {"noise": [...], "cells": {...}, "remarks": [...]},
  "cells": [{"name": "fsdp2 fp32 padded sdpa", "role": "reference", "state": "done", "seconds": 8.1,
@@ -21,7 +21,7 @@ from replay.cells import Cell, Plan, Role
 from replay.logbook import to_json
 from replay.options import spec_from_dict, spec_to_dict
 
-FORMAT = 1
+FORMAT = 2
 FILE = "parity.json"
 
 
@@ -149,6 +149,7 @@ def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
             num_processes=plain["num_processes"],
             reference=plain["reference"],
             varies=plain["varies"],
+            group=plain["group"],
         ),
         state=State(plain["state"]),
         trouble=plain["trouble"],

@@ -13,13 +13,13 @@ Shares = Mapping[str, Mapping[str, Sequence[float]]]  # of the runs that a line 
 
 def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
     """A line a run; of more than MAX_RUNS, a line for each value of an option, as `tp 2 (96 runs)`."""
-    bounds = {(one.dtype, one.quantity): one.bound for one in judgement.noises}
+    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
     by_run = {
         name: {
-            quantity: [one.value / bounds[dtype, quantity]]
+            quantity: [one.value / bounds[cells[name].ground, quantity]]
             for quantity, one in judged.distances.items()
-            if (dtype := cells[name].spec.actor.dtype, quantity) in bounds
+            if (cells[name].ground, quantity) in bounds
         }
         for name, judged in judgement.cells.items()
     }
@@ -43,7 +43,7 @@ def _values(cell: Cell) -> Iterator[str]:
     actor = cell.spec.actor
     yield engine_text(actor.backend, actor.resolved_zero_stage)
     yield actor.dtype
-    yield "packed" if actor.packing else "padded"
+    yield "packed" if actor.packs else "padded"
     yield actor.attention
     yield f"compile {actor.compile}"
     sizes = {"data": cell.num_data_ranks, "tp": actor.parallel.tp, "ring": actor.parallel.ring}

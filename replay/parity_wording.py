@@ -10,7 +10,7 @@ from replay.options import command_line
 from replay.parity_log import ParityLog, Row, State
 from replay.wording import Columns, Pairs, counted, gibibytes, milliseconds
 
-QUANTITIES = ("loss", "log-probs", "gradient norm")
+QUANTITIES = ("loss", "log-probs", "gradient norm", "gradients")
 MOST_NAMED = 3
 
 
@@ -46,7 +46,7 @@ def verdict_of(row: Row, judged: Judged | None) -> str:
 def noise_table(judgement: Judgement) -> Columns:
     noises = judgement.noises
     return {
-        "dtype": [one.dtype for one in noises],
+        "dtype": [f"{one.dtype}, {one.group}" if one.group else one.dtype for one in noises],
         "quantity": [one.quantity for one in noises],
         "noise floor": ["-" if one.floor is None else f"{one.floor:.3g}" for one in noises],
         "factor": [f"{one.factor:.3g}" for one in noises],
@@ -78,14 +78,14 @@ def _distance(judged: Judged | None, quantity: str) -> str:
 
 def troubles(log: ParityLog, judgement: Judgement) -> Pairs:
     """What the table cannot say: where and by how much a run differs, why one failed, what was refused."""
-    bounds = {(one.dtype, one.quantity): one.bound for one in judgement.noises}
+    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
     pairs: Pairs = []
     for row in log.rows:
         judged = judgement.cells.get(row.cell.name)
         if judged and judged.verdict is Verdict.DIFFERS:
             said = [
-                f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].source} "
-                f"(bound {bounds[row.cell.spec.actor.dtype, name]:.3g})"
+                f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
+                f"(bound {bounds[row.cell.ground, name]:.3g})"
                 for name in judged.deciding
             ]
             pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))

@@ -44,10 +44,10 @@ class Partings:
 
     def _between(self, cell: Cell, place: int, sound: Sequence[str]) -> FirstDifference | None:
         """`place` is that of the farthest pass."""
-        num_inputs = cell.num_data_ranks  # of a gradient
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # of a gradient
         first = place // num_inputs * num_inputs
         others = [self._rows[name].cell for name in sound if name != cell.name]
-        equivalents = [one for one in others if one.spec.actor.dtype is cell.spec.actor.dtype]
+        equivalents = [one for one in others if one.ground == cell.ground]
         reference = self._rows[cell.reference].cell
         folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
         return first_difference(folders[0], folders[1], folders[2:])

@@ -1,7 +1,8 @@
 """One micro-batch through the actor, measured. The only caller of a backend."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,31 @@ import torch
 from actor_init.backends import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.model import ModelSource, lasting_config
+from actor_init.own_positions import with_own_positions
 from actor_init.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.ring import may_zigzag, ring_slice
 from actor_init.spec import ActorSpec, PadTo
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.capture_file import read_call
+from capture.fingerprint import Sample
 from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from capture.reproduction import restore_random_states
 from replay.digests import digest_of_inputs
+from replay.gradient_sketches import keep as keep_gradients
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
+from replay.non_finite import Again, Search
 from replay.position import Phase, Tracker
 from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
+from replay.replayed import Replayed, action_log_probs, gradient_samples, token_log_probs
+from replay.router_loss import without_router_loss
 from replay.run_trace import RunTrace
 from replay.same_weights import SameWeights
 from replay.same_work import dropouts
-from replay.spec import RunSpec
+from replay.spec import RunSpec, WindowWeights
+from replay.windows import Round, weight_of
 from replay.wording import one_line
 
 
@@ -37,8 +46,15 @@ class ReopeningError(RuntimeError):
 class ReopenedActor:
     """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
 
-    def __init__(self, spec: ActorSpec, source: ModelSource, world: World, load_state: Path | None = None) -> None:
-        self._arguments = (spec, source, world)
+    def __init__(
+        self,
+        spec: ActorSpec,
+        source: ModelSource,
+        world: World,
+        load_state: Path | None = None,
+        on_progress: OnProgress = unheard,
+    ) -> None:
+        self._arguments = (spec, source, world, on_progress)
         self._load_state = load_state
         self.backend: Backend = self._opened()
 
@@ -73,6 +89,8 @@ class PassRunner:
         tracker: Tracker,
         same_weights: SameWeights,
         trace: RunTrace | None = None,
+        rounds: Sequence[Round] = (),
+        folder: Path | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -82,9 +100,17 @@ class PassRunner:
         self.tracker = tracker
         self.same_weights = same_weights
         self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
+        self.replayed = Replayed()  # what the latest pass computed beside its record
         self.trace = trace
+        self.rounds = rounds
+        self.gradients_folder = folder if spec.measure.gradient_sketches else None
+        self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
+        self._again: Again | None = None
         self.num_settled = 0  # inputs after which no accumulation window was left open
         self._num_in_window = 0
+        self._window_begin = 0
+        self._wanted: dict[str, list[Sample]] = {}  # gradients of the open window, by the parameter's name here
+        self._wants_tokens = False  # the job kept a number for each action token
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
         self._is_random = bool(dropouts(lasting_config(source.config)))
@@ -97,6 +123,12 @@ class PassRunner:
                 self.trace.attach(self.actor.backend)
             self._broke_off = False
 
+    def with_first_non_finite(self, record: PassRecord) -> PassRecord:
+        """`record` of the latest pass, with what held a nan or an inf first. For all ranks to call."""
+        assert self._again is not None
+        self.tracker.at(Phase.LOOKING)
+        return replace(record, first_non_finite=self.search.run(self.actor.backend, self._again))
+
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
         known: dict[str, Any] = {
@@ -108,7 +140,7 @@ class PassRunner:
             "traced": self.trace is not None,
         }
         self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
-        self.recorded = None
+        self.recorded, self.replayed = None, Replayed()
         try:
             call = read_call(path)
             batch = call.micro_batch()
@@ -121,11 +153,18 @@ class PassRunner:
                 "trains": batch.trains,
             }
             weights = self.same_weights.check(call.weights)
-            self.recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
+            recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
+            self.recorded = without_router_loss(recorded, call, self.source.config)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            batch = tokens_for(self.spec.measure.loss, batch)
+            batch = tokens_for(self.spec.measure.loss, with_own_positions(batch, self.source.config))
             random = call.random if self._is_random else {}
-            measured = self._measured(with_rows_reversed(batch) if self._reverses else batch, random)
+            self._wants_tokens = any(name.endswith("_values") for name in call.outputs)
+            if not self._num_in_window:
+                self._window_begin, self._wanted = index, {}
+            if call.step is not None and call.step.gradients is not None:
+                for name, sample in self.same_weights.by_own_name(call.step.gradients).items():
+                    self._wanted.setdefault(name, []).append(sample)
+            measured = self._measured(index, with_rows_reversed(batch) if self._reverses else batch, random)
             record = PassRecord(**known, **measured)
             if self.trace:
                 self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
@@ -137,12 +176,35 @@ class PassRunner:
         except Exception as error:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 
-    def _measured(self, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
+    def _weight(self, index: int) -> float:
+        """What the pass weighs in the gradient of its window, beside its mean loss."""
+        is_shared = self.spec.actor.num_accumulated * self.world.num_data_ranks > 1
+        if not is_shared or self.spec.measure.window is not WindowWeights.TOKENS or index >= len(self.rounds):
+            return 1.0
+        size = self.spec.actor.num_accumulated
+        return weight_of(self.rounds, index, self.world.data_rank, self._window_begin, size)
+
+    def _samples_gradients(self, index: int) -> bool:
+        """Did the job keep samples of this window's gradient? Every rank knows, from all that were dealt."""
+        return any(one.has_gradients for one in self.rounds[self._window_begin : index + 1])
+
+    def _measured(self, index: int, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
         """`random` are the generators' states to begin with; empty: whatever they are."""
         backward = batch.trains and self.spec.measure.backward
-        last_of_window = backward and self._num_in_window + 1 == self.spec.actor.grad_accumulation
+        last_of_window = backward and self._num_in_window + 1 == self.spec.actor.num_accumulated
         step = last_of_window and self.spec.measure.step
+        weight, gradient = self._weight(index), None
         inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
+        self._again = Again(
+            inputs=inputs,
+            trains=batch.trains,
+            backward=backward,
+            random=random,
+            num_columns=batch.sequences_BS.shape[1],
+            reverses=self._reverses,
+            stepped=step,
+        )
+        named: str | None = None
         graphs_before = num_graphs()
         if self.trace:
             self.trace.begin(inputs)
@@ -165,10 +227,18 @@ class PassRunner:
                 if backward:
                     self.tracker.at(Phase.BACKWARD)
                     with self.meter.phase("backward"):
-                        self.actor.backend.backward(loss)
+                        self.actor.backend.backward(loss if weight == 1 else loss * weight)
                 grad_norm = None
                 if self.trace and last_of_window:
                     self.trace.end_window()
+                if last_of_window and self._samples_gradients(index):
+                    with self.meter.paused():
+                        gradient = gradient_samples(self.actor.backend.gradients(), self._wanted)
+                if last_of_window and self.gradients_folder is not None:
+                    with self.meter.paused():
+                        keep_gradients(self.gradients_folder, index, self.actor.backend.gradients(), self.world)
+                if step and self.search.is_any(loss):
+                    named = self.search.run(self.actor.backend, replace(self._again, stepped=False, backward=False))
                 if step:
                     self.tracker.at(Phase.STEP)
                     with self.meter.phase("step"):
@@ -183,6 +253,16 @@ class PassRunner:
             self._broke_off = True
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
+        order = -1 if self._reverses else 1
+        self.replayed = Replayed(
+            token_log_probs=token_log_probs(
+                log_probs_BA, inputs.action_mask_BA, batch.sequences_BS.shape[1], is_reversed=self._reverses
+            ),
+            action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
+            if self._wants_tokens
+            else (),
+            gradient=gradient,
+        )
         wait = phases.pop("wait", None)
         return {
             "fed_tokens": inputs.input_ids.numel() * self.spec.actor.parallel.ring,
@@ -190,10 +270,12 @@ class PassRunner:
             "seconds": seconds,
             "wait_seconds": wait.seconds if wait else None,
             "loss": loss.item(),
-            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[:: -1 if self._reverses else 1],
-            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist()[:: -1 if self._reverses else 1],
+            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[::order],
+            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist()[::order],
+            "weight": weight,
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
+            "first_non_finite": named,
         }
 
 
@@ -203,7 +285,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     For all ranks to call.
     """
     check_vocabulary(batch, source)
-    inputs = actor_inputs(batch, packing=spec.packing)
+    inputs = actor_inputs(batch, packing=spec.packs)
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     if spec.parallel.ring > 1:

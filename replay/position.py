@@ -29,6 +29,7 @@ class Phase(StrEnum):
     SETTLING = "waiting for the device"  # on CUDA, for all that the phases before have queued
     ENDING = "ending the pass"
     GATHERING = "gathering the records"
+    LOOKING = "looking for what is not finite"
     OUT_OF_INPUTS = "out of inputs"
     SAVING = "saving"
     CLOSING = "closing"
@@ -88,6 +89,7 @@ class Tracker:
         self._so_far: dict[Way, Counter[str]] = {}  # collectives of this pass, by the end of each of its phases
         self._most: dict[Way, Counter[str]] = {}  # and of the passes before
         self.num_borders = 0
+        self.num_parts_done = 0  # within phases
         self.since = time.monotonic()
         self._path = position_file(folder, rank)
         self._path.write_bytes(b" " * WIDTH)
@@ -98,6 +100,10 @@ class Tracker:
     def at(self, phase: Phase) -> None:
         self._count()
         self._move(replace(self.position, phase=phase))
+
+    def goes_on(self) -> None:
+        """Say that a part of this phase is done. Collectives say it by themselves; long work without any has to."""
+        self.num_parts_done += 1
 
     def num_unforeseen(self) -> int:
         """Collectives that this pass has entered beyond those of any pass like it. 0 in the first one."""

@@ -8,11 +8,16 @@ something, and different ones prove nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actor_init.packing import num_action_tokens
 from capture.capture_file import Call
 from capture.micro_batch import IGNORED_LABEL, MicroBatch
+from capture.optimizer_step import OptimizerStep
+from replay.loss import tokens_for
 from replay.spec import LossName
 
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
+ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
+TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 
@@ -48,12 +53,18 @@ class WeightsFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """One value for the pass, or one for each row, each of so many tokens."""
+    """One value for the pass, one for each row, or one for each of some tokens.
+
+    num_tokens  that each value is of; None where the job does not say
+    doubt       why a replay's other numbers would prove nothing, and its equal ones little
+    stored_as   dtype in which the job kept a value, coarser perhaps than what it computed in
+    """
 
     name: str
     values: Sequence[float]
-    num_tokens: Sequence[int] | None = None  # None where the job does not say
-    doubt: str | None = None  # why a replay's other numbers would prove nothing
+    num_tokens: Sequence[int] | None = None
+    doubt: str | None = None
+    stored_as: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +80,10 @@ class Recorded:
     num_frozen: int  # parameters that the job did not train
     dtypes: Sequence[str]  # all that the job is known to have computed in; none where it is not known
     settings: Mapping[str, str] = field(default_factory=dict)  # versions and environment
+    optimizer_step: int | None = None  # steps that the job's optimizer had taken
+    optimizer: OptimizerStep | None = None  # the step after this pass, if it was the last before one
+    num_tokens: int = 0  # that the replay's loss is the mean over
+    divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
 
 
 def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsFound) -> Recorded:
@@ -78,11 +93,20 @@ def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsF
         step=call.origin.step,
         world_size=call.origin.world_size,
         trains=call.trains,
-        claims=[*_losses(call, batch, loss), *_log_probs(call, batch, loss), *_grad_norms(call)],
+        claims=[
+            *_losses(call, batch, loss),
+            *_log_probs(call, batch, loss),
+            *_token_log_probs(call),
+            *_grad_norms(call),
+        ],
         weights=weights,
         num_frozen=call.weights.num_frozen if call.weights is not None else 0,
-        dtypes=_dtypes(call),
+        dtypes=dtypes_of(call),
         settings={**call.origin.versions, **call.environment},
+        optimizer_step=call.optimizer_step,
+        optimizer=call.step,
+        num_tokens=num_action_tokens(tokens_for(loss, batch)),
+        divisor=_given_divisor(call),
     )
 
 
@@ -100,7 +124,10 @@ def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
             if not tokens:  # the model's is nan, the replay's 0
                 return []
             value *= _divisor(call, tokens) / tokens
-        found.append(Claim(name=LOSS, values=[value], num_tokens=None if tokens is None else [tokens], doubt=doubt))
+        counted = None if tokens is None else [tokens]
+        stored = call.outputs.get("loss_dtype")
+        stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
+        found.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
     if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in found):
         why = "the loss was noted by the loop, which may have another objective than the replay's"
         found.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
@@ -118,10 +145,21 @@ def _doubt_of_loss(call: Call, batch: MicroBatch, loss: LossName) -> str | None:
 
 
 def _divisor(call: Call, tokens: int) -> float:
+    given = _given_divisor(call)
+    return float(tokens) if given is None else given
+
+
+def _given_divisor(call: Call) -> float | None:
+    """Of the sum of a pass's losses, where the job said one."""
     if (given := call.tensors.get("num_items_in_batch")) is not None:
         return float(given.item())
     fact = call.call_facts.get("num_items_in_batch")
-    return float(tokens if fact is None else fact)
+    return float(fact) if isinstance(fact, int | float) else None
+
+
+def _token_log_probs(call: Call) -> list[Claim]:
+    values = call.outputs.get("token_log_probs")
+    return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
 
 
 def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
@@ -136,6 +174,11 @@ def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
         else:
             doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"
         found.append(Claim(name=LOG_PROBS, values=sums, num_tokens=tokens, doubt=doubt))
+        values = call.outputs.get(kept_as.replace("row_sums", "values"))
+        shape = call.outputs.get(kept_as.replace("row_sums", "shape"))
+        mask = batch.action_mask_BA
+        if isinstance(values, list) and mask is not None and shape == list(mask.shape):
+            found.append(Claim(name=ACTION_TOKENS, values=values, doubt=doubt))
     return found
 
 
@@ -143,15 +186,11 @@ def _grad_norms(call: Call) -> list[Claim]:
     value = call.outputs.get("grad_norm")
     if not isinstance(value, float):
         return []
-    doubt = None
-    if "num_items_in_batch" in call.tensors or call.call_facts.get("num_items_in_batch") is not None:
-        doubt = "the job weighted its micro-batches by their numbers of tokens"
-    if "float16" in _dtypes(call):
-        doubt = "the job may have scaled its loss for fp16"
+    doubt = "the job may have scaled its loss for fp16" if call.step is None and "float16" in dtypes_of(call) else None
     return [Claim(name=GRAD_NORM, values=[value], doubt=doubt)]
 
 
-def _dtypes(call: Call) -> list[str]:
+def dtypes_of(call: Call) -> list[str]:
     """Of the weights, of the logits, of autocast, of accelerate, and TF32."""
     environment = call.environment
     said = [sample.dtype for sample in call.weights.samples] if call.weights is not None else []

@@ -38,8 +38,10 @@ class PassRecord:
     loss: float | None = None
     row_log_probs: list[float] = field(default_factory=list)  # of each row the fp64 sum over its action tokens
     row_action_tokens: list[int] = field(default_factory=list)  # of each row those tokens
+    weight: float = 1.0  # of its mean loss in the gradient of its window; 1: as much as every other pass
     grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
+    first_non_finite: str | None = None  # what held a nan or an inf first, in words, as far as this rank saw it
     warmup: bool = False
     traced: bool = False  # and so slower than it would be
     error: str | None = None

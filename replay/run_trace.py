@@ -63,7 +63,7 @@ class RunTrace:
     def begin(self, inputs: ActorInputs) -> None:
         self._inputs = inputs
         self._log_probs, self._parameter_gradients = {}, {}
-        self._loss_factor = self._backend.loss_scale() / self._spec.grad_accumulation
+        self._loss_factor = self._backend.loss_scale() / self._spec.num_accumulated
         self._layers.begin(inputs, self._loss_factor)
 
     def end_forward(self, log_probs_BA: Tensor) -> None:

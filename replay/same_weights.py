@@ -55,6 +55,11 @@ class SameWeights:
             doubt=self._doubt(fingerprint, foreign, bool(compared)),
         )
 
+    def by_own_name(self, fingerprint: Fingerprint) -> dict[str, Sample]:
+        """The samples by the names that their parameters have in this model; those of others are left out."""
+        named = {self._own_name(sample): sample for sample in fingerprint.samples}
+        return {name: sample for name, sample in named.items() if name is not None}
+
     def _own_name(self, sample: Sample) -> str | None:
         """The job may have had the model inside others, so its names may be longer."""
         parts = sample.name.split(".")

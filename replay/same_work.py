@@ -9,9 +9,22 @@ from replay.options import Toggle, spec_to_dict, toggles
 from replay.past_run import PastRun
 from replay.wording import counted
 
-ALWAYS_SAME = ("loss", "backward", "step")
-SAME_UNDER_STEP = ("optimizer", "learning_rate", "lr_warmup_steps", "max_norm")
-MEANS_NOTHING = ("name", "log_folder", "quiet", "timeout", "save_state", "save_model", "verdict")
+ALWAYS_SAME = ("loss", "window", "backward", "step")
+SAME_UNDER_STEP = (
+    *("optimizer", "learning_rate", "lr_warmup_steps", "max_norm"),
+    *("weight_decay", "beta1", "beta2", "eps", "momentum"),
+)
+MEANS_NOTHING = (
+    "name",
+    "log_folder",
+    "quiet",
+    "timeout",
+    "save_state",
+    "save_model",
+    "verdict",
+    "noise_floor",
+    "second_opinion",
+)
 MOST_NAMED = 3
 
 
@@ -95,7 +108,9 @@ def _of_steps(
 
 def dropouts(config: Mapping[str, Any]) -> list[str]:
     """Names of the settings that make a model's training a matter of chance."""
-    return [key for key, value in config.items() if ("dropout" in key or "pdrop" in key) and value]
+    from actor_init.dropout_settings import acting_dropouts
+
+    return acting_dropouts(config)
 
 
 def settings(run: PastRun) -> dict[str, str]:

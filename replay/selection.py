@@ -2,15 +2,19 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from heapq import merge
+from itertools import chain, groupby, islice
 from pathlib import Path
 
+from actor_init.packing import num_action_tokens
 from actor_init.spec import UsageError
-from capture.capture_file import capture_files, read_micro_batch
-from capture.micro_batch import CaptureError
-from replay.spec import InputsSpec, Passes
+from capture.capture_file import capture_files, rank_in_name, read_call
+from capture.micro_batch import CaptureError, MicroBatch
+from replay.loss import tokens_for
+from replay.spec import InputsSpec, LossName, Passes
+from replay.windows import Captured, Round, WindowOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +29,8 @@ class Selection:
     num_left_over: int  # inputs that stay because the data ranks hold unequal numbers
     damaged: list[tuple[Path, str]]
     dealing: str  # one sentence: how the inputs came to the data ranks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """What dealing needs to know about one readable capture."""
-
-    path: Path
-    trains: bool
-    rank: int | None
+    rounds: Sequence[Round] = ()  # of each input; what is left over and replayed all the same has none
+    grad_accumulation: int = 1  # what was asked for, else what makes windows of the job's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,38 +38,78 @@ class Reader:
     """Reads captures one by one and keeps count of those that are not wanted or cannot be read."""
 
     passes: Passes
+    loss: LossName
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
 
     def read(self, paths: Iterable[Path]) -> Iterator[Captured]:
         for path in paths:
             try:
-                batch = read_micro_batch(path)
+                call = read_call(path)
+                batch = call.micro_batch()
             except CaptureError as error:
                 self.damaged.append((path, str(error)))
                 continue
             if self.passes is Passes.ALL or batch.trains == (self.passes is Passes.TRAIN):
-                yield Captured(path=path, trains=batch.trains, rank=batch.origin.rank)
+                yield Captured(
+                    path=path,
+                    trains=batch.trains,
+                    rank=batch.origin.rank,
+                    forward=batch.origin.step,
+                    world_size=batch.origin.world_size,
+                    num_tokens=_num_tokens(batch, self.loss),
+                    optimizer_step=call.optimizer_step,
+                    window=None if call.step is None else call.step.passes,
+                    has_gradients=call.step is not None and call.step.gradients is not None,
+                )
             else:
                 self.num_left_out += 1
 
 
+def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
+    """0 for what cannot be fed to a model: its pass will say why."""
+    try:
+        return num_action_tokens(tokens_for(loss, batch))
+    except CaptureError:
+        return 0
+
+
 def default_folder() -> Path:
     """The sample inputs that ship with the project."""
+    return _shipped("sample")
+
+
+def edge_folder(name: str) -> Path:
+    """One of the folders of edge shapes that ship with the project."""
+    return _shipped("edges") / name
+
+
+def _shipped(name: str) -> Path:
     package = Path(__file__).resolve().parent
-    checkout, installed = package.parent / "inputs" / "sample", package / "sample"
+    checkout, installed = package.parent / "inputs" / name, package / name
     return checkout if checkout.is_dir() else installed
 
 
-def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
+def select(
+    spec: InputsSpec,
+    data_rank: int,
+    num_data_ranks: int,
+    *,
+    loss: LossName = LossName.STAND_IN,
+    grad_accumulation: int | None = 1,
+) -> Selection:
     """The inputs of `data_rank` out of `num_data_ranks`. Raises UsageError where there is nothing to replay.
 
     Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave
     out the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
     otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank. With
     --uneven, inputs that found no partners come after the rounds.
+
+    Captures that know the steps of the job's optimizer come step by step, unless shuffled, and without a
+    `grad_accumulation` so many passes of a data rank make a window as make it the job's.
     """
-    reader = Reader(passes=spec.passes)
+    reader = Reader(passes=spec.passes, loss=loss)
+    order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
     if spec.input_file is not None:
         found = list(reader.read([_existing_file(spec.input_file)]))
@@ -81,7 +118,7 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
-        rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks)
+        rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks, order)
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
         raise UsageError(_nothing_to_replay(spec, reader.num_left_out, num_left_over, num_data_ranks))
@@ -98,7 +135,23 @@ def select(spec: InputsSpec, data_rank: int, num_data_ranks: int) -> Selection:
         num_left_over=num_left_over,
         damaged=reader.damaged,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
+        rounds=[_round(members) for members in rounds],
+        grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
     )
+
+
+def _round(members: Sequence[Captured]) -> Round:
+    return Round(
+        trains=members[0].trains,
+        num_tokens=[one.num_tokens for one in members],
+        has_gradients=any(one.has_gradients for one in members),
+    )
+
+
+def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
+    """Passes of each data rank that make a window of the job's; 1 where none can be made."""
+    num_passes = order.num_passes or 1
+    return 1 if num_passes % num_data_ranks else num_passes // num_data_ranks
 
 
 def _existing_file(path: Path) -> Path:
@@ -123,17 +176,17 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _dealt(
-    spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int
+    spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int, order: WindowOrder
 ) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
     """The rounds, what stays over of each data rank's inputs, and a sentence about it."""
     paths = list(paths)
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(paths)
-        order = f"shuffled with seed {spec.random_seed}"
+        read, said = reader.read(paths), f"shuffled with seed {spec.random_seed}"
     else:
-        order = "rank by rank in recorded order"
-    captures: Iterable[Captured] = _repeated(reader.read(paths), spec.epochs)
-    dealing = f"{order}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else order
+        read, said = _in_order(reader, paths, order)
+    captures: Iterable[Captured] = _repeated(read, spec.epochs)
+    dealing = f"{said}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else said
     columns: list[int] | None = None
     if num_data_ranks > 1 and not spec.shuffle_inputs:
         captures = list(captures)
@@ -146,6 +199,21 @@ def _dealt(
     end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
     rounds = list(table) if spec.uneven else list(islice(table, spec.skip_inputs, end))
     return rounds, table.left_over() if table.exhausted else [], dealing
+
+
+def _in_order(reader: Reader, paths: list[Path], order: WindowOrder) -> tuple[Iterator[Captured], str]:
+    """Step by step where the first capture knows its step, else as the files are sorted; and how that is called."""
+    captures = reader.read(paths)
+    first = next(captures, None)
+    if first is None or first.optimizer_step is None:
+        return chain([] if first is None else [first], captures), "rank by rank in recorded order"
+    behind = paths[paths.index(first.path) + 1 :]
+    streams = [reader.read(list(own)) for _, own in groupby(behind, key=rank_in_name)]
+    return order.ordered(merge([first], *streams, key=_place)), "in the order of the job's steps"
+
+
+def _place(captured: Captured) -> tuple[int, int]:
+    return captured.optimizer_step or 0, captured.rank or 0
 
 
 def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured]:

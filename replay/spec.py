@@ -18,6 +18,11 @@ class LossName(StrEnum):
     SFT = "sft"
 
 
+class WindowWeights(StrEnum):
+    TOKENS = "tokens"
+    MEAN_OF_MEANS = "mean-of-means"
+
+
 class VerdictRule(StrEnum):
     REPORT = "report"
     STRICT = "strict"
@@ -55,14 +60,33 @@ class MeasureSpec:
         LossName.STAND_IN,
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens.",
     )
+    window: WindowWeights = option(
+        WindowWeights.TOKENS,
+        "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
+        "the tokens that have a loss; mean-of-means: as much as every other pass.",
+    )
     verdict: VerdictRule = option(
-        VerdictRule.REPORT, "strict: exit code 1 where a pass DIFFERS from what the job computed; report: say so."
+        VerdictRule.REPORT,
+        "strict: exit code 1 where the verdict is DIFFERS or UNSETTLED, and rows padded where the job's were; "
+        "report: say so.",
+    )
+    noise_floor: bool = option(
+        True,
+        "For a verdict in bf16 or fp16, replay up to four inputs again by another kernel and in another order, to know "
+        "what rounding alone does to their numbers. Kept beside the inputs.",
+    )
+    second_opinion: bool = option(
+        False, "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32."
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: bool = option(False, "Step the optimizer after backward.")
     trace: bool = option(
         False,
         "Keep a sketch of every layer's output and gradient, and of every parameter's gradient, for `replay compare`.",
+    )
+    gradient_sketches: bool = option(
+        False,
+        "Keep the norm and a sketch of every parameter's gradient for `replay compare`, as parity does; not timed.",
     )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(

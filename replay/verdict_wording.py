@@ -6,14 +6,19 @@ weights    as the job's in 291 of its 291 parameters, sampled
 here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
-from replay.findings import Finding
+from collections import Counter
+
+from replay.findings import Finding, Status
 from replay.recorded import WeightsFound
-from replay.verdict import OTHER_WEIGHTS, Outcome, Verdict
+from replay.verdict import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
 from replay.wording import Pairs, counted
+
+SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
 
 
 def verdict_lines(verdict: Verdict) -> Pairs:
     lines: Pairs = [("verdict", f"{verdict.outcome}: {_explained(verdict)}")]
+    lines += [("not judged", _open_line(one)) for one in verdict.open]
     if verdict.weights is not None and verdict.weights.num_parameters:
         others = next((f" (pass {one.index + 1})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), "")
         lines.append(("weights", weights_line(verdict.weights) + others))
@@ -40,33 +45,56 @@ def weights_line(found: WeightsFound) -> str:
 def _explained(verdict: Verdict) -> str:
     num_passes = sum(verdict.counts.values())
     share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
-    for outcome, number in verdict.counts.items():
+    if num_windows := sum(verdict.window_counts.values()):
+        share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {counted(num_windows, 'gradient')}"
+    both = Counter(verdict.counts) + Counter(verdict.window_counts)
+    for outcome, number in both.items():
         if outcome is not verdict.outcome:
-            why = f" ({verdict.reason})" if outcome is Outcome.CANNOT_TELL else ""
+            why = f" ({verdict.reason})" if outcome is Outcome.CANNOT_TELL and verdict.reason else ""
             share += f", {number} {outcome}{why}"
     match verdict.outcome:
         case Outcome.CANNOT_TELL:
             return str(verdict.reason)
         case Outcome.REPRODUCED:
-            largest = [f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst]
-            return f"{share}; {', '.join(largest)}; computed in {_dtypes(verdict)}"
-        case Outcome.DIFFERS:
+            return f"{share}; {_largest(verdict)}; computed in {_dtypes(verdict)}"
+        case _:
             first = verdict.first
             assert first is not None
-            wrong = next(one for one in first.findings if one.doubt is None and not one.agrees)
-            where = f"{_named(wrong)} of pass {first.index + 1}, {first.source}"
-            return f"{where}: {_apart(wrong)}; {share}; computed in {_dtypes(verdict)}"
+            wrong = max(first.findings, key=lambda one: SEVERITY.index(one.status))
+            why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
+            return f"{_place(first, wrong)}: {_apart(wrong)}{why}; {share}; computed in {_dtypes(verdict)}"
 
 
-def _named(finding: Finding) -> str:
-    return finding.name if finding.row is None else f"mean {finding.name} of row {finding.row}"
+def _largest(verdict: Verdict) -> str:
+    return ", ".join(f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst)
+
+
+def _place(first: PassVerdict, wrong: Finding) -> str:
+    """Which number of which pass, or of which of the job's steps."""
+    name = wrong.name if wrong.where is None else f"{wrong.name} ({wrong.where})"
+    if first.optimizer_step is None:
+        return f"{name} of pass {first.index + 1}, {first.source}"
+    return f"{name} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
 
 
 def _apart(finding: Finding) -> str:
+    if finding.said is not None:
+        return finding.said
+    if finding.difference is None or finding.bound is None:
+        here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+        return f"{finding.recorded:.6g} in the job, {here} here, not judged"
     return (
         f"{finding.recorded:.6g} in the job, {finding.replayed:.6g} here, {finding.difference:.2g} apart, "
         f"bound {finding.bound:.2g}"
     )
+
+
+def _open_line(finding: Finding) -> str:
+    if finding.said is not None:
+        return f"{finding.name}: {finding.said}: {finding.doubt}"
+    here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+    where = "" if finding.where is None else f" ({finding.where})"
+    return f"{finding.name}{where}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}"
 
 
 def _dtypes(verdict: Verdict) -> str:

@@ -93,7 +93,7 @@ class Watch:
         self._dead: dict[int, Sighting] = {}  # ranks whose end is not the cause
         self._asked: float | None = None
         self._answers: dict[int, Sighting] = {}
-        self._progress = (0, 0)
+        self._progress = (0, 0, 0)
         self._since = time.monotonic()
         self._meeting = Meeting({world.rank, *self._peers.by_rank})
         self._closing = False
@@ -175,7 +175,8 @@ class Watch:
 
     def _look(self, now: float) -> None:
         """Draw the conclusion for which the time has come, if any."""
-        progress = (self.tracker.num_borders, sum(collectives_entered().values()))
+        tracker = self.tracker
+        progress = (tracker.num_borders, tracker.num_parts_done, sum(collectives_entered().values()))
         if progress != self._progress:
             self._progress, self._since = progress, now
         if self._error is not None:

@@ -170,6 +170,12 @@ def left_behind(selection: Selection) -> Pairs:
     return pairs
 
 
+def not_finite(records: Sequence[PassRecord]) -> Pairs:
+    """What held a NaN or an infinity first, in each pass that was looked through."""
+    found = [record for record in records if record.first_non_finite is not None]
+    return [("not finite", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.first_non_finite}") for r in found]
+
+
 def folder_facts(facts: FolderFacts) -> Pairs:
     pairs = [("folder", str(facts.folder)), ("model", facts.model)]
     pairs.append(("files", ", ".join(f"{number} {what}" for what, number in facts.num_by_format.items())))
@@ -181,9 +187,15 @@ def folder_facts(facts: FolderFacts) -> Pairs:
 
 
 def troubles(facts: FolderFacts) -> Pairs:
-    """First what went wrong first."""
-    pairs: Pairs = []
-    for trouble in sorted(facts.troubles, key=lambda trouble: trouble.found.time):
+    """Ranks that died without a word, then what went wrong first; last what follows from another rank's end.
+
+    A death is dated by who found its ring, so its time says nothing.
+    """
+    pairs: Pairs = [] if facts.in_memory is None else [("trouble", facts.in_memory)]
+    order = {"died": 0}
+    for trouble in sorted(
+        facts.troubles, key=lambda one: (order.get(one.found.what, 1 + one.found.follows_another), one.found.time)
+    ):
         found = trouble.found
         step = "before any forward" if found.step is None else f"step {found.step}"
         text = f"rank {trouble.rank}, {step}, {found.time}: {found.what}, {found.where}"

@@ -45,7 +45,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     backend = DeepSpeedBackend.open(spec.actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs
-    assert len(paths) == spec.actor.grad_accumulation
+    assert len(paths) == spec.actor.num_accumulated
     losses = []
     for path in paths:
         inputs = actor_inputs(read_micro_batch(path), packing=spec.actor.packing)

@@ -22,6 +22,7 @@ LONGEST = (  # files, in the order in which workers take them: one that began la
     "test_saving",
     "test_autotp",
     "test_trainers",
+    "test_broken_jobs",
     "test_faults",
     "test_first_difference",
     "test_diagnose",

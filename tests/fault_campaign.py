@@ -16,10 +16,11 @@ from transformers import AutoConfig
 from replay.cells import Cell, Here, plan
 from replay.first_difference import FirstDifference, first_difference
 from replay.judgement import MEASURING, Judge, Judged
-from replay.matrix import Setting, name_of
+from replay.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.options import command_line
 from replay.parity_log import Row, State
 from replay.past_run import PastRun
+from replay.selection import edge_folder
 from tests.faults import Fault
 from tests.sharded import MODELS, SIZES
 from tests.test_commands import ROOT
@@ -28,7 +29,12 @@ from tests.warm import warm_bin
 World = tuple[int, int, int]  # processes, tp, ring
 
 NUM_INPUTS = 4
-OF_MODEL = {"gemma3": "gemma3, sliding window, softcap", "qwen3": "qwen3, norms on heads", "llama": "llama"}
+OF_MODEL = {
+    "llama, biases": "llama, tied, biases, uneven",
+    "gemma3": "gemma3, sliding window, softcap",
+    "qwen3": "qwen3, norms on heads",
+    "llama": "llama",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +44,18 @@ class Ground:
     cells: Sequence[Cell]
     model: str
     options: Mapping[str, Any]  # as typed, of the whole parity run
+    group: str = ""
 
     def cell(self, setting: Setting) -> Cell:
         """The cell of `setting`."""
-        [found] = [one for one in self.cells if one.name == name_of(setting)]
+        name = f"{self.group}: {name_of(setting)}" if self.group else name_of(setting)
+        [found] = [one for one in self.cells if one.name == name]
         return found
 
 
-def ground_of(model: str, settings: Iterable[Setting], home: Path, options: Mapping[str, Any]) -> Ground:
+def ground_of(
+    model: str, settings: Iterable[Setting], home: Path, options: Mapping[str, Any], group: str = ""
+) -> Ground:
     """What parity would run for these settings of one dtype, on the inputs that ship with the project."""
     home.mkdir(parents=True, exist_ok=True)
     values = {**SIZES, **MODELS[OF_MODEL[model]]}
@@ -56,11 +66,13 @@ def ground_of(model: str, settings: Iterable[Setting], home: Path, options: Mapp
         num_devices=2,
         num_inputs=NUM_INPUTS,
         config=AutoConfig.for_model(**values),
-        must_pack=False,
+        must_pack=group == EDGE_DOCUMENTS,
+        group=group,
     )
-    planned = plan(list(settings), {"model": str(config), **options}, here)
+    inputs = {"inputs": str(edge_folder(EDGES[group]))} if group else {}
+    planned = plan(list(settings), {"model": str(config), **inputs, **options}, here)
     assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
-    return Ground(cells=planned.cells, model=model, options=options)
+    return Ground(cells=planned.cells, model=model, options=options, group=group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +131,7 @@ class Campaign:
     home: Path
     grounds: Sequence[Ground]
     faults: Sequence[Fault] = ()
+    traced: bool = True
     _runs: dict[tuple[int, str, str], Run] = field(default_factory=dict)  # ground, cell, fault
 
     def replay(self) -> None:
@@ -126,18 +139,18 @@ class Campaign:
             for cell in ground.cells:
                 self._add(number, cell, "")
             for fault in self.faults:
-                if (fault.model, fault.options) == (ground.model, ground.options):
+                if (fault.model, fault.options, fault.group) == (ground.model, ground.options, ground.group):
                     self._add(number, ground.cell(fault.cell), fault.name)
         replay_all(list(self._runs.values()), self.home)
 
     def _add(self, number: int, cell: Cell, fault: str) -> None:
         logs = self.home / str(number) / str(len(self._runs))
-        self._runs[number, cell.name, fault] = Run(cell=cell, logs=logs, fault=fault)
+        self._runs[number, cell.name, fault] = Run(cell=cell, logs=logs, fault=fault, traced=self.traced)
 
     def place_of(self, fault: Fault) -> tuple[int, Cell]:
         """Its ground's number, and the cell that has it."""
-        places = [(ground.model, ground.options) for ground in self.grounds]
-        number = places.index((fault.model, fault.options))
+        places = [(ground.model, ground.options, ground.group) for ground in self.grounds]
+        number = places.index((fault.model, fault.options, fault.group))
         return number, self.grounds[number].cell(fault.cell)
 
     def judged(self, number: int, cell: Cell, fault: str = "") -> Judged:
@@ -163,13 +176,13 @@ class Campaign:
 
 
 def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
-    """One for each model and options, with the cells that the faults are put into."""
-    grounds: list[tuple[str, Mapping[str, Any], list[Setting]]] = []
+    """One for each model, options and group, with the cells that the faults are put into."""
+    grounds: list[tuple[str, Mapping[str, Any], str, list[Setting]]] = []
     for fault in faults:
-        known = [one for one in grounds if one[:2] == (fault.model, fault.options)]
-        _, _, settings = known[0] if known else (fault.model, fault.options, list[Setting]())
+        known = [one for one in grounds if one[:3] == (fault.model, fault.options, fault.group)]
+        *_, settings = known[0] if known else (fault.model, fault.options, fault.group, list[Setting]())
         if not known:
-            grounds.append((fault.model, fault.options, settings))
+            grounds.append((fault.model, fault.options, fault.group, settings))
         if fault.cell not in settings:
             settings.append(fault.cell)
-    return [ground_of(model, settings, home, options) for model, options, settings in grounds]
+    return [ground_of(model, settings, home, options, group) for model, options, group, settings in grounds]

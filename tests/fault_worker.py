@@ -21,6 +21,9 @@ from replay.cli import app, leave
 from replay.pass_runner import PassRunner
 from replay.session import run_in
 from tests.faults import FAULTS
+from tests.more_faults import MORE_FAULTS
+
+ALL = {**FAULTS, **MORE_FAULTS}
 
 
 def recorded(into: list[Any]) -> Any:
@@ -57,7 +60,7 @@ def main() -> int:
             torch.manual_seed(0)
             spec = app(job["arguments"], standalone_mode=False).args[0]
             before, logs = logs, []
-            fault = FAULTS[job["fault"]].breaks(world) if job["fault"] else nullcontext()
+            fault = ALL[job["fault"]].breaks(world) if job["fault"] else nullcontext()
             with fault, recorded(logs) if "compare" in job else nullcontext():
                 codes.append(run_in(world, spec, show_traceback=True))
             if "compare" in job:

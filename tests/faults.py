@@ -19,7 +19,7 @@ from actor_init import packing
 from actor_init.model import build_on_meta
 from actor_init.packing import ActorInputs
 from actor_init.split_linear import SplitColumns
-from actor_init.weights import RandomWeights
+from actor_init.weights import OnProgress, RandomWeights
 from actor_init.world import World
 from replay.matrix import Setting
 from tests import sabotage
@@ -35,6 +35,7 @@ class Fault:
     breaks: Patch
     cell: Setting  # the configuration of the run that has it
     model: str = "llama"
+    group: str = ""  # of the edge shapes that show it
     command: str = "parity"  # that has to find it
     options: Mapping[str, Any] = field(default_factory=dict)  # of that command
     named: str = ""  # what the first difference has to be called, by a part of its name; empty: it has no layer
@@ -84,8 +85,8 @@ def _other_inputs(change: Callable[[ActorInputs], ActorInputs]) -> AbstractConte
 def _other_weights(change: Callable[[str, Tensor], None]) -> AbstractContextManager[Any]:
     fill = RandomWeights.fill
 
-    def filled(self: RandomWeights, name: str, parameter: Tensor) -> bool:
-        known = fill(self, name, parameter)
+    def filled(self: RandomWeights, name: str, parameter: Tensor, on_progress: OnProgress) -> bool:
+        known = fill(self, name, parameter, on_progress)
         with torch.no_grad():
             change(name, parameter)
         return known
@@ -285,11 +286,11 @@ def gate_and_up_swapped(world: World) -> Iterator[None]:
     fill = RandomWeights.fill
     swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
 
-    def filled(self: RandomWeights, name: str, parameter: Tensor) -> bool:
+    def filled(self: RandomWeights, name: str, parameter: Tensor, on_progress: OnProgress) -> bool:
         *front, module, kind = name.split(".")
         if name.startswith("model.layers.0.mlp") and module in swapped:
             name = ".".join([*front, swapped[module], kind])
-        return fill(self, name, parameter)
+        return fill(self, name, parameter, on_progress)
 
     with patch.object(RandomWeights, "fill", filled):
         yield
@@ -303,7 +304,7 @@ def accumulation_not_divided(world: World) -> Iterator[None]:
     backward = FSDP2Backend.backward
 
     def whole(self: FSDP2Backend, loss: Tensor) -> None:
-        backward(self, loss * self.spec.grad_accumulation)
+        backward(self, loss * self.spec.num_accumulated)
 
     with patch.object(FSDP2Backend, "backward", whole):
         yield

@@ -6,10 +6,13 @@ from typing import Any
 
 from replay.cli import leave, main
 from tests.faults import FAULTS
+from tests.more_faults import MORE_FAULTS
+
+ALL = {**FAULTS, **MORE_FAULTS}
 
 if __name__ == "__main__":
     name, *sys.argv[1:] = sys.argv[1:]
     not_open_yet: Any = None
-    with FAULTS[name].breaks(not_open_yet) if name != "none" else nullcontext():
+    with ALL[name].breaks(not_open_yet) if name != "none" else nullcontext():
         code = main()
     leave(code)

@@ -1,6 +1,6 @@
 """A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
-KIND is a key of FAULTS; PHASE is forward or backward, of RANK's second pass. Starting up may take long on a busy
+KIND is a key of FAULTS; PHASE is forward, backward or step, of RANK's second pass. Starting up may take long on a busy
 machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import replay.pass_runner
 import replay.session
@@ -159,6 +160,8 @@ def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Call
             strike()
         if num_calls == FAULTY_PASS and phase == "backward":
             log_probs_BA.register_hook(strike)
+        if num_calls == FAULTY_PASS and phase == "step":
+            register_optimizer_step_pre_hook(strike)
         return negated_mean(log_probs_BA, inputs)
 
     return loss

@@ -15,7 +15,12 @@ from capture.micro_batch import MicroBatch
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     loss: float
+    num_tokens: int  # that it is the mean over
     gradients: dict[str, Tensor]  # fp64, by parameter name
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(dim=0)
 
 
 class Reference:
@@ -48,17 +53,20 @@ class Reference:
         if path not in self._answers:
             batch = read_micro_batch(path)
             log_probs_BA = self.log_probs(batch)
-            loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
+            num_tokens = int((log_probs_BA != 0).sum())
+            loss = -log_probs_BA.sum() / num_tokens
             self.model.zero_grad()
             torch.autograd.backward(loss)
             gradients = {name: p.grad.double() for name, p in self.model.named_parameters()}
-            self._answers[path] = Answer(loss=loss.item(), gradients=gradients)
+            self._answers[path] = Answer(loss=loss.item(), num_tokens=num_tokens, gradients=gradients)
         return self._answers[path]
 
     def gradients(self, paths: Sequence[Path]) -> dict[str, Tensor]:
-        """By name, the mean over `paths` of their losses' gradients: what data ranks and a window average."""
-        each = [self.answer(path).gradients for path in paths]
-        return {name: torch.stack([gradients[name] for gradients in each]).mean(dim=0) for name in each[0]}
+        """By name, of the mean over all tokens of `paths`: the gradient of a window over its passes and data ranks."""
+        each = [self.answer(path) for path in paths]
+        total = sum(one.num_tokens for one in each)
+        names = each[0].gradients
+        return {name: sum_of([one.gradients[name] * (one.num_tokens / total) for one in each]) for name in names}
 
     def gradient_norm(self, paths: Sequence[Path]) -> float:
         """Of those gradients together."""
@@ -67,8 +75,8 @@ class Reference:
     def trained(
         self, windows: list[list[Path]], *, learning_rate: float, max_norm: float, warmup_steps: int
     ) -> list[tuple[dict[str, float], float]]:
-        """For each window of captures in turn: losses by file name, and the norm, before clipping, of their mean
-        gradient. AdamW steps after each, its rate rising linearly from 0. Changes the model."""
+        """For each window of captures in turn: losses by file name, and the norm, before clipping, of the
+        gradient of their tokens' mean. AdamW steps after each, its rate rising linearly from 0. Changes the model."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
         found = []
         for number, paths in enumerate(windows):
@@ -96,7 +104,8 @@ class Reference:
         found = []
         for path in paths:
             log_probs_BA = self.log_probs(read_micro_batch(path))
-            loss = -log_probs_BA.sum() / (log_probs_BA != 0).sum()
+            num_tokens = int((log_probs_BA != 0).sum())
+            loss = -log_probs_BA.sum() / num_tokens
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)

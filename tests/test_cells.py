@@ -1,14 +1,16 @@
 """Which runs parity plans: references and equivalents of each dtype, the cells, and what is refused with its reason."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import Gemma2Config, LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
 from replay.cells import Cell, Here, Plan, Role, plan
 from replay.matrix import Setting, settings_of
+from replay.options import run_spec
 
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
 
@@ -132,3 +134,72 @@ def test_the_matrix_arranges_what_can_run_alone() -> None:
         "deepspeed stage 0 bf16 packed auto",
         "deepspeed stage 2 bf16 packed auto",
     ]
+
+
+def test_accumulation_is_held_against_a_reference_that_accumulates_as_many_over_all_ranks() -> None:
+    axis = {"dtype": "fp32", "grad_accumulation": 2}
+    found = planned([axis, {**axis, "data": 2}, {**axis, "data": 2, "grad_accumulation": 8}])
+    cells = named(found)
+    assert cells["deepspeed fp32 packed auto grad-accumulation 2"].reference == "fsdp2 fp32 padded sdpa, accumulated 2"
+    both = cells["deepspeed fp32 packed auto data 2 grad-accumulation 2"]
+    assert both.reference == "fsdp2 fp32 padded sdpa, accumulated 4"
+    assert cells[both.reference].spec.actor.grad_accumulation == 4
+    assert {cell.spec.actor.grad_accumulation for cell in found.cells if "accumul" not in cell.name} == {1}
+    [reason] = [reason for name, reason in found.refused.items() if name.endswith("grad-accumulation 8")]
+    assert reason == "2 data ranks that accumulate 8 passes need as many inputs each, and there are 8"
+
+
+def test_a_model_without_sdpa_has_an_eager_reference_and_no_equivalent_of_a_kernel_that_is_not_there() -> None:
+    found = planned(settings_of("quick", 1, Attention.EAGER), config=Gemma2Config(), num_devices=1)
+    cells = named(found)
+    assert cells["fsdp2 fp32 padded eager"].role is Role.REFERENCE
+    assert {cell.spec.actor.attention for cell in found.cells} == {Attention.EAGER}
+    assert [cell.varies for cell in found.cells if cell.varies and cell.spec.actor.dtype is Dtype.FP32] == [
+        "the same again",
+        "row order",
+        "reduction order",
+    ]
+    assert "transformers has no sdpa attention for gemma2" in found.refused["fsdp2 fp32 packed sdpa"]
+
+
+def test_the_quick_matrix_has_every_stage_accumulation_and_checkpointing_of_every_backend() -> None:
+    actors = [cell.spec.actor for cell in planned(settings_of("quick", 2)).cells if cell.role is Role.CELL]
+    assert {(one.backend, one.resolved_zero_stage) for one in actors} == {
+        *(("deepspeed", stage) for stage in range(4)),
+        *(("fsdp2", stage) for stage in (2, 3)),
+        ("ddp", 0),
+    }
+    for is_asked in (lambda one: one.grad_accumulation > 1, lambda one: one.gradient_checkpointing):
+        assert {one.backend for one in actors if is_asked(one)} == {"deepspeed", "fsdp2", "ddp"}
+
+
+def test_fp16_is_in_full_where_the_device_and_the_backend_have_it() -> None:
+    settings = [one for one in settings_of("full", 1) if one["dtype"] == Dtype.FP16 and one["attention"] == "sdpa"]
+    found = planned(settings, num_devices=1)
+    assert {cell.spec.actor.backend for cell in found.cells} == {"fsdp2", "ddp"}
+    assert any("DeepSpeed has no fp16 on a CPU" in reason for reason in found.refused.values())
+
+
+def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
+    [cell, *_] = [one for one in planned([{"dtype": "fp32"}], group="edge rows").cells if one.role is Role.CELL]
+    assert cell.name == "edge rows: deepspeed fp32 packed auto"
+    assert cell.reference == "edge rows: fsdp2 fp32 padded sdpa"
+    assert cell.ground == ("edge rows", Dtype.FP32)
+
+
+def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
+    from replay.parity import _edge_plans
+
+    spec = run_spec({"dtype": "fp32", "model": "somewhere"})
+    here = Here(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
+    plans = list(_edge_plans("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
+    assert [{cell.group for cell in one.cells} for one in plans] == [{"edge rows"}, {"edge documents"}]
+    rows, documents = ([cell.spec for cell in one.cells] for one in plans)
+    assert {one.actor.packing for one in rows} == {True, False}
+    assert {one.actor.packing for one in documents} == {True}
+    assert {one.actor.model for one in [*rows, *documents]} == {"somewhere"}
+    few = Here(device="cpu", num_devices=2, num_inputs=8, config=LlamaConfig(vocab_size=20), must_pack=False)
+    said = [reason for one in _edge_plans("quick", {}, spec, few) for reason in one.refused.values()]
+    assert [reason.partition(" go up to ")[0] for reason in said] == ["their token ids"] * 2
+    assert all(reason.endswith("and the model's vocabulary is of 20") for reason in said)
+    assert list(_edge_plans(str(tmp_path), {}, spec, here)) == []

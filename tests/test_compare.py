@@ -300,7 +300,9 @@ def test_json_has_every_number(tmp_path: Path) -> None:
     assert (whole["threshold"], whole["runs"]) == (0.05, [str(a), str(b)])
     [one] = whole["comparisons"]
     assert (one["within"], one["num_matched"]) == (False, 1)
-    assert one["results"][0]["points"] == [{"source": "x.pkl", "place": 0, "reference": 2.0, "other": "nan"}]
+    assert one["results"][0]["points"] == [
+        {"source": "x.pkl", "place": 0, "reference": 2.0, "other": "nan", "name": "", "apart": None}
+    ]
     assert one["results"][0]["max_relative"] == "inf"
 
 

@@ -162,7 +162,7 @@ def test_a_model_with_dropout_differs_by_chance(tmp_path: Path) -> None:
 
 
 def test_the_settings_that_differ_are_listed_and_no_others(tmp_path: Path) -> None:
-    a = write_log(tmp_path / "a", [passed(0, "x")], typed="--name one --zero-stage 1")
+    a = write_log(tmp_path / "a", [passed(0, "x")], typed="--name one --zero-stage 1 --dtype bf16 --packing yes")
     other = [passed(0, "x"), passed(0, "y", rank=1)]
     b = write_log(tmp_path / "b", other, typed="--name two --dtype fp32 --packing yes", facts={"zero_stage": 3})
     assert settings_that_differ([PastRun.read(a), PastRun.read(b)]) == {

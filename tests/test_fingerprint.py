@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from capture import capture_files, recording
 from capture.capture_file import read_call
-from capture.fingerprint import NUM_A_PASS, Fingerprint, Sample, WeightSampler, plain_name, run_of
+from capture.fingerprint import NUM_A_PASS, Fingerprint, ParameterSampler, Sample, plain_name, run_of
 from capture.sharding import own_indices, place_of
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -84,8 +84,9 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_job_lets_go_is_freed() -> None:
-    model, sampler = Model(), WeightSampler()
-    sampler.take(model)
+    model = Model()
+    sampler = ParameterSampler(model)
+    sampler.weights()
     parameter = weakref.ref(model.layers[0].weight)
     del model
     gc.collect()
@@ -98,7 +99,7 @@ def test_trouble_with_the_samples_is_a_warning_and_the_pass_is_kept(
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of bounds")
 
-    monkeypatch.setattr(WeightSampler, "take", fails)
+    monkeypatch.setattr(ParameterSampler, "weights", fails)
     model = Model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

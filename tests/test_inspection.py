@@ -1,16 +1,26 @@
 """What `replay inspect` finds in a folder."""
 
+import fcntl
 import io
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import capture.spool
+import capture.store
 from actor_init.spec import UsageError
+from capture import recording
 from capture.actor_config import ACTOR_CONFIG_NAME
 from capture.trouble import trouble, write_troubles
+from replay import wording
 from replay.console import print_inspection
 from replay.inspection import Spread, inspect_folder
+from tests.doomed_jobs import TinyModel
 from tests.made_captures import damage, write_config, write_pass
 
 
@@ -112,3 +122,80 @@ def test_a_damaged_trouble_record_is_one_of_the_damaged_files(tmp_path: Path) ->
     (tmp_path / "trouble_rank0_x.json").write_text("{")
     [(_, reason)] = inspect_folder(tmp_path).damaged
     assert "trouble_rank0_x.json: cannot be read" in reason
+
+
+def ring_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
+    """What that process has in shared memory: a ring of two passes."""
+    model = TinyModel()
+    with recording(model, folder, ring=2) as recorder:
+        for _ in range(2):
+            model(torch.ones(2, 4, dtype=torch.long))
+        recorder.flush()
+        [own] = [path for path in shared.iterdir() if f"-{os.getpid()}-" in path.name]
+        ring = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
+        shutil.copytree(own, ring)
+    return ring
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.spool, capture.store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    return shared
+
+
+DEAD = 2**22 + 1  # more than Linux counts processes
+
+
+def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path: Path, shared: Path) -> None:
+    folder = tmp_path / "run"
+    ring = ring_of(DEAD, 1, folder, shared)
+    write_troubles(
+        folder,
+        [
+            trouble("exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."),
+            trouble("exception", "loop", 1, "RuntimeError: the optimizer broke"),
+        ],
+        num_uncounted=0,
+        rank=0,
+        stamp="x",
+    )
+    facts = inspect_folder(folder)
+    assert not ring.exists()
+    assert facts.num_by_format == {"of format 1": 2}
+    lines = [text for _, text in wording.troubles(facts)]
+    assert lines[0].startswith("rank 1, step 1, ")
+    assert lines[0].endswith(": died, without a word; 2 files for it")
+    assert "the optimizer broke" in lines[1]
+    assert "Connection closed by peer" in lines[2]
+
+
+def test_the_ring_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
+    """One in another container, whose number no process has here: it holds the lock."""
+    folder = tmp_path / "run"
+    ring = ring_of(DEAD, 1, folder, shared)
+    write_pass(folder)
+    held = os.open(ring, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert inspect_folder(folder).troubles == []
+    assert len(list(ring.iterdir())) == 2
+    os.close(held)
+    assert [found.rank for found in inspect_folder(folder).troubles] == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_what_to_type(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    folder = tmp_path / "run"
+    ring = ring_of(DEAD, 1, folder, shared)
+    monkeypatch.setattr("replay.inspection.salvage", refuse)
+    out = io.StringIO()
+    print_inspection(inspect_folder(folder), out)
+    assert out.getvalue().startswith("trouble    rank 1 died without a word, and the last passes are in this host's")
+    assert f"python -m capture.spool {folder}" in out.getvalue().splitlines()[0]
+    assert ring.exists()

@@ -13,6 +13,7 @@ from replay.noise import Verdict
 from replay.options import run_spec
 from replay.parity_log import Row, State
 from replay.records import PassRecord
+from replay.spec import RunSpec
 from tests.made_logs import passed, write_log
 
 CONFIG = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
@@ -37,10 +38,11 @@ class Made:
         role: Role = Role.CELL,
         num_processes: int = 1,
         records: list[PassRecord] | None = None,
+        spec: RunSpec | None = None,
         **changes: Any,
     ) -> None:
         """A run whose losses are `factor` of the reference's."""
-        spec = run_spec({"dtype": dtype})
+        spec = spec or run_spec({"dtype": dtype})
         own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
         folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
         role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role

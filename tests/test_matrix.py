@@ -47,7 +47,6 @@ def test_a_matrix_is_the_sum_of_its_tables_products_each_once(tmp_path: Path) ->
     [
         ("[[cells]]\nbackends = 'fsdp2'", "backends is no axis; allowed are data, backend, model,"),
         ("[[cells]]\nlearning_rate = [0.1]\nmax_inputs = 1", "max_inputs is no axis"),
-        ("[[cells]]\ngrad_accumulation = 2", "grad_accumulation is no axis"),
         ("[[cells]]\ntp = []", r"tp is \[\]; allowed is a value, or a list of values"),
         ("[[cells]]\ntp = [[1]]", r"tp is \[\[1\]\]; allowed is a value"),
         ("backend = 'fsdp2'", r"holds backend; it needs tables called \[\[cells\]\]"),
@@ -97,11 +96,13 @@ def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
     found = settings_of("full", 2)
     stages = {"deepspeed": 4, "fsdp2": 2}
     layouts = sum(ring * tp * data <= 2 for ring, tp, data in product((1, 2), repeat=3))
-    num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 4, 2, 2, 2, 2
+    num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 4, 2, 3, 2, 2
     layouts_of_ddp = 2  # one and two data ranks
     num_variants = num_kernels * num_compiled * num_dtypes * num_packing
-    assert len(found) == (sum(stages.values()) * layouts + layouts_of_ddp) * num_variants + num_deepcompile
-    assert {one["dtype"] for one in found} == {Dtype.FP32, Dtype.BF16}
+    num_folded = sum(stages.values()) * layouts * 2 * 2  # two dtypes, accumulated and checkpointed
+    num_plain = (sum(stages.values()) * layouts + layouts_of_ddp) * num_variants
+    assert len(found) == num_plain + num_deepcompile + num_folded
+    assert {one["dtype"] for one in found} == {Dtype.FP32, Dtype.BF16, Dtype.FP16}
 
 
 def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
@@ -127,5 +128,5 @@ def test_wherever_a_full_matrix_is_broken_off_each_value_was_seen_about_as_often
 
 
 def test_full_uses_splits_that_divide_the_devices() -> None:
-    [first, *_] = full(6)
+    [first, *_] = full(6, Attention.SDPA)
     assert first["tp"] == [1, 2, 3, 6]

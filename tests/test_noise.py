@@ -9,7 +9,8 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.comparison import compare
-from replay.noise import Distance, Noise, Verdict, ceiling_of, chance_beyond, distances, judge, noise_of
+from replay.false_alarms import chance_beyond
+from replay.noise import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
 from replay.past_run import PastRun
 from tests.made_logs import passed, write_log
 

@@ -26,7 +26,7 @@ def test_without_options_the_dataclasses_defaults_hold() -> None:
     [
         ("--backend fsdp2", RunSpec(actor=ActorSpec(backend=BackendName.FSDP2))),
         ("--no-packing", RunSpec(actor=ActorSpec(packing=False))),
-        ("--packing", RunSpec()),
+        ("--packing", RunSpec(actor=ActorSpec(packing=True))),
         ("--compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
         ("--deepcompile", RunSpec(actor=ActorSpec(compile=Compile.DEEPCOMPILE))),
         ("--flash-attn", RunSpec(actor=ActorSpec(attention=Attention.FLASH))),
@@ -119,7 +119,7 @@ def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: Run
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:
     assert command_line(RunSpec()) == []
-    assert command_line(parsed("--compile", "--packing", "--max-inputs", "5")) == ["--compile", "--max-inputs", "5"]
+    assert command_line(parsed("--compile", "--tp", "1", "--max-inputs", "5")) == ["--compile", "--max-inputs", "5"]
 
 
 def test_a_saved_spec_keeps_what_is_no_option() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actor_init.packing import actor_inputs
 from replay import cli, parity, parting
 from replay.child import Child, Task
 from replay.cli import app
+from replay.gradient_sketches import keep
 from replay.judgement import Judge
 from replay.noise import Verdict
 from replay.parity_log import ParityLog, State
@@ -44,6 +46,18 @@ RUNS = [  # in the order in which they are run
 Captured = pytest.CaptureFixture[str]
 
 
+class Alone:
+    """A world of one process."""
+
+    rank = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+ALONE: Any = Alone()
+
+
 class Runs:
     """In the place of `run_child`: writes a log with one input's known loss, or fails as it is told."""
 
@@ -66,7 +80,9 @@ class Runs:
         if isinstance(told, float):
             records = [passed(index, name, told * (2.0 + index)) for index, name in enumerate("xy")]
             config = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
-            write_log(task.logs / "run", records, spec=spec, work=config)
+            folder = write_log(task.logs / "run", records, spec=spec, work=config)
+            for record in records:
+                keep(folder, record.index, [("norm", torch.ones(8))], ALONE)
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
         return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 

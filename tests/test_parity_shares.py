@@ -14,7 +14,7 @@ from replay.parity_log import ParityLog, Row
 from replay.plot import draw_parity
 from tests.test_cells import planned
 
-BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0}
+BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 
 
 def made() -> tuple[list[Cell], ParityLog, Judgement]:
@@ -67,7 +67,7 @@ def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None
     values = [line.partition(" (")[0] for line in found]
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]
-    others = ["bf16", "fp32", "packed", "padded", "eager", "sdpa", "compile blocks", "compile deepcompile"]
+    others = ["bf16", "fp16", "fp32", "packed", "padded", "eager", "sdpa", "compile blocks"]
     assert values == ["ddp", *stages, *others, "compile off", "data 2", "one process", "ring 2", "tp 2"]
     for value, word in (("tp 2", " tp 2"), ("padded", " padded "), ("compile blocks", " compiled"), ("bf16", " bf16 ")):
         numbers = [number for number, cell in enumerate(cells) if word in f"{cell.name} "]

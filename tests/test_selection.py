@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
-from capture.capture_file import read_micro_batch
-from capture.micro_batch import MicroBatch
+from capture.capture_file import Call, read_call
 from replay import selection
 from replay.selection import Selection, select
 from replay.spec import InputsSpec, Passes
@@ -140,11 +139,11 @@ def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path, monkeypatch
     paths = write_passes(tmp_path, {0: "rttttt"})
     read: list[Path] = []
 
-    def noted_read(path: Path) -> MicroBatch:
+    def noted_read(path: Path) -> Call:
         read.append(path)
-        return read_micro_batch(path)
+        return read_call(path)
 
-    monkeypatch.setattr(selection, "read_micro_batch", noted_read)
+    monkeypatch.setattr(selection, "read_call", noted_read)
     assert select(InputsSpec(inputs=tmp_path, max_inputs=2), 0, 1).inputs == paths[0][1:3]
     assert read == paths[0][:3]
 

@@ -70,7 +70,7 @@ def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ra
         run = run_spec_of(one, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN)
         ranks = [select(run.inputs, rank, one.num_data_ranks).inputs for rank in range(one.num_data_ranks)]
         rounds = list(zip(*ranks, strict=True))
-        size = run.actor.grad_accumulation
+        size = run.actor.num_accumulated
         windows = [rounds[i : i + size] for i in range(0, len(rounds), size)]
         steps[one.name] = [sorted(path for members in window for path in members) for window in windows]
     assert len(steps["ddp"]) == 5

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actor_init.world import World
 from replay.cli import main
+from replay.evidence import raised_in_collective
 from replay.peers import Peers
 from replay.position import Phase, Position, Tracker, last_position
 from replay.watch import watching
@@ -108,6 +111,48 @@ def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.jsonl", "run.json"]
     assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers
     assert threading.active_count() == threads
+
+
+class Clock:
+    """Stands still unless it is told to go on, and then waits until somebody has looked at it twice."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._looked = threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        self._looked.release()
+        return self._now
+
+    def pass_by(self, seconds: float) -> None:
+        self._now += seconds
+        while self._looked.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert self._looked.acquire(timeout=LIMIT)
+
+
+class FakeTime:
+    def __init__(self, clock: Clock) -> None:
+        self.monotonic = clock.monotonic
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
+    reports: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four parts of 50 s each, with --timeout 120."""
+    clock, said = Clock(), []
+    monkeypatch.setattr("replay.watch.time", FakeTime(clock))
+    monkeypatch.setattr("replay.watch.TICK_SECONDS", 0.001)
+    monkeypatch.setattr("replay.ending.Ending.speak", lambda _, failure, **given: said.append(failure.headline))
+    with watching(world, tmp_path, 120.0) as watch:
+        for _ in range(4):
+            clock.pass_by(50.0)
+            if reports:
+                watch.tracker.goes_on()
+    assert bool(said) != reports
+    assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
 
 
 def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
@@ -214,3 +259,39 @@ def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
     assert second.receive(LIMIT) == [(None, 0)]
     first.close()
     second.close()
+
+
+def calling(name: str) -> Callable[[Callable[[], None]], None]:
+    """A function of a file called `name` that calls what it is given."""
+    space: dict[str, Any] = {}
+    exec(compile("def call(inside): inside()", f"/lib/torch/{name}", "exec"), space)
+    call: Callable[[Callable[[], None]], None] = space["call"]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("files", "is_collective"),
+    [
+        (["distributed/distributed_c10d.py"], True),
+        (["distributed/_functional_collectives.py", "_ops.py"], True),
+        (["distributed/fsdp/_fully_shard/_fsdp_collectives.py", "optim/adamw.py"], False),
+        (["distributed/c10d_logger.py", "distributed/distributed_c10d.py", "my_hook.py"], False),
+        (["optim/adamw.py", "_ops.py"], False),
+        ([], False),
+    ],
+)
+def test_an_exception_is_a_collective_s_only_if_the_collective_raised_it(files: list[str], is_collective: bool) -> None:
+    def fail() -> None:
+        [][0]  # stands in for C++, which has no frame
+
+    call = fail
+    for name in reversed(files):
+        call = partial(calling(name), call)
+    with pytest.raises(IndexError) as caught:
+        call()
+    inside = last = caught.value.__traceback__
+    while last is not None and last.tb_next is not None:
+        inside, last = last, last.tb_next
+    assert inside is not None
+    inside.tb_next = None
+    assert raised_in_collective(caught.value) is is_collective

@@ -16,8 +16,8 @@ from actor_init.packing import ActorInputs, actor_inputs
 from replay.first_difference import Kind
 from replay.loss import negated_mean
 
-BORDER = 60  # of the packed row of FIRST_INPUT, where its second document begins
-PLACE_OF_BORDER = (1, 14)  # row and token as captured: the row is padded on its left
+BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
+PLACE_OF_BORDER = (1, 180)  # row and token as captured: the row is padded on its left
 
 Found = tuple[Kind, str, str, int | None, tuple[int, int] | None]  # kind, name, what, layer; row and token if known
 

@@ -11,6 +11,7 @@ from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
 from actor_init.packing import ActorInputs
 from actor_init.spec import ActorSpec, BackendName
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
 
@@ -18,8 +19,11 @@ class Backend(Protocol):
     """An actor, sharded and ready to take passes."""
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
-        """Build, shard, load and return the actor, ready. Raises UsageError if `spec` cannot be had here."""
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+        """Build, shard, load and return the actor, ready. Raises UsageError if `spec` cannot be had here.
+
+        `on_progress` is to be called while this takes long: a replay takes silence for a hang.
+        """
         ...
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
@@ -91,18 +95,22 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(spec: ActorSpec, source: ModelSource, world: World) -> Backend:
-    """The actor that `spec` describes. Raises UsageError if it cannot be had here."""
+def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Backend:
+    """The actor that `spec` describes, with defaults for what it leaves open.
+
+    Raises UsageError if it cannot be had here.
+    """
+    spec = spec.settled()
     match spec.backend:
         case BackendName.DEEPSPEED:
             from actor_init.backends.deepspeed_zero import DeepSpeedBackend
 
-            return DeepSpeedBackend.open(spec, source, world)
+            return DeepSpeedBackend.open(spec, source, world, on_progress)
         case BackendName.FSDP2:
             from actor_init.backends.fsdp2 import FSDP2Backend
 
-            return FSDP2Backend.open(spec, source, world)
+            return FSDP2Backend.open(spec, source, world, on_progress)
         case BackendName.DDP:
             from actor_init.backends.ddp import DDPBackend
 
-            return DDPBackend.open(spec, source, world)
+            return DDPBackend.open(spec, source, world, on_progress)

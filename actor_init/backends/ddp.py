@@ -27,6 +27,7 @@ from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_sc
 from actor_init.packing import ActorInputs
 from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
 
@@ -55,14 +56,14 @@ class DDPBackend:
     attention: str
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
-        attention = kernel_name(spec, world.device)
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+        attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        materialise(model, source.weights, world.device)
+        materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):
             _cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
@@ -76,7 +77,7 @@ class DDPBackend:
             optimizer=optimizer,
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
-            window=Window(size=spec.grad_accumulation),
+            window=Window(size=spec.num_accumulated),
             attention=attention,
         )
 
@@ -86,7 +87,7 @@ class DDPBackend:
             return action_log_probs(self.replica, inputs)
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss / self.spec.grad_accumulation))
+        torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
         self.window.num_done += 1
 
     def end_window(self, *, step: bool) -> float:

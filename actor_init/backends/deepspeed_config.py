@@ -1,15 +1,33 @@
 """What is asked of DeepSpeed: its config, and what it is not asked for because it has none of it."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from actor_init.backends.deepspeed_autotp import autotp_config
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
-from actor_init.world import World
+
+NOT_OF_A_FILE = {
+    "train_batch_size": "a pass is one micro-batch as it was captured, whose size no option changes",
+    "optimizer": "the replay's own optimizer steps, which --optimizer and --learning-rate choose",
+    "scheduler": "the replay has a schedule of its own, which --lr-warmup-steps shapes",
+}
+FREE = ("steps_per_print", "zero_allow_untested_optimizer", "zero_optimization.memory_efficient_linear")  # no option's
+OPTIONS = {  # what a key's value is chosen by
+    "gradient_accumulation_steps": "--grad-accumulation",
+    "gradient_clipping": "--max-norm",
+    "zero_optimization.stage": "--zero-stage",
+    "bf16.enabled": "--dtype",
+    "fp16.enabled": "--dtype",
+    "compile.deepcompile": "--deepcompile",
+    "tensor_parallel": "--tp",
+}
 
 
-def refuse(spec: ActorSpec, world: World) -> None:
-    """Raises UsageError for what DeepSpeed cannot do."""
-    on_cpu = world.device.type == "cpu"
+def refuse(spec: ActorSpec, device_type: str) -> None:
+    """Raises UsageError for what DeepSpeed cannot do on torch's `device_type`, and for a file it cannot be given."""
+    on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
         raise UsageError("DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2")
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
@@ -20,12 +38,73 @@ def refuse(spec: ActorSpec, world: World) -> None:
             "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
         )
 
+    config_of(spec)
+
 
 def config_of(spec: ActorSpec) -> dict[str, Any]:
+    """What the options say, and what the file of --deepspeed-config adds. Raises UsageError where they contradict."""
+    own = _config_of_options(spec)
+    if spec.deepspeed_config is None:
+        return own
+    given = _read(spec.deepspeed_config)
+    for key, why in NOT_OF_A_FILE.items():
+        if given.get(key, "auto") != "auto":
+            raise _refusal(spec, key, given[key], f"{why}. Leave it out")
+    rest = {key: value for key, value in given.items() if key not in NOT_OF_A_FILE}
+    zero = rest.get("zero_optimization")
+    if isinstance(zero, Mapping) and "offload_optimizer" in zero:
+        # the replay's optimizer is torch's own, which steps on a CPU too
+        own["zero_force_ds_cpu_optimizer"] = False
+    return _merged(spec, own, rest, "")
+
+
+def _merged(spec: ActorSpec, own: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`own` and what `given` adds to it; "auto", as transformers' Trainer has it, is the option's value."""
+    merged = dict(own)
+    for key, value in given.items():
+        name = f"{where}{key}"
+        if value == "auto":
+            continue
+        if isinstance(own.get(key), Mapping):
+            if not isinstance(value, Mapping):
+                raise _refusal(spec, name, value, "it is a section with keys of its own. Give an object")
+            merged[key] = _merged(spec, own[key], value, f"{name}.")
+        elif key in own and name not in FREE and own[key] != value:
+            raise _refusal(spec, name, value, f"here it is {json.dumps(own[key])}{_said_by(name, value)}")
+        else:
+            merged[key] = value
+    return merged
+
+
+def _said_by(name: str, value: Any) -> str:
+    option = next((option for prefix, option in OPTIONS.items() if name.startswith(prefix)), None)
+    if option is None:
+        return ". Leave it out"
+    typed = f"{option} {value}" if type(value) in (int, float) else option
+    return f", which {option} says. Leave it out, and try: {typed}"
+
+
+def _refusal(spec: ActorSpec, name: str, value: Any, why: str) -> UsageError:
+    return UsageError(f"--deepspeed-config {spec.deepspeed_config}: {name} is {json.dumps(value)}; {why}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--deepspeed-config {path} cannot be read: {error}. Give a JSON file of DeepSpeed's"
+        ) from error
+    if not isinstance(whole, dict):
+        raise UsageError(f"--deepspeed-config {path} holds a {type(whole).__name__}. Give a JSON file of DeepSpeed's")
+    return whole
+
+
+def _config_of_options(spec: ActorSpec) -> dict[str, Any]:
     has_masters = spec.optimizer is not OptimizerName.NONE
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": spec.grad_accumulation,
+        "gradient_accumulation_steps": spec.num_accumulated,
         "gradient_clipping": spec.max_norm or 0.0,
         "steps_per_print": None,
         "zero_optimization": {

@@ -1,6 +1,7 @@
 """The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
 
 import gc
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.state_file import SavedState
 from actor_init.universal import universal
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
 STATE_TAG = "state"  # of the one checkpoint in a state folder
@@ -59,19 +61,20 @@ class DeepSpeedBackend:
     schedule: LambdaLR  # not the engine's: that one would move without the optimizer
     attention: str
     num_parameters: int
+    config: Mapping[str, Any]  # that DeepSpeed was given
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
         """Under ZeRO 3 and AutoTP block after block is brought to the device and partitioned: never a second full copy.
 
         Raises UsageError for what DeepSpeed cannot do.
         """
-        refuse(spec, world)
+        refuse(spec, world.device.type)
         check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
-        attention = kernel_name(spec, world.device)
+        attention = kernel_name(spec, world.device, source.config)
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         check_autotp(model, spec.parallel.tp)
@@ -87,7 +90,7 @@ class DeepSpeedBackend:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
-            materialise(model, source.weights, world.device, prefix=name)
+            materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
             for module in _to_partition(spec, model, name, block):
                 deepspeed.zero.Init(
                     module=module,
@@ -118,6 +121,7 @@ class DeepSpeedBackend:
             schedule=make_schedule(spec, engine.basic_optimizer),
             attention=attention,
             num_parameters=num_parameters,
+            config=config,
         )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
@@ -158,6 +162,8 @@ class DeepSpeedBackend:
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if has_whole_blocks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
+            # the file may change; with an option's values for what it leaves to them
+            **({"deepspeed_config": json.dumps(self.config)} if self.spec.deepspeed_config else {}),
         }
 
     @property

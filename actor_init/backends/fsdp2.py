@@ -27,6 +27,7 @@ from actor_init.saving import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.tp_plan import Plan, find_plan
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
 
@@ -43,11 +44,11 @@ class FSDP2Backend:
     tp_plan: Plan | None
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World) -> Self:
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
         """Blocks are brought to the device and sharded one after the other: never a second full copy of the model."""
         check_divisible(source.config, spec.parallel.tp)
         check_head_stride(source.config, spec.parallel)
-        attention = kernel_name(spec, world.device)
+        attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
@@ -57,14 +58,14 @@ class FSDP2Backend:
         blocks = blocks_of(model)
         plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
         if plan and spec.parallel.sequence_parallel:
-            check_sequence(model, plan, packing=spec.packing)
+            check_sequence(model, plan, packing=spec.packs)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             # of DTensors sharded along the sequence, a graph for any length is an InductorError (seen with torch 2.13)
             compile_blocks((block for _, block in blocks), any_length=not spec.parallel.sequence_parallel)
         for name, block in blocks:
-            materialise(model, source.weights, world.device, prefix=name)
+            materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
             if plan:
                 shard_block(block, name, plan, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
             fully_shard(
@@ -73,7 +74,7 @@ class FSDP2Backend:
                 mp_policy=policy,
                 reshard_after_forward=spec.resolved_zero_stage == 3,
             )
-        materialise(model, source.weights, world.device)
+        materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
         # None is torch's own rule: the root, which backward needs first, stays gathered
@@ -97,7 +98,7 @@ class FSDP2Backend:
         return action_log_probs(self.model, inputs)
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss / self.spec.grad_accumulation))
+        torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
 
     def end_window(self, *, step: bool) -> float:
         if self.scaler.is_enabled():

@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 2 examples/tiny_ppo/train.py --out inputs/my-run
 
-    rollout  0  4 rows of 1024 tokens,  74% real  mean log-prob -5.58
+    rollout  0  4 rows of 1024 tokens,  74% real  mean log-prob -5.64
     ...
-    train    0  2 rows of   86 tokens,  77% real  loss  1.0002  ratio 1.0000
-    train    1  2 rows of  912 tokens,  98% real  loss -0.8156  ratio 0.9228
+    train    0  2 rows of  912 tokens,  53% real  loss -0.6560  ratio 1.0000
+    train    1  2 rows of  871 tokens,  53% real  loss -0.9724  ratio 1.2043
     ...
 
 The answers are read from text.md instead of being sampled, because an untrained model samples nothing but noise. The
 rest is what a PPO trainer does: rollouts under no_grad, padded to fixed limits, then clipped policy updates on
-shuffled micro-batches, each cut to its own longest prompt and longest answer.
+shuffled micro-batches, each cut to its own longest prompt and longest answer. One row of each rank is a single token,
+and the last micro-batch of an epoch is a single row, for trainers meet both.
 
 Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that hold its answer, N answers of
 one rank, V vocabulary, T tokens of one answer.
@@ -29,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.weights import RandomWeights
+from actor_init.model import random_weights
 from capture import recording
 
 BOS, EOS, PAD = 256, 257, 258  # behind the 256 byte values
 PROMPT_LIMIT, ANSWER_LIMIT = 320, 704  # tokens; one row of a rollout has both
-NUM_ANSWERS, NUM_EPOCHS = 16, 2  # on each rank
+NUM_ANSWERS, NUM_EPOCHS = 15, 2  # on each rank; the last answer of an epoch is a micro-batch of one row
 ROLLOUT_ROWS, TRAIN_ROWS = 4, 2
 CLIP_RANGE = 0.2
 
@@ -77,14 +78,15 @@ def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
     if world_size > (most := len(pairs) // NUM_ANSWERS):
         raise ValueError(f"text.md is enough for {most} ranks, not {world_size}. Try: --nproc-per-node {most}")
     random.Random(seed).shuffle(pairs)
-    return [
+    samples = [
         Sample(
             prompt=[BOS, *question.encode()][:PROMPT_LIMIT],
             answer=[*answer.encode(), EOS][:ANSWER_LIMIT],
             reward=reward(question, answer),
         )
-        for question, answer in pairs[rank::world_size][:NUM_ANSWERS]
+        for question, answer in pairs[rank::world_size][: NUM_ANSWERS - 1]
     ]
+    return [*samples, Sample(prompt=[BOS], answer=[], reward=0.0)]  # asked nothing, answered nothing: a row of 1 token
 
 
 def reward(question: str, answer: str) -> float:
@@ -138,10 +140,13 @@ def roll_out(actor: nn.Module, samples: list[Sample], verbose: bool) -> list[Exp
 
 def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Random, verbose: bool) -> None:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-4, betas=(0.9, 0.95))
-    for step in range(NUM_EPOCHS * NUM_ANSWERS // TRAIN_ROWS):
-        first = step * TRAIN_ROWS % NUM_ANSWERS
+    steps_an_epoch = -(-NUM_ANSWERS // TRAIN_ROWS)
+    for step in range(NUM_EPOCHS * steps_an_epoch):
+        first = step % steps_an_epoch * TRAIN_ROWS
         if first == 0:
             shuffler.shuffle(experiences)
+            experiences.sort(key=lambda one: not one.sample.answer)  # to the end, and then not to be alone there
+            experiences.insert(-2, experiences.pop())
         rows = experiences[first : first + TRAIN_ROWS]
         num_prompt = max(len(row.sample.prompt) for row in rows)
         num_answer = max(len(row.sample.answer) for row in rows)
@@ -179,7 +184,7 @@ def run(out: Path, seed: int, rank: int, world_size: int) -> None:
         pad_token_id=PAD,
     )
     actor: nn.Module = Actor(config)
-    weights = RandomWeights(seed=seed, std=config.initializer_range)  # those of a replay, which so needs no checkpoint
+    weights = random_weights(config, seed)  # those of a replay, which so needs no checkpoint
     for name, parameter in actor.get_submodule("model").named_parameters():
         weights.fill(name, parameter)
     if world_size > 1:

@@ -26,8 +26,11 @@ PADDING = "-" * 4096  # of the server's command line: a fork writes its own ther
 
 
 @cache
-def warm_bin() -> Path:
-    """The folder of the stand-ins; the real one on a machine with GPUs: CUDA does not survive a fork."""
+def warm_bin(more_imports: tuple[str, ...] = ()) -> Path:
+    """The folder of the stand-ins; the real one on a machine with GPUs: CUDA does not survive a fork.
+
+    more_imports  modules that are imported on top of a replay's; each choice has a server of its own
+    """
     if torch.cuda.is_available():
         return COLD_BIN
     folder = Path(tempfile.mkdtemp(prefix="warm"))  # the server removes it
@@ -39,7 +42,7 @@ def warm_bin() -> Path:
         path.write_text(f"#!{sys.executable} -IS\n{stand_in}\nmain({str(address)!r}, {first!r})\n")
         path.chmod(0o700)
     server = subprocess.Popen(
-        [sys.executable, "-u", "-m", "tests.warm.server", str(address), str(folder / "python"), PADDING],
+        [sys.executable, "-u", "-m", "tests.warm.server", str(address), str(folder / "python"), PADDING, *more_imports],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,  # the server ends when this end of it is gone

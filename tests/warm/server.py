@@ -1,4 +1,6 @@
-"""Imports once and forks for each program that is asked of it: `python -m tests.warm.server SOCKET STAND_IN PADDING`.
+"""Imports once and forks for each program that is asked of it.
+
+    python -m tests.warm.server SOCKET STAND_IN PADDING [MODULE ...]
 
 Only this process forks, it has one thread, and it has computed nothing: that is what makes forking after `import torch`
 safe. It says `ready` when it can be asked, and ends with its standard input. See tests/warm/__init__.py.
@@ -35,12 +37,12 @@ class Program(NamedTuple):
     streams: list[int]
 
 
-def serve(address: str) -> Program:
+def serve(address: str, more_imports: Sequence[str]) -> Program:
     """Returns in a fork, with what is to be run there."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    for name in IMPORTS:
+    for name in (*IMPORTS, *more_imports):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose this process's other threads"
     print("ready", flush=True)
@@ -127,4 +129,4 @@ def run_python(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_python(become(serve(sys.argv[1]), sys.argv[2]))
+    run_python(become(serve(sys.argv[1], sys.argv[4:]), sys.argv[2]))

@@ -1,0 +1,59 @@
+"""Which settings of a config make a model's training a matter of chance: asked of the class, not of their names.
+
+GPT-2's `summary_first_dropout` belongs to another head, and no causal LM has it.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from actor_init.model import build_on_meta
+
+RANDOM_WORDS = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
+
+
+def acting_dropouts(config: Mapping[str, Any]) -> list[str]:
+    """Names of the settings above 0 that something in a causal LM of `config` was built with, or reads in its forward.
+
+    All of them where transformers knows no such model.
+    """
+    return list(_acting(json.dumps(dict(config), sort_keys=True)))
+
+
+@cache
+def _acting(config_json: str) -> tuple[str, ...]:
+    config = json.loads(config_json)
+    named = [key for key, value in config.items() if any(word in key for word in RANDOM_WORDS) and _is_above_0(value)]
+    if not named:
+        return ()
+    try:
+        as_it_is, source = _built_with(config)
+        return tuple(
+            key for key in named if f"self.config.{key}" in source or _built_with({**config, key: 0.0})[0] != as_it_is
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, OSError):
+        return tuple(named)
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _built_with(config: Mapping[str, Any]) -> tuple[dict[tuple[str, str], float], str]:
+    """The numbers that a model's modules hold, by module and attribute, and the source of its file."""
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **rest)
+    model = build_on_meta(made, attention="eager", dtype=torch.float32)
+    numbers = {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, (int, float))
+    }
+    return numbers, inspect.getsource(sys.modules[type(model).__module__])

@@ -1,0 +1,101 @@
+"""The position ids that a model makes itself where it is given none, for a model that has a table of positions.
+
+GPT-2 counts a row's columns, padding too; OPT counts the tokens that its attention mask calls real. Where positions
+turn queries and keys (rotary), or weigh their distance (ALiBi), only differences of them matter, and both are the same.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from actor_init.documents import BORDER_NAMES
+from actor_init.model import build_on_meta
+from capture.micro_batch import MicroBatch
+
+_NUM_COLUMNS, _NUM_PADDED = 6, 2
+
+
+class _SeenError(Exception):
+    """Ends a forward at the table of positions, with what it gave."""
+
+    def __init__(self, looked_up: Tensor) -> None:
+        self.looked_up = looked_up
+
+
+def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
+    """`batch` with the position ids of its columns, if a model of `config` was given none and counts columns.
+
+    A batch with an action mask came from a trainer's own actor around the model, which counts real tokens.
+    """
+    given = batch.extra_tensors
+    if batch.action_mask_BA is not None or "position_ids" in given or any(name in given for name in BORDER_NAMES):
+        return batch
+    if not counts_columns(config):
+        return batch
+    columns_BS = torch.arange(batch.sequences_BS.shape[1]).expand(batch.sequences_BS.shape)
+    return replace(batch, extra_tensors={**given, "position_ids": columns_BS})
+
+
+def counts_columns(config: PretrainedConfig) -> bool:
+    """Does a model of `config` look up a row's columns in a table of positions, padding counted?"""
+    return _counts_columns(str(config.model_type), config.to_json_string(use_diff=False))
+
+
+@cache
+def _counts_columns(model_type: str, config_json: str) -> bool:
+    """Ask the class itself: its embeddings alone are real, and no layer runs."""
+    values = {key: value for key, value in json.loads(config_json).items() if key != "model_type"}
+    config = AutoConfig.for_model(model_type, **values)
+    config.num_hidden_layers = 1
+    model = build_on_meta(config, attention="eager", dtype=torch.float32).eval()
+    table = _table_of(model, config)
+    if table is None:
+        return False
+    mask_BS = torch.ones(1, _NUM_COLUMNS, dtype=torch.long)
+    mask_BS[:, :_NUM_PADDED] = 0
+    columns_BS = torch.arange(_NUM_COLUMNS)[None]
+    own, columns = (_looked_up(model, table, mask_BS, given) for given in ({}, {"position_ids": columns_BS}))
+    counted = _looked_up(model, table, mask_BS, {"position_ids": (mask_BS.cumsum(dim=1) - 1).clamp(min=0)})
+    if own is None or columns is None or counted is None:
+        return False
+    return torch.equal(own, columns) and not torch.equal(own, counted)
+
+
+def _table_of(model: Any, config: PretrainedConfig) -> nn.Embedding | None:
+    """The embedding that is not of tokens and has a row for each position."""
+    num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    others = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    found = [m for m in others if num_positions and m.num_embeddings >= num_positions]
+    return found[0] if len(found) == 1 else None
+
+
+def _looked_up(model: Any, table: nn.Embedding, mask_BS: Tensor, given: dict[str, Tensor]) -> Tensor | None:
+    """The rows of `table` that the real tokens get; None where the model goes another way."""
+    words = model.get_input_embeddings()
+    words.weight = nn.Parameter(torch.zeros(2, words.embedding_dim), requires_grad=False)  # of ids 0 and 1
+    rows = torch.arange(table.num_embeddings, dtype=torch.float32)[:, None]
+    table.weight = nn.Parameter(rows.expand(-1, table.embedding_dim).contiguous(), requires_grad=False)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == "position_ids" and buffer.is_meta:
+                setattr(module, name, torch.arange(buffer.shape[-1]).expand(buffer.shape))
+
+    def look(_: nn.Module, __: Any, output: Tensor) -> None:
+        raise _SeenError(output)
+
+    handle = table.register_forward_hook(look)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.ones_like(mask_BS), attention_mask=mask_BS, use_cache=False, **given)
+    except _SeenError as seen:
+        return seen.looked_up.expand(*mask_BS.shape, -1)[mask_BS.bool()][:, 0]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    finally:
+        handle.remove()
+    return None

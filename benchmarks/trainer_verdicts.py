@@ -1,0 +1,141 @@
+"""What the verdict says of a bf16 Trainer job that is clean, and of the same job broken in three ways.
+
+    python benchmarks/trainer_verdicts.py --model llama-3.1-8b --num-layers 8 --inputs inputs/my-run
+
+Each job trains with transformers' Trainer (bf16=True, sdpa, two micro-batches a step, clipped) on captured rows, from
+weights that are random by name, is recorded by `capture run --reproduce`, and is replayed by `replay --verdict strict`
+in a process of its own. A line a job: its class, what the Trainer logged, and the verdict.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+KINDS = {
+    "clean": "nothing is broken",
+    "gradients-x10": "every gradient is ten times too large",
+    "detached": "no gradient goes through one layer's attention",
+    "mean-of-means": "micro-batches of unequal tokens are averaged as means",
+}
+EXPECTED = {"clean": "REPRODUCED", "gradients-x10": "DIFFERS", "detached": "DIFFERS", "mean-of-means": "UNSETTLED"}
+NUM_PASSES = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
+    parser.add_argument("--out", type=Path, required=True, help="recordings and logs")
+    parser.add_argument("--only", action="append", choices=KINDS)
+    parser.add_argument("--job", choices=KINDS, help="train, in this process")
+    given = parser.parse_args()
+    if given.job:
+        train(given)
+        return 0
+    wrong = 0
+    print(f"{'job':<16}{'seconds':>8}  {'logged':<34}{'expected':<12}verdict", flush=True)
+    for kind in given.only or KINDS:
+        wrong += _recorded_and_replayed(kind, given)
+    return 1 if wrong else 0
+
+
+def _recorded_and_replayed(kind: str, given: argparse.Namespace) -> int:
+    folder = given.out / kind
+    began = time.monotonic()
+    shared = ["--inputs", str(given.inputs.resolve()), "--out", str(folder)]
+    shared += ["--model", given.model] if given.model else []
+    shared += ["--num-layers", str(given.num_layers)] if given.num_layers else []
+    record = ["-m", "capture", "run", "--reproduce", "--to", str(folder / "captures"), str(Path(__file__).resolve())]
+    said = _run([*record, *shared, "--job", kind])
+    logged = [line.removeprefix("logged ") for line in said.splitlines() if line.startswith("logged ")]
+    typed = ["--inputs", str(folder / "captures"), "--random-weights", "--loss", "sft", "--verdict", "strict"]
+    typed += ["--model", given.model] if given.model else []
+    typed += ["--num-layers", str(given.num_layers)] if given.num_layers else []
+    typed += ["--backend", "fsdp2", "--quiet", "--log-folder", str(folder / "logs")]
+    said = _run(["-m", "replay", *typed], allowed=(0, 1))
+    (folder / "replay.txt").write_text(said)
+    [run] = (folder / "logs").glob("*/run.json")
+    outcome = json.loads(run.read_text())["verdict"]["outcome"]
+    line = next((line for line in said.splitlines() if line.startswith("verdict")), said[-300:])
+    seconds = time.monotonic() - began
+    print(f"{kind:<16}{seconds:8.0f}  {' '.join(logged):<34}{EXPECTED[kind]:<12}{line[11:]}", flush=True)
+    return int(outcome != EXPECTED[kind])
+
+
+def _run(typed: Sequence[str], *, allowed: Sequence[int] = (0,)) -> str:
+    done = subprocess.run([sys.executable, *typed], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in allowed:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+    return done.stdout + done.stderr
+
+
+def train(given: argparse.Namespace) -> None:
+    """Two optimizer steps of two micro-batches; prints what the Trainer logged."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from actor_init.model import build_on_meta, find_model, materialise
+    from actor_init.spec import ActorSpec
+    from capture import capture_files, read_actor_config, read_micro_batch
+
+    spec = ActorSpec(model=given.model, num_layers=given.num_layers, random_weights=True)
+    captured = None if given.model else read_actor_config(given.inputs)
+    source = find_model(spec, captured, str(given.inputs))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_on_meta(source.config, attention="sdpa", dtype=torch.float32)
+    materialise(model, source.weights, device)
+    rows: list[dict[str, Any]] = []
+    for path in capture_files(given.inputs):
+        batch = read_micro_batch(path)
+        if batch.trains and len(rows) < NUM_PASSES:
+            keep = slice(0, None if len(rows) % 2 else max(batch.sequences_BS.shape[1] // 3, 4))  # unequal
+            ids, mask = batch.sequences_BS[:, keep], batch.attention_mask_BS[:, keep]
+            has_label = mask & mask.roll(1, dims=1)  # a row's first token has none before it to be predicted from
+            rows.append({"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~has_label, -100)})
+
+    class Logged(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "grad_norm" in logs:
+                print(f"logged loss {logs['loss']:.4f} norm {logs['grad_norm']:.4f}", flush=True)
+
+    if given.job == "gradients-x10":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 10)
+    if given.job == "detached":
+        projection = model.get_submodule("model.layers.1.self_attn.o_proj")
+        projection.register_forward_hook(lambda module, args, output: output.detach())
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(given.out / "trainer"),
+            learning_rate=1e-6,
+            logging_steps=1,
+            max_steps=NUM_PASSES // 2,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            save_strategy="no",
+            bf16=True,
+            use_cpu=device.type == "cpu",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        data_collator=lambda samples: samples[0],
+        callbacks=[Logged()],
+    )
+    if given.job == "mean-of-means":
+        trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

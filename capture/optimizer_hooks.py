@@ -1,0 +1,160 @@
+"""Hooks on torch's optimizers and on the clipping of gradients: a job's steps are seen without code of its own.
+
+torch has global hooks for optimizers. For clipping there are none, so while somebody listens the functions of
+`torch.nn.utils.clip_grad` that do it are wrapped; `clip_grad_norm_` looks them up there, so that a job that imported it
+before is heard as well. DeepSpeed's engine has a function of its own.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+
+class Listener(Protocol):
+    """Nothing of it may raise, wait for a device, or call a collective."""
+
+    def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
+        """Gradients of these will be clipped. `norm` is theirs before, or None."""
+
+    def clipped(self, norm: Any) -> None:
+        """It was done, and this was the norm, where it was not known before."""
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """The optimizer will step."""
+
+
+class OptimizerHooks:
+    """Tells `listener` from `attach` to `remove`, in this process only: a forked child is not heard."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._process = os.getpid()
+        self._handle: Any = None
+
+    def attach(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        _listening.append(self)
+        if len(_listening) == 1:
+            _wrap_clipping()
+
+    def remove(self) -> None:
+        """A second call does nothing."""
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        _listening.remove(self)
+        if not _listening:
+            _unwrap_clipping()
+
+    def hears(self) -> bool:
+        return os.getpid() == self._process and not torch.compiler.is_compiling()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.hears():
+            self.listener.steps(optimizer)
+
+
+_listening: list[OptimizerHooks] = []
+_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, its own, ours
+_norms_of_other_kinds: list[Tensor] = []  # the latest, if it is no root of a sum of squares
+
+
+def _wrap_clipping() -> None:
+    torchs = torch.nn.utils.clip_grad
+    _wrap([torchs, nn.utils], getattr(torchs, "_clip_grads_with_norm_", None), _by_norm)
+    _wrap([torchs, nn.utils], getattr(torchs, "_get_total_norm", None), _measuring)
+    _wrap([torchs, nn.utils], torchs.clip_grad_value_, _by_value)
+    if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
+        _wrap([engine], vars(engine).get("clip_grad_norm_"), _by_engine)
+
+
+def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Callable[..., Callable[..., Any]]) -> None:
+    if own is None:  # another version: then gradients are sampled as the optimizer gets them
+        return
+    ours = wrapper(own)
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if value is own:
+                _wrapped.append((module, name, own, ours))
+                setattr(module, name, ours)
+
+
+def _unwrap_clipping() -> None:
+    for module, name, own, ours in _wrapped:
+        if getattr(module, name) is ours:  # else somebody wraps it, and ours only passes on
+            setattr(module, name, own)
+    _wrapped.clear()
+    _norms_of_other_kinds.clear()
+
+
+def _heard_by() -> list[Listener]:
+    return [] if torch.compiler.is_compiling() else [hooks.listener for hooks in _listening if hooks.hears()]
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        if listeners := _heard_by():
+            parameters = _listed(parameters)
+            is_of_other_kind = any(norm is total_norm for norm in _norms_of_other_kinds)
+            for listener in listeners:
+                if is_of_other_kind:
+                    listener.clips(parameters, None, None)
+                else:
+                    listener.clips(parameters, max_norm, total_norm)
+        return own(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+def _measuring(own: Callable[..., Any]) -> Callable[..., Any]:
+    def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        total_norm = own(tensors, norm_type, *args, **kwargs)
+        if _heard_by():
+            _norms_of_other_kinds[:] = [] if norm_type == 2 else [total_norm]
+        return total_norm
+
+    return measure
+
+
+def _by_value(own: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if listeners := _heard_by():
+            parameters = _listed(parameters)
+            for listener in listeners:
+                listener.clips(parameters, None, None)
+        return own(parameters, *args, **kwargs)
+
+    return clip
+
+
+def _by_engine(own: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(own)
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        listeners = _heard_by()
+        if not listeners:
+            return own(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        given.arguments["parameters"] = _listed(given.arguments["parameters"])
+        is_of_squares = given.arguments.get("norm_type") == 2
+        for listener in listeners:
+            listener.clips(given.arguments["parameters"], given.arguments["max_norm"] if is_of_squares else None, None)
+        norm = own(*given.args, **given.kwargs)
+        for listener in listeners:
+            if is_of_squares:
+                listener.clipped(norm)
+        return norm
+
+    return clip

@@ -1,0 +1,122 @@
+"""`--gradient-sketches`: what a run keeps of each parameter's gradient, so that direction counts and not only length.
+
+    gradients/pass000003.safetensors    by rank 0, where an accumulation window ends: of every parameter a row
+
+A row is the gradient's norm and a sketch of it: `sketch_of_parameter`'s table, whose rows are added into a few with the
+sign of a hash. That is linear in the gradient, so two rows' difference is the sketch of the gradients' difference.
+Another rank that holds other numbers has rows of its own, as `model.norm.weight@1`.
+
+Shape letters: T rows of a parameter's sketch, K signs, R rows that are kept.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actor_init.sketching import sketch_of_parameter
+from actor_init.spec import UsageError
+from actor_init.weights import mix
+from actor_init.world import World
+
+FOLDER = "gradients"
+NUM_ROWS = 8  # R: with 16 signs a row 128 numbers for a parameter of any size
+SMALL = 1e-2  # of the whole gradient's norm: what is smaller is measured by that, for its own rounding may be its size
+_KEY = 0x0DDBA11
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterDistance:
+    """How far one parameter's gradient is from the reference's."""
+
+    name: str
+    size: float  # of the reference's, or SMALL of the whole gradient's
+    other_norm: float
+    apart: float
+
+
+def row_of(gradient: Tensor) -> Tensor:
+    """[1 + R * K], fp32, on the host: the norm, and the sketch."""
+    sketch_TK = sketch_of_parameter(gradient if gradient.ndim else gradient.reshape(1))
+    index_T = torch.arange(len(sketch_TK), device=sketch_TK.device)
+    bits_T = mix(mix(index_T ^ _KEY) ^ _KEY)
+    signs_TK = (2 * ((bits_T[:, None] >> torch.arange(sketch_TK.shape[1], device=bits_T.device)) & 1) - 1).float()
+    kept_RK = sketch_TK.new_zeros(NUM_ROWS, sketch_TK.shape[1])
+    kept_RK.index_add_(0, index_T % NUM_ROWS, sketch_TK * signs_TK)
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
+    return torch.cat([norm.float().reshape(1), kept_RK.flatten()]).cpu()
+
+
+def keep(folder: Path, index: int, gradients: Iterable[tuple[str, Tensor]], world: World) -> None:
+    """Write down the gradients of the window that pass `index` ends. For all ranks to call, which gather them."""
+    with torch.no_grad():
+        own = {name: row_of(gradient) for name, gradient in gradients}
+    everyones = world.gather({name: row.numpy().tobytes() for name, row in own.items()})
+    if world.rank:
+        return
+    rows = dict(own)
+    for rank, others in enumerate(everyones):
+        for name, held in others.items():
+            if held != everyones[0].get(name):
+                rows[f"{name}@{rank}"] = torch.frombuffer(bytearray(held), dtype=torch.float32)
+    path = file_of(folder, index)
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    save_file(rows, unfinished)
+    os.replace(unfinished, path)
+
+
+def file_of(folder: Path, index: int) -> Path:
+    return folder / FOLDER / f"pass{index:06}.safetensors"
+
+
+def read(folder: Path, index: int) -> Mapping[str, Tensor]:
+    """What `keep` wrote. Raises UsageError where it is not there or damaged."""
+    path = file_of(folder, index)
+    try:
+        rows: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again") from error
+    return rows
+
+
+def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[ParameterDistance]:
+    """One for each parameter that has a gradient in either; of several ranks' the farthest."""
+    ranks = _by_parameter(reference), _by_parameter(other)
+    squares = [float(rows[0][0]) ** 2 for rows in ranks[0].values()]
+    whole = math.sqrt(sum(squares))
+    for name in dict.fromkeys([*ranks[0], *ranks[1]]):
+        some = next(iter([*ranks[0].get(name, ()), *ranks[1].get(name, ())]))
+        pairs = [
+            (one, partner)
+            for one in ranks[0].get(name, [torch.zeros_like(some)])
+            for partner in ranks[1].get(name, [torch.zeros_like(some)])
+        ]
+        one, partner = max(pairs, key=lambda pair: _apart(*pair))
+        yield ParameterDistance(
+            name=name,
+            size=max(float(one[0]), SMALL * whole),
+            other_norm=float(partner[0]),
+            apart=_apart(one, partner),
+        )
+
+
+def _by_parameter(rows: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for key in sorted(rows):
+        found.setdefault(key.partition("@")[0], []).append(rows[key])
+    return found
+
+
+def _apart(one: Tensor, partner: Tensor) -> float:
+    """The larger of two estimates of the difference's size: the sketch's, and that of the lengths alone."""
+    if not bool(one.isfinite().all() and partner.isfinite().all()):
+        return 0.0 if torch.equal(one.isfinite(), partner.isfinite()) else math.inf
+    difference = partner.double() - one.double()
+    return max(abs(float(difference[0])), float(torch.linalg.vector_norm(difference[1:])))

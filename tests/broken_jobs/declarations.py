@@ -1,0 +1,169 @@
+"""What a job is: how it trains, as its user believes, and what is broken in it.
+
+The setup is what the user believes: the weights folder, the captured inputs and the options of the replay follow from
+it. A fault is applied to the job's own process alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Kind(StrEnum):
+    """What trains: a loop in plain torch or transformers' Trainer, in one process or under a wrapper in two."""
+
+    PLAIN = "plain"
+    TRAINER = "trainer"
+    TRAINER_DDP = "trainer-ddp"
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self in (Kind.PLAIN, Kind.TRAINER) else 2
+
+    @property
+    def is_trainer(self) -> bool:
+        return self in (Kind.TRAINER, Kind.TRAINER_DDP)
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.value[-1]) if self.value.startswith("zero") else 0
+
+
+class FaultClass(StrEnum):
+    GRADIENT_SCALE = "gradient scale"
+    DETACHED = "detached part"
+    REDUCTION = "reduction"
+    WEIGHTING = "weighting"
+    MASKING = "masking"
+    POSITIONS = "positions"
+    KERNEL = "kernel"
+    OPTIMIZER = "optimizer"
+    DTYPE = "dtype"
+    WEIGHTS = "weights"
+
+
+class Layout(StrEnum):
+    RIGHT = "right"  # rows of unequal length, padded on the right
+    LEFT = "left"
+    PACKED = "packed"  # one row of several documents with position ids and no mask
+    FULL = "full"  # rows of one length, each with as many labels
+
+
+class Weighting(StrEnum):
+    """How the losses of a step's micro-batches, on all ranks, become one."""
+
+    TOKENS = "tokens"  # the model divides by num_items_in_batch, as in transformers' Trainer
+    BY_HAND = "by hand"  # the loop weights each mean by its tokens
+    MEANS = "means"  # the mean of the means
+    SUM = "sum"  # of the means
+
+
+class Dtype(StrEnum):
+    FP32 = "fp32"
+    AUTOCAST = "autocast"  # fp32 weights, computed in bf16: the Trainer's bf16=True, FSDP2's mixed precision
+    BF16 = "bf16"  # weights too; under DeepSpeed its bf16 engine
+    FP16 = "fp16"  # autocast with a loss scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """How a job trains."""
+
+    model: str = "llama"  # of models.MODELS
+    config: Mapping[str, Any] = field(default_factory=dict)  # on top of the model's
+    layout: Layout = Layout.RIGHT
+    passes_position_ids: bool = False  # of padded rows; packed ones always have them
+    dtype: Dtype = Dtype.FP32
+    num_steps: int = 3
+    accumulation: int = 1
+    weighting: Weighting = Weighting.TOKENS
+    optimizer: str = "adamw"  # or sgd
+    learning_rate: float = 1e-3
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    decay_groups: bool = False  # vectors are not decayed
+    schedule: str = "constant"  # or linear, to zero; or warmup, two steps from zero on
+    max_norm: float | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    frozen: str = ""  # parameters whose names have this in them
+    lora: bool = False
+    saved_at: int = 0  # the step whose weights are saved, and replayed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class At:
+    """Where a job is."""
+
+    rank: int = 0
+    world_size: int = 1
+    step: int = 0
+    number: int = 0  # of the micro-batch in its window
+    tokens: int = 1  # with a label, of this micro-batch
+    window_tokens: int = 1  # of all micro-batches of all ranks in this step
+
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What is done to a job, and when. Each that is not given does nothing.
+
+    process    patches a library before anything is built
+    setup      settings that the job really has, in place of those in its setup
+    config     the same of the model's config; the weights are those that were saved
+    model      is given the model once its weights were saved, before it is wrapped
+    wrapped    is given what the loop calls
+    loss       what is differentiated, of the loss that the loop would differentiate
+    gradients  is given the parameters, with the gradients of a whole step, before they are clipped
+    clip       in place of the clipping; returns the norm that the loop believes
+    optimizer  is given the optimizer before the first step
+    """
+
+    process: Callable[[], object] | None = None
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[Any], object] | None = None
+    wrapped: Callable[[Any], object] | None = None
+    loss: Callable[[Tensor, At], Tensor] | None = None
+    gradients: Callable[[Parameters, At], object] | None = None
+    clip: Callable[[Parameters, float], Any] | None = None
+    optimizer: Callable[[Any], object] | None = None
+    zero_grad: bool = True  # are gradients emptied after a step?
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job by its name.
+
+    says      what is broken, or what is notable of a clean one, in one sentence
+    replays   the arguments of each replay of its recording, on top of those that all have
+    as_fsdp2  it is replayed in two processes under FSDP2 too
+    below     why its effect is below what the dtype can carry, which is measured all the same; empty: it is not
+    """
+
+    name: str
+    kind: Kind
+    says: str
+    setup: Setup
+    fault_class: FaultClass | None = None
+    fault: Fault = field(default_factory=Fault)
+    replays: Sequence[tuple[str, ...]] = ((),)
+    as_fsdp2: bool = False
+    below: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        return self.fault_class is not None
+
+    def as_run(self, *, broken: bool) -> tuple[Setup, Fault]:
+        """The setup that the job really has, and the fault; of its unbroken twin where not `broken`."""
+        return (replace(self.setup, **self.fault.setup), self.fault) if broken else (self.setup, Fault())

@@ -1,0 +1,40 @@
+"""A job that is broken is not called REPRODUCED, and a clean one does not differ.
+
+Eight of the jobs of tests/broken_jobs; `python -m tests.broken_jobs.campaign` has all, and how large each fault is.
+"""
+
+import pytest
+
+from tests.broken_jobs.batches import num_labels, windows_of
+from tests.broken_jobs.campaign import Campaign
+from tests.broken_jobs.declarations import FaultClass, Kind, Layout, Setup
+from tests.broken_jobs.table import JOBS
+
+BROKEN = ("gradients-x10", "tied-head-detached", "mean-of-means", "documents-visible", "betas", "ddp-not-reduced")
+CLEAN = ("clean-windows", "clean-autocast")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    return Campaign(home=tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.mark.parametrize("name", [*BROKEN, *CLEAN])
+def test_the_verdict_on_a_job(name: str, campaign: Campaign) -> None:
+    for row in campaign.judge(JOBS[name], with_effect=False):
+        assert row.says == "ok", f"{row.outcome}: {row.headline}"
+
+
+def test_each_class_has_jobs_of_several_kinds() -> None:
+    for fault_class in FaultClass:
+        assert len({job.kind for job in JOBS.values() if job.fault_class is fault_class}) >= 2
+    assert {job.kind for job in JOBS.values() if not job.is_broken} == set(Kind)
+
+
+def test_micro_batches_have_unequal_numbers_of_labels_but_where_rows_are_full() -> None:
+    def counts(layout: Layout) -> set[int]:
+        setup = Setup(layout=layout, accumulation=2)
+        return {num_labels(batch) for rank in (0, 1) for window in windows_of(setup, rank) for batch in window}
+
+    assert len(counts(Layout.FULL)) == 1
+    assert all(len(counts(layout)) > 2 for layout in Layout if layout is not Layout.FULL)

@@ -1,0 +1,32 @@
+"""A setting excuses numbers that differ only if a causal LM of that config makes them a matter of chance."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from actor_init.dropout_settings import acting_dropouts
+from actor_init.model import lasting_config
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "acting"),
+    [
+        ("gpt2", {"resid_pdrop": 0.0}, ["attn_pdrop", "embd_pdrop"]),  # and summary_first_dropout, which is 0.1
+        ("gpt2", {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}, []),
+        ("llama", {"attention_dropout": 0.1, "classifier_dropout": 0.2}, ["attention_dropout"]),
+        ("opt", {"dropout": 0.0, "layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}, ["layerdrop"]),
+        ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise"]),
+        ("qwen2", {}, []),
+    ],
+)
+def test_the_model_is_asked_which_settings_act(family: str, given: dict[str, Any], acting: list[str]) -> None:
+    config = lasting_config(AutoConfig.for_model(family, **SMALL | given))
+    assert acting_dropouts(config) == acting
+
+
+def test_all_settings_count_of_a_model_that_is_not_known() -> None:
+    assert acting_dropouts({"model_type": "nobody_s", "dropout": 0.1, "hidden_size": 3}) == ["dropout"]
+    assert acting_dropouts({"attention_dropout": 0.1, "resid_pdrop": 0.0}) == ["attention_dropout"]

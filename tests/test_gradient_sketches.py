@@ -1,0 +1,110 @@
+"""A kept sketch tells gradients of one length apart, names the parameter, and sees a rank that holds another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actor_init.spec import UsageError
+from replay.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
+from replay.judgement import Judge
+from replay.noise import Verdict
+from replay.options import run_spec
+from tests.made_logs import passed
+from tests.test_judgement import Made
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(**gradients: Tensor) -> dict[str, Tensor]:
+    return {name.replace("_at_", "@"): row_of(gradient) for name, gradient in gradients.items()}
+
+
+def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, ParameterDistance]:
+    return {found.name: found for found in distances_between(one, other)}
+
+
+class World:
+    """Of ranks whose values are given."""
+
+    rank = 0
+
+    def __init__(self, others: list[dict[str, bytes]]) -> None:
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+def test_a_row_holds_the_norm_and_changes_with_the_gradient_by_as_much_as_it() -> None:
+    gradient = random(48, 40)
+    row = row_of(gradient)
+    assert row[0].item() == pytest.approx(gradient.norm().item(), rel=1e-6)
+    moved = [(row_of(gradient + 1e-3 * random(48, 40, seed=seed)) - row)[1:].norm() for seed in range(1, 30)]
+    size = 1e-3 * (48 * 40) ** 0.5
+    assert torch.stack(moved).square().mean().item() == pytest.approx(size**2, rel=0.2)  # 29 of relative spread 0.2
+
+
+def test_a_transposed_gradient_is_far_though_as_long() -> None:
+    gradient = random(32, 32)
+    found = between(rows(q=gradient), rows(q=gradient.T.contiguous()))["q"]
+    assert found.other_norm == pytest.approx(found.size)
+    assert found.apart > 0.7 * found.size
+
+
+def test_a_small_parameter_is_measured_by_itself_down_to_a_share_of_the_whole() -> None:
+    large, small, tiny = random(64, 64), 0.2 * random(64, seed=1), 1e-9 * random(8, seed=2)
+    found = between(rows(w=large, b=small, k=tiny), rows(w=large, b=2 * small, k=-tiny))
+    assert found["w"].apart == 0
+    assert found["b"].apart >= small.norm().item() * 0.99  # its length alone says so
+    assert found["k"].size == pytest.approx(SMALL * large.norm().item(), rel=1e-2)
+    assert found["k"].apart / found["k"].size < 1e-7
+
+
+def test_a_gradient_that_is_missing_counts_as_zero() -> None:
+    found = between(rows(w=random(8, 8), b=random(8)), rows(w=random(8, 8)))
+    assert found["b"].other_norm == 0
+    assert found["b"].apart >= found["b"].size * 0.99
+
+
+def test_what_is_not_finite_is_equal_to_its_like_alone() -> None:
+    broken = torch.full((4, 4), torch.inf)
+    assert between(rows(w=broken), rows(w=broken))["w"].apart == 0
+    assert between(rows(w=random(4, 4)), rows(w=broken))["w"].apart == torch.inf
+
+
+def test_a_rank_that_holds_other_gradients_is_kept_and_counts(tmp_path: Path) -> None:
+    gradient = random(16, 16)
+    agrees, differs = ({"w": row_of(one).numpy().tobytes()} for one in (gradient, 2 * gradient))
+    made: Any = World([agrees, differs])
+    keep(tmp_path, 3, [("w", gradient)], made)
+    kept = read(tmp_path, 3)
+    assert sorted(kept) == ["w", "w@2"]
+    assert between(rows(w=gradient), dict(kept))["w"].apart > 0.9 * gradient.norm().item()
+
+
+def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pass000003.safetensors is not there or damaged: .* Try: the run again"):
+        read(tmp_path, 3)
+
+
+def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_does(tmp_path: Path) -> None:
+    made = Made(tmp_path, [])
+    alone: Any = World([])
+    spec = run_spec({"dtype": "fp32", "gradient_sketches": True})
+    for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", ""), ("clean", "")):
+        made.add(name, varies=varies, spec=spec, records=[passed(index, letter) for index, letter in enumerate("wx")])
+        folder = made.rows[-1].log
+        assert folder is not None
+        for index in range(2):
+            q_proj = random(32, 32, seed=index)
+            own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
+            keep(folder, index, own.items(), alone)
+    judged = Judge().judge(made.rows).cells
+    assert judged["clean"].verdict is Verdict.EQUAL
+    assert (judged["cell"].verdict, judged["cell"].deciding) == (Verdict.DIFFERS, ["gradients"])
+    assert judged["cell"].distances["gradients"].where in ("q_proj at w.pkl", "q_proj at x.pkl")

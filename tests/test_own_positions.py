@@ -1,0 +1,97 @@
+"""Rows padded on the left and given without position ids have the loss that the plain Hugging Face model gives them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from actor_init.actor import action_log_probs
+from actor_init.model import build_on_meta, find_model, materialise
+from actor_init.own_positions import counts_columns, with_own_positions
+from actor_init.packing import actor_inputs
+from actor_init.spec import ActorSpec, Dtype
+from capture.micro_batch import IGNORED_LABEL, MicroBatch, Origin
+from replay.loss import negated_mean
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,  # so that another position is another loss
+    "max_position_embeddings": 32,
+}
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0}
+NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {  # and do they look columns up in a table?
+    "gpt2": (GPT2, True),
+    "gpt_bigcode": (GPT2, True),
+    "gpt_neo": (NEO, True),
+    "opt": (LLAMA | {"ffn_dim": 48, "word_embed_proj_dim": 32}, False),
+    "biogpt": (LLAMA, True),
+    "gptj": (GPT2 | {"rotary_dim": 4}, False),
+    "codegen": (GPT2 | {"rotary_dim": 4}, False),
+    "llama": (LLAMA, False),
+}
+
+
+SEE_EACH_OTHER = [("opt", True), ("biogpt", True)]
+
+
+def config_of(family: str) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **SMALL | FAMILIES[family][0])
+
+
+def left_padded() -> MicroBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(1, 64, (3, 12), generator=generator)
+    real_BS = torch.arange(12) >= torch.tensor([[0], [3], [5]])
+    is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)  # the model would predict it from padding
+    labels_BS = ids_BS.masked_fill(~real_BS | is_first_BS, IGNORED_LABEL)
+    return MicroBatch(
+        sequences_BS=ids_BS, attention_mask_BS=real_BS, labels_BS=labels_BS, trains=True, origin=Origin(source="here")
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
+    assert counts_columns(config_of(family)) is FAMILIES[family][1]
+
+
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    # the masks of OPT and BioGPT do not read position ids: with any kernel but varlen packed rows see each other
+    [(family, packing) for family in FAMILIES for packing in (False, True) if (family, packing) not in SEE_EACH_OTHER],
+)
+def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) -> None:
+    spec = ActorSpec(packing=packing, dtype=Dtype.FP32)
+    source = find_model(spec, config_of(family).to_dict(), "test")
+    batch = left_padded()
+    losses: list[float] = []
+    for _ in range(2):
+        model = build_on_meta(source.config, attention="eager", dtype=torch.float32).eval()
+        materialise(model, source.weights, CPU)
+        with torch.no_grad():
+            if not losses:
+                answer = model(
+                    input_ids=batch.sequences_BS, attention_mask=batch.attention_mask_BS.long(), labels=batch.labels_BS
+                )
+                losses.append(answer.loss.item())
+            else:
+                inputs = actor_inputs(with_own_positions(batch, source.config), packing=packing)
+                losses.append(negated_mean(action_log_probs(model, inputs), inputs).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # fp32, other orders of summation
+
+
+def test_positions_that_were_given_and_a_trainer_s_own_actor_are_left_as_they_are() -> None:
+    batch = left_padded()
+    positions = {"position_ids": batch.attention_mask_BS.long().cumsum(dim=1)}
+    given = replace(batch, extra_tensors=positions)
+    actor_s = replace(batch, labels_BS=None, action_mask_BA=batch.attention_mask_BS[:, 1:])
+    for one in (given, actor_s):
+        assert with_own_positions(one, config_of("gpt2")) is one
+    assert with_own_positions(batch, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
