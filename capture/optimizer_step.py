@@ -6,7 +6,7 @@ It lies in the file of the last pass before the step, as JSON. The other passes 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from capture.fingerprint import Fingerprint, Sample
@@ -52,8 +52,8 @@ class OptimizerStep:
 
     def text(self) -> str:
         """As it is written."""
-        plain = {**asdict(self), "gradients": None if self.gradients is None else self.gradients.text()}
-        return json.dumps(plain)
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every sample
+        return json.dumps({**plain, "gradients": None if self.gradients is None else self.gradients.text()})
 
     @classmethod
     def of_text(cls, text: str, source: str) -> Self:

@@ -13,7 +13,7 @@ from capture.optimizer_step import sampled_tokens
 
 _MAX_REMEMBERED = 64
 _CPU_ELEMENTS = 2**18  # at once: what a cache holds
-_indices: OrderedDict[tuple[int, int, torch.device], Tensor] = OrderedDict()
+_indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
 
 
 def logits_of(output: Any, ids_BS: Tensor) -> Tensor | None:
@@ -47,14 +47,15 @@ def _log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
     return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
 
 
-def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
+def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Row, column and the column before of each token that is looked at."""
     key = num_rows, num_tokens, device
     if key not in _indices:
         places = [(row, column, column - 1) for row, column in sampled_tokens(num_rows, num_tokens)]
         indices = torch.tensor(places, device="cpu").T.contiguous()
         if device.type == "cuda":
             indices = indices.pin_memory().to(device, non_blocking=True)
-        _indices[key] = indices.to(device)
+        _indices[key] = indices.to(device).unbind()
         if len(_indices) > _MAX_REMEMBERED:
             _indices.popitem(last=False)
     return _indices[key]

@@ -12,6 +12,7 @@ from capture.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 _MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
+_MAX_LULL_SECONDS = 0.02  # a pass waits for its end so long: while it begins the job's thread needs the interpreter
 
 Item = TypeVar("Item")
 
@@ -114,6 +115,7 @@ class BackgroundWriter(Generic[Item]):
         with self._changed:
             if self._queue or self._is_busy:
                 self.is_urgent.set()
+                self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     return False
@@ -164,11 +166,19 @@ class BackgroundWriter(Generic[Item]):
                 if seconds_left == 0:
                     return None, False
                 self._changed.wait(seconds_left)
+            self._let_pass_begin()
             item, num_bytes, is_pass = self._queue.popleft()
             self._num_queued -= is_pass
             self._num_queued_bytes -= num_bytes
             self._is_busy = True
             return item, is_pass
+
+    def _let_pass_begin(self) -> None:
+        """Waits until more comes than the pass that waits alone, for a while and unless there is need of haste."""
+        deadline = time.monotonic() + _MAX_LULL_SECONDS
+        while len(self._queue) == 1 and self._queue[0][2] and not (self.is_urgent.is_set() or self._is_closing):
+            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                return
 
     def _do(self, item: Item | None, is_pass: bool) -> None:
         try:

@@ -142,6 +142,8 @@ def _doubt(
     """Why another gradient would not be the job's mistake, as far as the replay can know."""
     if any(one.loss is None or one.loss.doubt is not None for one in window):
         return "the gradient is of the job's objective, which the replay may not compute"
+    if any(share is None for step in steps for share in step.shares):
+        return "the job differentiated another loss than the one that its model returned"
     if not steps and not all(one.follows_a_norm for one in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) == 1:

@@ -46,13 +46,14 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs
     assert len(paths) == spec.actor.num_accumulated
+    window = sorted({path for share in world.gather(list(paths)) for path in share})
+    num_tokens = {path: reference.answer(path).num_tokens for path in window}
     losses = []
     for path in paths:
-        inputs = actor_inputs(read_micro_batch(path), packing=spec.actor.packing)
+        inputs = actor_inputs(read_micro_batch(path), packing=spec.actor.packs)
         loss = negated_mean(backend.forward(inputs, trains=True), inputs)
-        backend.backward(loss)
+        backend.backward(loss * (num_tokens[path] * len(window) / sum(num_tokens.values())))
         losses.append(abs(loss.item() / reference.answer(path).loss - 1))
-    window = sorted({path for share in world.gather(list(paths)) for path in share})
     expected = reference.gradients(window)
     parameters = dict(backend.engine.module.named_parameters())
     assert set(parameters) == set(expected)

@@ -69,26 +69,23 @@ def losses_of(folder: Path) -> list[float]:
     return found
 
 
-def replayed_losses(folder: Path, *, loss: str) -> list[float]:
-    """What replay computes from the captures of training passes, rank by rank."""
+def replayed_losses(folder: Path, *, loss: str, outcome: str) -> list[float]:
+    """What replay computes from the captures of training passes, rank by rank; it has to come to this outcome."""
     command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--dtype", "fp32"]
     command += ["--backend", "fsdp2", "--loss", loss, "--quiet", "--log-folder", str(folder / "logs")]
     assert replay_main(command) == 0
     (log,) = (folder / "logs").iterdir()
     run, records = read_log(log)
-    verdict = run["verdict"]
-    assert verdict["counts"].keys() <= {"REPRODUCED", "UNSETTLED"}, verdict  # every pass was judged
-    # an objective of the trainer's own, or the mean of means over ranks of unequal tokens, leaves gradients unsettled
-    assert verdict["outcome"] in ("REPRODUCED", "UNSETTLED"), verdict
+    assert run["verdict"]["outcome"] == outcome, run["verdict"]
     by_rank = sorted(records, key=lambda record: record.source)  # the replay took them step by step
     return [record.loss for record in by_rank if record.loss is not None]
 
 
-def check(folder: Path, num_passes: int, *, loss: str = "sft") -> None:
+def check(folder: Path, num_passes: int, *, loss: str = "sft", outcome: str = "REPRODUCED") -> None:
     expected = losses_of(folder)
     assert len(expected) == num_passes
     assert len(set(expected)) == num_passes  # each micro-batch has a loss of its own
-    assert replayed_losses(folder, loss=loss) == pytest.approx(expected, rel=BOUND)
+    assert replayed_losses(folder, loss=loss, outcome=outcome) == pytest.approx(expected, rel=BOUND)
 
 
 @pytest.mark.parametrize("kind", ["bare", "compiled", "outer-checkpoint"])
@@ -140,9 +137,12 @@ def test_a_lora_adapter(tmp_path: Path, one_world: None) -> None:
 @pytest.mark.skipif(not find_spec("trl"), reason="needs the extra: pip install -e '.[trainers]'")
 @pytest.mark.parametrize("kind", ["sft", "packed-sft", "dpo", "grpo"])
 def test_trl(kind: str, tmp_path: Path, one_world: None) -> None:
-    """DPO and GRPO: minus the mean log-prob of the completions, which the trainer computed on the way to its loss."""
+    """DPO and GRPO: minus the mean log-prob of the completions, which the trainer computed on the way to its loss.
+
+    What they differentiate is another loss than the model's, and the gradient is not judged by that.
+    """
     run_job(tmp_path, ONE, "trl_trainers", kind)
-    check(tmp_path, 2)
+    check(tmp_path, 2, outcome="REPRODUCED" if "sft" in kind else "UNSETTLED")
 
 
 @pytest.mark.skipif(not find_spec("openrlhf"), reason="needs openrlhf 0.11 (pip install --no-deps openrlhf pylatexenc)")
