@@ -16,6 +16,7 @@ from replay.recorded import (
     MOVED,
     OPTIMIZER,
     TOKENS,
+    WEIGHTING,
     Claim,
     Recorded,
 )
@@ -32,6 +33,7 @@ LEAST_BOUND = {  # in fp32, where sums in another order are more than what the f
     GRADIENT: 1e-3,
 }
 TOKENS_RMS = "token log-probs, root mean square"
+MAX_SHARES = 8  # that are listed
 LEAST_FACTOR = 4.0  # of the floor of any quantity
 RMS_FACTOR = 3.0  # of its floor: a mean square over hundreds of tokens hardly varies
 
@@ -163,6 +165,19 @@ def other_settings(differences: Sequence[str]) -> Finding:
         doubt="--step steps otherwise than the job did",
         counts=False,
         said="; ".join(differences),
+    )
+
+
+def other_weighting(there: Sequence[float], here: Sequence[float], why: str) -> Finding:
+    """The job's passes had other shares of its gradient than they have of the replay's."""
+    job, replay = (", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES]) for shares in (there, here))
+    return Finding(
+        name=WEIGHTING,
+        status=Status.UNSETTLED,
+        recorded=math.nan,
+        doubt=why,
+        counts=False,
+        said=f"{job} in the job, {replay} here",
     )
 
 

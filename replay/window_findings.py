@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capture.optimizer_step import OptimizerStep
-from replay.findings import Finding, Setting, dtypes_of, finding, not_judged, other_settings
+from replay.findings import Finding, Setting, dtypes_of, finding, not_judged, other_settings, other_weighting
 from replay.optimizer_settings import differences
 from replay.recorded import GRAD_NORM, GRADIENT, LOSS, Recorded
 from replay.records import PassRecord
@@ -90,11 +90,15 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
         if samples:
             found.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
         return found
-    doubt = _doubt(window, steps, noted, here)
+    doubt = _doubt(window, steps)
+    weighting = _weighting(window, noted, here) if doubt is None else None
+    if weighting is not None:
+        doubt = weighting.doubt
     dtypes = [dtype for one in window for dtype in dtypes_of(one.recorded, setting)]
     gradient = _gradient(window)
     found = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    return [*_worst(found), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
+    found = [*_worst(found), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
+    return found if weighting is None else [*found, weighting]
 
 
 def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
@@ -136,9 +140,7 @@ def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep]
     )
 
 
-def _doubt(
-    window: Sequence[Member], steps: Sequence[OptimizerStep], noted: Sequence[tuple[int, float]], here: float
-) -> str | None:
+def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | None:
     """Why another gradient would not be the job's mistake, as far as the replay can know."""
     if any(one.loss is None or one.loss.doubt is not None for one in window):
         return "the gradient is of the job's objective, which the replay may not compute"
@@ -146,27 +148,36 @@ def _doubt(
         return "the job differentiated another loss than the one that its model returned"
     if not steps and not all(one.follows_a_norm for one in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
-    if len(window) == 1:
-        return None
-    ours = [one.record.weight / len(window) for one in window]
-    theirs = job_weights(window)
-    if theirs is None:
-        means = [1 / len(window)] * len(window)
+    if len(window) > 1 and job_weights(window) is None:
         by_tokens = [one.recorded.num_tokens for one in window]
-        num_tokens = sum(by_tokens)
-        if num_tokens and _apart(means, [n / num_tokens for n in by_tokens]) <= SAME_WEIGHTS:
-            return None
-        return "what each pass weighed in the job is not known. Try: --window mean-of-means"
-    total = math.fsum(theirs)
-    shape = [one / total for one in theirs] if total else theirs
-    if _apart(shape, [one / sum(ours) for one in ours]) <= SAME_WEIGHTS:
+        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_WEIGHTS:
+            return "what each pass weighed in the job is not known. Try: --window mean-of-means"
+    return None
+
+
+def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], here: float) -> Finding | None:
+    """Where the job is known to have weighed its passes otherwise than the replay. Only shares count, not their sum."""
+    weights = job_weights(window) if len(window) > 1 else None
+    if weights is None:
         return None
-    norm = f" its gradient norm is {noted[0][1]:.6g}, and" if noted else ""
-    if _apart(shape, [1 / len(window)] * len(window)) <= SAME_WEIGHTS:
-        return f"the job averaged means:{norm} by tokens it is {here:.6g}. Try: --window mean-of-means"
-    said = ", ".join(f"{one:.3g}" for one in shape[:8])
-    by = ", ".join(f"{one / sum(ours):.3g}" for one in ours[:8])
-    return f"the job's passes weighed {said}, the replay's {by}:{norm} here it is {here:.6g}"
+    there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
+    if _apart(there, ours) <= SAME_WEIGHTS:
+        return None
+    norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
+    if _apart(there, _equal(window)) <= SAME_WEIGHTS:
+        why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
+    else:
+        why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
+    return other_weighting(there, ours, why)
+
+
+def _as_shares(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [one / total for one in weights] if total else list(weights)
+
+
+def _equal(window: Sequence[Member]) -> list[float]:
+    return [1 / len(window)] * len(window)
 
 
 def job_weights(window: Sequence[Member]) -> list[float] | None:
