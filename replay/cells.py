@@ -205,7 +205,7 @@ def _admit(
                 f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
                 f"each, and there are {here.num_inputs}"
             )
-        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "gradient_sketches": True}
+        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
         spec = run_spec({**shared, **own, **always})
         spec = replace(spec, actor=spec.actor.settled())
         _check(spec, num_processes_of(setting), here)

@@ -31,6 +31,7 @@ class Point:
     other: float
     name: str = ""  # of the parameter
     apart: float | None = None  # of what is no number, such as a gradient: `reference` and `other` are sizes
+    num_values: int = 1  # that it is the farthest of
 
     @property
     def difference(self) -> float:
@@ -91,7 +92,7 @@ class Comparison:
     num_matched: int
     num_only_in_reference: int
     num_only_in_other: int
-    results: list[Quantity]  # what the threshold decides on: loss, log-probs, gradient norm, gradients
+    results: list[Quantity]  # what the threshold decides on: loss, log-probs, token log-probs, gradient norm, gradients
     costs: list[Quantity]  # seconds of the phases, peak of memory
     notes: list[str]  # what could not be compared, and why
 
@@ -116,10 +117,13 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
     results = [Quantity.of("loss", _losses(placed))]
     if points := _log_probs(placed):
         results.append(Quantity.of("log-probs", points))
+    has_details = reference.spec.measure.details and other.spec.measure.details
+    if points and has_details:
+        results.append(Quantity.of("token log-probs", _token_log_probs(placed, reference, other)))
     both = matched(windows, other_windows, key=lambda window: window.inputs)
     if points := _norms(both):
         results.append(Quantity.of("gradient norm", points))
-        if reference.spec.measure.gradient_sketches and other.spec.measure.gradient_sketches:
+        if has_details:
             results.append(Quantity.of("gradients", _gradients(both, reference, other)))
     elif windows or other_windows:
         notes.append(
@@ -166,6 +170,21 @@ def _log_probs(placed: Placed) -> list[Point]:
     for place, one, partner in placed:
         rows = (zip(*(peer.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
         found.extend(_farthest(one.source, place, *row) for row in zip(*rows, strict=True))
+    return found
+
+
+def _token_log_probs(placed: Placed, reference: PastRun, other: PastRun) -> list[Point]:
+    """A point a pass: its farthest token, relative to the mean size of the pass's log-probs."""
+    from replay.token_log_probs import farthest, read
+
+    found = []
+    for place, one, partner in placed:
+        runs = (reference.folder, one.peers), (other.folder, partner.peers)
+        tokens = ([read(folder, peer.index, peer.rank) for peer in peers] for folder, peers in runs)
+        size, other_size, apart, count = farthest(*tokens)
+        found.append(
+            Point(source=one.source, place=place, reference=size, other=other_size, apart=apart, num_values=count)
+        )
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from actor_init.spec import Dtype, UsageError
 from replay.cells import Role
 from replay.comparison import Comparison, compare
-from replay.noise import GRADIENT_CEILINGS, GRADIENTS, Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
+from replay.noise import CEILINGS, Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
 from replay.parity_log import Row, State
 from replay.past_run import PastRun
 from replay.summary import Statistics, summarize
@@ -155,7 +155,7 @@ class Judge:
             found = self._compared(row.cell.name, wide.cell.name, done)
             of_a_number = self._ceiling(dtype, row)
             for quantity, distance in found.distances.items():
-                ceiling = of_a_number * (GRADIENT_CEILINGS if quantity == GRADIENTS else 1.0)
+                ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
                 if distance.value > ceiling:
                     remarks.append(
                         f"the reference in {dtype} is {distance.value:.3g} from that in fp32 in its {quantity} at "

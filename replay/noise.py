@@ -15,8 +15,9 @@ Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). A
 trusted, nor one an order above all others that is within an order of the ceiling. Few samples do not lift a bound
 beyond it.
 
-Of gradients, each parameter's is a point. Backward adds to a stream as long as forward's, whose rounding it begins
-with, and the farthest of hundreds of sketches is looked at, so the ceiling is GRADIENT_CEILINGS times as high.
+Of gradients, each parameter's is a point, and of log-probs each token's beside their rows' sums. Backward adds to a
+stream as long as forward's, whose rounding it begins with, and the farthest of hundreds is looked at, so for these the
+ceiling is CEILINGS times as high.
 """
 
 import math
@@ -34,7 +35,7 @@ UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24
 FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
 LEAST_FACTOR = 4.0
 AN_ORDER = 10.0
-GRADIENTS, GRADIENT_CEILINGS = "gradients", 4.0
+CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}  # of what is the farthest of hundreds of values
 
 
 class Verdict(StrEnum):
@@ -80,7 +81,7 @@ class Noise:
 
 
 def distances(comparison: Comparison) -> dict[str, Distance]:
-    """By quantity: loss, log-probs, gradient norm and gradients where they are there."""
+    """By quantity: loss, log-probs, those of tokens, gradient norm and gradients where they are there."""
     return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
 
 
@@ -94,7 +95,11 @@ def _farthest(points: Sequence[Point]) -> Distance:
 
     worst = max(points, key=distance)
     return Distance(
-        value=distance(worst), source=worst.source, place=worst.place, num_points=len(points), name=worst.name
+        value=distance(worst),
+        source=worst.source,
+        place=worst.place,
+        num_points=sum(point.num_values for point in points),
+        name=worst.name,
     )
 
 
@@ -102,7 +107,7 @@ def noise_of(
     dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float, *, group: str = ""
 ) -> Noise:
     """`equivalents` are the distances of the runs that should be equal, by their names; `ceiling` is of a number."""
-    ceiling *= GRADIENT_CEILINGS if quantity == GRADIENTS else 1.0
+    ceiling *= CEILINGS.get(quantity, 1.0)
     measured = {name: one.value for name, one in equivalents.items()}
     trusted = {name: value for name, value in measured.items() if _is_trusted(name, measured, ceiling)}
     loudest = max(trusted, key=lambda name: trusted[name], default="")

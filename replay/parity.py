@@ -30,7 +30,7 @@ from replay.session import inputs_folder
 from replay.spec import Passes, RunSpec
 from replay.wording import Pairs, counted
 
-SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "name", "gradient_sketches")
+SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "name", "details")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8

@@ -10,7 +10,7 @@ from replay.options import command_line
 from replay.parity_log import ParityLog, Row, State
 from replay.wording import Columns, Pairs, counted, gibibytes, milliseconds
 
-QUANTITIES = ("loss", "log-probs", "gradient norm", "gradients")
+QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
 MOST_NAMED = 3
 
 

@@ -21,15 +21,15 @@ from capture.capture_file import read_call
 from capture.fingerprint import Sample
 from capture.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from capture.reproduction import restore_random_states
+from replay import gradient_sketches, token_log_probs
 from replay.digests import digest_of_inputs
-from replay.gradient_sketches import keep as keep_gradients
 from replay.loss import negated_mean, tokens_for
 from replay.meter import Meter
 from replay.non_finite import Again, Search
 from replay.position import Phase, Tracker
 from replay.recorded import Recorded, recorded_in
 from replay.records import PassRecord
-from replay.replayed import Replayed, action_log_probs, gradient_samples, token_log_probs
+from replay.replayed import Replayed, action_log_probs, gradient_samples, sampled_log_probs
 from replay.router_loss import without_router_loss
 from replay.run_trace import RunTrace
 from replay.same_weights import SameWeights
@@ -103,7 +103,7 @@ class PassRunner:
         self.replayed = Replayed()  # what the latest pass computed beside its record
         self.trace = trace
         self.rounds = rounds
-        self.gradients_folder = folder if spec.measure.gradient_sketches else None
+        self.details_folder = folder if spec.measure.details else None
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
         self.num_settled = 0  # inputs after which no accumulation window was left open
@@ -234,9 +234,9 @@ class PassRunner:
                 if last_of_window and self._samples_gradients(index):
                     with self.meter.paused():
                         gradient = gradient_samples(self.actor.backend.gradients(), self._wanted)
-                if last_of_window and self.gradients_folder is not None:
+                if last_of_window and self.details_folder is not None:
                     with self.meter.paused():
-                        keep_gradients(self.gradients_folder, index, self.actor.backend.gradients(), self.world)
+                        gradient_sketches.keep(self.details_folder, index, self.actor.backend.gradients(), self.world)
                 if step and self.search.is_any(loss):
                     named = self.search.run(self.actor.backend, replace(self._again, stepped=False, backward=False))
                 if step:
@@ -255,14 +255,16 @@ class PassRunner:
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         order = -1 if self._reverses else 1
         self.replayed = Replayed(
-            token_log_probs=token_log_probs(
+            token_log_probs=sampled_log_probs(
                 log_probs_BA, inputs.action_mask_BA, batch.sequences_BS.shape[1], is_reversed=self._reverses
             ),
             action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
-            if self._wants_tokens
+            if self._wants_tokens or self.details_folder is not None
             else (),
             gradient=gradient,
         )
+        if self.details_folder is not None:
+            token_log_probs.keep(self.details_folder, index, self.world.rank, self.replayed.action_log_probs)
         wait = phases.pop("wait", None)
         return {
             "fed_tokens": inputs.input_ids.numel() * self.spec.actor.parallel.ring,

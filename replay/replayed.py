@@ -48,7 +48,9 @@ def action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool)
     return [value if is_there else None for value, is_there in pairs]
 
 
-def token_log_probs(log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, is_reversed: bool) -> list[float | None]:
+def sampled_log_probs(
+    log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, is_reversed: bool
+) -> list[float | None]:
     """The log-probs of the sampled tokens of rows of `num_tokens`; None for those that have none.
 
     is_reversed  the rows are the captured ones from the last to the first

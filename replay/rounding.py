@@ -80,7 +80,7 @@ def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
     )
-    measure = replace(spec.measure, trace=False, gradient_sketches=False)
+    measure = replace(spec.measure, trace=False, details=False)
     return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=True), measure=measure)
 
 
@@ -148,7 +148,7 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
 
 
 def in_fp32(spec: RunSpec) -> RunSpec:
-    measure = replace(spec.measure, trace=False, gradient_sketches=False)
+    measure = replace(spec.measure, trace=False, details=False)
     attention = spec.actor.attention if spec.actor.attention in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
     return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
 

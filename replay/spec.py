@@ -84,9 +84,10 @@ class MeasureSpec:
         False,
         "Keep a sketch of every layer's output and gradient, and of every parameter's gradient, for `replay compare`.",
     )
-    gradient_sketches: bool = option(
+    details: bool = option(
         False,
-        "Keep the norm and a sketch of every parameter's gradient for `replay compare`, as parity does; not timed.",
+        "Keep each token's log-prob and a sketch of each parameter's gradient for `replay compare`, as parity does; "
+        "not timed.",
     )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(

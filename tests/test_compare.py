@@ -301,7 +301,7 @@ def test_json_has_every_number(tmp_path: Path) -> None:
     [one] = whole["comparisons"]
     assert (one["within"], one["num_matched"]) == (False, 1)
     assert one["results"][0]["points"] == [
-        {"source": "x.pkl", "place": 0, "reference": 2.0, "other": "nan", "name": "", "apart": None}
+        {"source": "x.pkl", "place": 0, "reference": 2.0, "other": "nan", "name": "", "apart": None, "num_values": 1}
     ]
     assert one["results"][0]["max_relative"] == "inf"
 

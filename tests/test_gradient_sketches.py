@@ -12,6 +12,7 @@ from replay.gradient_sketches import SMALL, ParameterDistance, distances_between
 from replay.judgement import Judge
 from replay.noise import Verdict
 from replay.options import run_spec
+from replay.token_log_probs import keep as keep_log_probs
 from tests.made_logs import passed
 from tests.test_judgement import Made
 
@@ -95,7 +96,7 @@ def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
 def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_does(tmp_path: Path) -> None:
     made = Made(tmp_path, [])
     alone: Any = World([])
-    spec = run_spec({"dtype": "fp32", "gradient_sketches": True})
+    spec = run_spec({"dtype": "fp32", "details": True})
     for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", ""), ("clean", "")):
         made.add(name, varies=varies, spec=spec, records=[passed(index, letter) for index, letter in enumerate("wx")])
         folder = made.rows[-1].log
@@ -104,7 +105,34 @@ def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_do
             q_proj = random(32, 32, seed=index)
             own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
             keep(folder, index, own.items(), alone)
+            keep_log_probs(folder, index, 0, [-1.0, None, -2.0])
     judged = Judge().judge(made.rows).cells
     assert judged["clean"].verdict is Verdict.EQUAL
     assert (judged["cell"].verdict, judged["cell"].deciding) == (Verdict.DIFFERS, ["gradients"])
     assert judged["cell"].distances["gradients"].where in ("q_proj at w.pkl", "q_proj at x.pkl")
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 1e-7), ("bf16", 4e-4)])
+def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
+    dtype: str, rounding: float, tmp_path: Path
+) -> None:
+    made = Made(tmp_path, [])
+    alone: Any = World([])
+    spec = run_spec({"dtype": dtype, "details": True})
+    right = -10 * torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
+    noise = [10 * rounding * random(2, 200, seed=seed).clamp(-2, 2) for seed in range(3)]
+    floor = float(noise[0].abs().max())
+    for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", ""), ("clean", "")):
+        made.add(name, varies=varies, spec=spec, records=[passed(index, letter) for index, letter in enumerate("wx")])
+        folder = made.rows[-1].log
+        assert folder is not None
+        values = right + (torch.zeros(2, 200) if name == "ref" else noise[0] if varies else noise[1])
+        if name == "cell":
+            values[1, 17] = right[1, 17] + 5 * floor
+        for index in range(2):
+            keep_log_probs(folder, index, 0, [None, *values[index].tolist()])
+            keep(folder, index, [("w", random(4, 4))], alone)
+    judged = Judge().judge(made.rows).cells
+    assert judged["clean"].verdict is Verdict.WITHIN_NOISE
+    assert (judged["cell"].verdict, judged["cell"].deciding) == (Verdict.DIFFERS, ["token log-probs"])
+    assert judged["cell"].distances["token log-probs"].where == "x.pkl"

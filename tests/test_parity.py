@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from actor_init.packing import actor_inputs
-from replay import cli, parity, parting
+from replay import cli, gradient_sketches, parity, parting, token_log_probs
 from replay.child import Child, Task
 from replay.cli import app
-from replay.gradient_sketches import keep
 from replay.judgement import Judge
 from replay.noise import Verdict
 from replay.parity_log import ParityLog, State
@@ -82,7 +81,8 @@ class Runs:
             config = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
             folder = write_log(task.logs / "run", records, spec=spec, work=config)
             for record in records:
-                keep(folder, record.index, [("norm", torch.ones(8))], ALONE)
+                gradient_sketches.keep(folder, record.index, [("norm", torch.ones(8))], ALONE)
+                token_log_probs.keep(folder, record.index, record.rank, [-1.0, -2.0])
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
         return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 

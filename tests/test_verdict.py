@@ -156,6 +156,31 @@ def test_bf16_is_held_to_its_own_bound(job_dtype: torch.dtype, tmp_path: Path, o
     assert all(1e-3 < one["bound"] < 0.7 for one in verdict["worst"])
 
 
+def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: Path, one_world: None) -> None:
+    job = train(tmp_path / "job", dtype=torch.bfloat16, reproduce=True)
+    _, verdict, _ = replayed(job, tmp_path / "logs")
+    floor = verdict["floors"][TOKENS]["value"]
+
+    def planted(call: Call) -> Call:
+        values = list(call.outputs["token_log_probs"])
+        values[-1] += 6 * floor * max(1.0, abs(values[-1]))  # 5, and what rounding may take away from it
+        return replace(call, outputs={**call.outputs, "token_log_probs": values})
+
+    _, verdict, _ = replayed(job, tmp_path / "more", captures=changed(job, tmp_path / "planted", planted))
+    assert (verdict["outcome"], verdict["first"]["index"]) == ("DIFFERS", 1)
+    assert TOKENS in [one["name"] for one in verdict["first"]["findings"] if one["status"] == "differs"]
+
+
+def test_a_second_opinion_is_of_a_replay_in_fp32(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", reproduce=True)
+    _, verdict, _ = replayed(job, tmp_path / "logs", "--dtype", "bf16", "--second-opinion")
+    assert verdict["outcome"] == "REPRODUCED"
+    said = capsys.readouterr().out
+    assert "in fp32    REPRODUCED: 3 of 3 passes and 3 of 3 gradients; loss to " in said
+
+
 @pytest.mark.parametrize("typed", [["--random-weights"], ["--model", "stale"]])
 def test_other_weights_are_named_before_the_first_pass(
     typed: list[str], job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]

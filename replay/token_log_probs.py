@@ -1,0 +1,60 @@
+"""What a run keeps of each action token's log-prob, so that one token counts and not only the sum of its row.
+
+log_probs/rank0-pass000003.safetensors    by each rank, of each pass: row by row, one after the other
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actor_init.spec import UsageError
+
+FOLDER = "log_probs"
+_NAME = "log_probs"
+
+
+def keep(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]) -> None:
+    """Write down the log-probs of a pass; None stands for what is no action token."""
+    path = file_of(folder, index, rank)
+    path.parent.mkdir(exist_ok=True)
+    values_N = torch.tensor([one for one in log_probs if one is not None], dtype=torch.float32, device="cpu")
+    save_file({_NAME: values_N}, path)
+
+
+def file_of(folder: Path, index: int, rank: int) -> Path:
+    return folder / FOLDER / f"rank{rank}-pass{index:06}.safetensors"
+
+
+def read(folder: Path, index: int, rank: int) -> Tensor:
+    """What `keep` wrote, [N] fp32. Raises UsageError where it is not there or damaged."""
+    path = file_of(folder, index, rank)
+    try:
+        values_N: Tensor = load_file(path)[_NAME]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again") from error
+    return values_N
+
+
+def farthest(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:
+    """Of two runs' ranks that shared a pass: mean size in both, the largest difference of a token, number of tokens."""
+    return max(_distances(references, others), key=lambda found: found[2])
+
+
+def _distances(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:
+    for one_N, other_N in product(references, others):
+        if len(one_N) != len(other_N):
+            yield math.inf, math.inf, math.inf, len(one_N)
+            continue
+        if not len(one_N):
+            yield 0.0, 0.0, 0.0, 0
+            continue
+        apart_N = torch.where(one_N == other_N, 0.0, (one_N.double() - other_N.double()).abs())
+        apart_N[one_N.isnan() & other_N.isnan()] = 0.0
+        size, other_size = (float(values.double().abs().mean()) for values in (one_N, other_N))
+        yield size, other_size, float(apart_N.nan_to_num(nan=math.inf).max()), len(one_N)
