@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from actor_init.packing import ActorInputs
-from actor_init.ring import sum_over_ring
-from actor_init.vocab_parallel import log_probs_of_shards
+from actor_init.attention.ring import sum_over_ring
+from actor_init.inputs.packing import ActorInputs
+from actor_init.parallel.vocab_parallel import log_probs_of_shards
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
-from capture.actor_config import read_actor_config
-from capture.micro_batch import CaptureError
+from capture.file_format.actor_config import read_actor_config
+from capture.file_format.micro_batch import CaptureError
 
 PRESETS = files("actor_init") / "presets"
 PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")

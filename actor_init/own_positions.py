@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from actor_init.documents import BORDER_NAMES
+from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import build_on_meta
-from capture.micro_batch import MicroBatch
+from capture.file_format.micro_batch import MicroBatch
 
 _NUM_COLUMNS, _NUM_PADDED = 6, 2
 

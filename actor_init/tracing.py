@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actor_init.inputs.packing import ActorInputs
 from actor_init.model import blocks_of, build_on_meta
-from actor_init.packing import ActorInputs
+from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile
-from actor_init.token_rows import token_rows
 from actor_init.world import World
 
 SEEN = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "no layer"}  # for a trace to say

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import CaptureError, capture_files, read_micro_batch, recording
-from capture.manifest import check_folder
+from capture.file_format.manifest import check_folder
 
 IDS_BS = torch.arange(4096).view(4, 1024)
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replay.logbook import read_log
-from replay.records import PassRecord
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
 
 KERNELS = {
     "padded sdpa": "--no-packing --attention sdpa",

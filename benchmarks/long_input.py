@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from capture.capture_file import write_call
-from capture.micro_batch import Origin
+from capture.file_format.capture_file import write_call
+from capture.file_format.micro_batch import Origin
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ import json
 import tempfile
 from pathlib import Path
 
-from replay.cells import Role
-from replay.noise import Verdict
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, ground_of, grounds_for
 from tests.more_faults import MORE_FAULTS
 

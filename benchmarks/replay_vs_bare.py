@@ -22,17 +22,17 @@ from actor_init.backends.deepspeed_zero import DeepSpeedBackend
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from capture.capture_file import read_micro_batch
-from capture.micro_batch import MicroBatch
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.micro_batch import MicroBatch
 from replay.cli import app
-from replay.meter import Meter
-from replay.pass_runner import PassRunner, ReopenedActor
-from replay.position import Tracker
-from replay.records import PassRecord
-from replay.same_weights import SameWeights
-from replay.selection import select
-from replay.session import find_source
-from replay.summary import peak_bytes
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import peak_bytes
+from replay.runner.meter import Meter
+from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.selection import select
+from replay.runner.session import find_source
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
 
 MAX_LENGTH = 2048  # of a packed row, as the replay rounds it
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention import flash_attn_varlen
-from actor_init.ring import RingSlice, ring_slice
-from actor_init.ring_attention import ring_flash_attn, ring_flash_attn_package, ring_sdpa
+from actor_init.attention.kernels import flash_attn_varlen
+from actor_init.attention.ring import RingSlice, ring_slice
+from actor_init.attention.ring_attention import ring_flash_attn, ring_flash_attn_package, ring_sdpa
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 

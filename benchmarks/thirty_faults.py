@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.cells import Cell, Role
-from replay.noise import Verdict
 from replay.options import command_line
-from replay.past_run import PastRun
-from replay.selection import default_folder
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Cell, Role
+from replay.runlog.reader import PastRun
+from replay.runner.selection import default_folder
 from tests.fault_campaign import (
     Campaign,
     Ground,

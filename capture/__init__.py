@@ -10,22 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capture.actor_config import read_actor_config, write_actor_config
-    from capture.capture_file import capture_files, read_micro_batch, write_call
-    from capture.micro_batch import CaptureError, MicroBatch, Origin
-    from capture.recorder import Recorder, recording
+    from capture.file_format.actor_config import read_actor_config, write_actor_config
+    from capture.file_format.capture_file import capture_files, read_micro_batch, write_call
+    from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
+    from capture.record.recorder import Recorder, recording
 
 _HOMES = {
-    "CaptureError": "capture.micro_batch",
-    "MicroBatch": "capture.micro_batch",
-    "Origin": "capture.micro_batch",
-    "Recorder": "capture.recorder",
-    "capture_files": "capture.capture_file",
-    "read_actor_config": "capture.actor_config",
-    "read_micro_batch": "capture.capture_file",
-    "recording": "capture.recorder",
-    "write_actor_config": "capture.actor_config",
-    "write_call": "capture.capture_file",
+    "CaptureError": "capture.file_format.micro_batch",
+    "MicroBatch": "capture.file_format.micro_batch",
+    "Origin": "capture.file_format.micro_batch",
+    "Recorder": "capture.record.recorder",
+    "capture_files": "capture.file_format.capture_file",
+    "read_actor_config": "capture.file_format.actor_config",
+    "read_micro_batch": "capture.file_format.capture_file",
+    "recording": "capture.record.recorder",
+    "write_actor_config": "capture.file_format.actor_config",
+    "write_call": "capture.file_format.capture_file",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.micro_batch import CaptureError
+from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
 KEEP_SETTINGS = (
@@ -92,7 +92,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from capture.keep import keep_of
+    from capture.record.retention import keep_of
 
     settings = {name: getattr(parsed, name) for name in KEEP_SETTINGS if getattr(parsed, name) is not None}
     try:
@@ -130,7 +130,7 @@ def _wrong_usage(error: Exception) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from capture.manifest import check_folder
+    from capture.file_format.manifest import check_folder
 
     found = check_folder(parsed.folder)
     print(f"good       {len(found.good)} files")
@@ -145,7 +145,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    from capture.convert import convert_folder
+    from capture.folder_tools.convert import convert_folder
     from capture.importers import Project
 
     project = Project(parsed.project) if parsed.project else None
@@ -158,7 +158,7 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 
 def _redact(parsed: argparse.Namespace) -> int:
-    from capture.redact import Tokens, redact_folder
+    from capture.folder_tools.redact import Tokens, redact_folder
 
     done = redact_folder(parsed.folder, parsed.target, Tokens(parsed.tokens))
     print(f"redacted   {len(done.written)} files to {parsed.target}, tokens: {parsed.tokens}")
@@ -168,7 +168,7 @@ def _redact(parsed: argparse.Namespace) -> int:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    from capture.pack import pack_folder
+    from capture.folder_tools.pack import pack_folder
 
     done = pack_folder(parsed.folder, parsed.target, max_bytes=parsed.max_bytes)
     print(f"packed     {done.num_files} files in {done.path}, {done.num_bytes:,} bytes")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from capture.keep import keep_of
-from capture.recorder import Recorder, recording
+from capture.record.recorder import Recorder, recording
+from capture.record.retention import keep_of
 from capture.search import Search
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import nn
 
-from capture.job import rank_and_world_size
-from capture.micro_batch import CaptureError
-from capture.recorder import Recorder, recording
+from capture.file_format.micro_batch import CaptureError
+from capture.record.job_facts import rank_and_world_size
+from capture.record.recorder import Recorder, recording
 from capture.search import Search, TrainedLanguageModel, is_called
 
 

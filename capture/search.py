@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from capture.call_arguments import forward_signature, take_apart
-from capture.micro_batch import EMBEDDINGS_NAME, ID_NAMES
-from capture.writer import warn
+from capture.file_format.micro_batch import EMBEDDINGS_NAME, ID_NAMES
+from capture.record.background_writer import warn
+from capture.record.call_arguments import forward_signature, take_apart
 
 TOKEN_NAMES = frozenset({*ID_NAMES, EMBEDDINGS_NAME})
 

@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
-from replay.launch import num_processes_missing, relaunch
 from replay.options import Action, command_line, run_spec, with_options
+from replay.processes.launch import num_processes_missing, relaunch
 from replay.spec import RunSpec
 from replay.subcommands import COMMANDS
 
@@ -73,7 +73,7 @@ def replay(
 def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
     if num_processes := num_processes_missing(spec.actor.parallel):
         return relaunch(num_processes, command_line(spec) + ["--traceback"] * show_traceback)
-    from replay.session import run
+    from replay.runner.session import run
 
     return run(spec, show_traceback=show_traceback)
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from actor_init.packing import ActorInputs
-from capture.micro_batch import MicroBatch
+from actor_init.inputs.packing import ActorInputs
+from capture.file_format.micro_batch import MicroBatch
 from replay.spec import LossName
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import UsageError
-from replay.diagnose_command import diagnose
+from replay.diagnose.command import diagnose
 from replay.options import Action
-from replay.parity_command import parity
-from replay.suite_command import suite
+from replay.parity.command import parity
+from replay.suite.command import suite
 
 
 def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
@@ -23,8 +23,8 @@ def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action
 
 
 def _inspect(folder: Path) -> int:
-    from replay.console import print_inspection
-    from replay.inspection import inspect_folder
+    from replay.inspection.folder_facts import inspect_folder
+    from replay.report.table import print_inspection
 
     facts = inspect_folder(folder)
     print_inspection(facts)
@@ -50,7 +50,7 @@ def doctor(
 def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("doctor starts its own processes. Try: replay doctor, without a launcher and its WORLD_SIZE")
-    from replay.doctor import examine
+    from replay.doctor.report import examine
 
     return examine(log_folder, json, timeout)
 
@@ -77,7 +77,7 @@ def compare(
 
 
 def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None) -> int:
-    from replay.compare import compare_logs
+    from replay.compare.command import compare_logs
 
     return compare_logs(logs, threshold, plot, json)
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.backends.deepspeed_zero import DeepSpeedBackend
-from actor_init.packing import actor_inputs
+from actor_init.inputs.packing import actor_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from capture.capture_file import read_micro_batch
+from capture.file_format.capture_file import read_micro_batch
 from replay.cli import app, leave
 from replay.loss import negated_mean
-from replay.selection import select
-from replay.session import find_source
+from replay.runner.selection import select
+from replay.runner.session import find_source
 from tests.reference import Reference
 
 reference_of = cache(Reference)

@@ -49,7 +49,7 @@ def main() -> int:
     with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world:
         for job in json.loads(Path(sys.argv[1]).read_text()):
             with ExitStack() as stack:
-                stack.enter_context(patch("replay.diagnose.World.from_env", lambda _: nullcontext(world)))
+                stack.enter_context(patch("replay.diagnose.report.World.from_env", lambda _: nullcontext(world)))
                 if "fault" in job:
                     stack.enter_context(FAULTS[job["fault"]](world))
                 app(["diagnose", *job["arguments"]], standalone_mode=False)()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from capture import Recorder, recording
-from capture.keep import Keep
-from capture.store import salvage
-from capture.trouble import read_troubles
+from capture.record.incidents import read_troubles
+from capture.record.pass_store import salvage
+from capture.record.retention import Keep
 
 NUM_PASSES = 6
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from replay.cells import Cell, Here, plan
-from replay.first_difference import FirstDifference, first_difference
-from replay.judgement import MEASURING, Judge, Judged
-from replay.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.options import command_line
-from replay.parity_log import Row, State
-from replay.past_run import PastRun
-from replay.selection import edge_folder
+from replay.parity.judge import MEASURING, Judge, Judged
+from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
+from replay.parity.plan import Cell, Here, plan
+from replay.parity.state import Row, State
+from replay.runlog.reader import PastRun
+from replay.runner.selection import edge_folder
+from replay.tracing.first_difference import FirstDifference, first_difference
 from tests.faults import Fault
 from tests.sharded import MODELS, SIZES
 from tests.test_commands import ROOT
@@ -159,7 +159,7 @@ class Campaign:
         return Judge().judge([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
-        """What parity names first, by the rule of `replay.parting`."""
+        """What parity names first, by the rule of `replay.parity.traced_rerun`."""
         equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
         [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
         return first_difference(

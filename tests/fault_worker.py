@@ -18,8 +18,8 @@ from torch.utils._debug_mode import DebugMode
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
-from replay.pass_runner import PassRunner
-from replay.session import run_in
+from replay.runner.pass_runner import PassRunner
+from replay.runner.session import run_in
 from tests.faults import FAULTS
 from tests.more_faults import MORE_FAULTS
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actor_init import packing
+from actor_init.inputs import packing
+from actor_init.inputs.packing import ActorInputs
 from actor_init.model import build_on_meta
-from actor_init.packing import ActorInputs
-from actor_init.split_linear import SplitColumns
+from actor_init.parallel.split_linear import SplitColumns
 from actor_init.weights import OnProgress, RandomWeights
 from actor_init.world import World
-from replay.matrix import Setting
+from replay.parity.matrix import Setting
 from tests import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]
@@ -79,7 +79,7 @@ def _other_inputs(change: Callable[[ActorInputs], ActorInputs]) -> AbstractConte
     def changed(*args: Any, **kwargs: Any) -> ActorInputs:
         return change(packing.actor_inputs(*args, **kwargs))
 
-    return patch("replay.pass_runner.actor_inputs", changed)
+    return patch("replay.runner.pass_runner.actor_inputs", changed)
 
 
 def _other_weights(change: Callable[[str, Tensor], None]) -> AbstractContextManager[Any]:
@@ -220,7 +220,7 @@ def action_mask_off_by_one(world: World) -> Iterator[None]:
     def shifted(batch: Any, **kwargs: Any) -> ActorInputs:
         return real(replace(batch, action_mask_BA=torch.roll(batch.action_mask_BA, 1, dims=-1)), **kwargs)
 
-    with patch("replay.pass_runner.actor_inputs", shifted):
+    with patch("replay.runner.pass_runner.actor_inputs", shifted):
         yield
 
 
@@ -253,7 +253,7 @@ def loss_over_padding(world: World) -> Iterator[None]:
     def averaged(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
         return -log_probs_BA.mean()
 
-    with patch("replay.pass_runner.negated_mean", averaged):
+    with patch("replay.runner.pass_runner.negated_mean", averaged):
         yield
 
 
@@ -265,7 +265,7 @@ def loss_by_rows(world: World) -> Iterator[None]:
         counts_B = inputs.action_mask_BA.sum(dim=1).clamp(min=1)
         return -(log_probs_BA.sum(dim=1) / counts_B).mean()
 
-    with patch("replay.pass_runner.negated_mean", averaged):
+    with patch("replay.runner.pass_runner.negated_mean", averaged):
         yield
 
 
@@ -386,7 +386,7 @@ def shards_swapped(world: World) -> Iterator[None]:
 @contextmanager
 def output_not_summed(world: World) -> Iterator[None]:
     """The partial sums of one layer's o_proj are taken for the whole."""
-    from actor_init import split_linear
+    from actor_init.parallel import split_linear
 
     num_calls = 0
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import replay.pass_runner
-import replay.session
+import replay.runner.pass_runner
+import replay.runner.session
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
-from replay.watch import HELD_SECONDS, Watch, watching
+from replay.watch.watcher import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
 HANG_SECONDS = 6.0
@@ -128,9 +128,9 @@ def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
     watches: list[Watch] = []
-    vars(replay.session)["watching"] = partial(_watched, watches)
+    vars(replay.runner.session)["watching"] = partial(_watched, watches)
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
-    vars(replay.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
+    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
     run_and_leave()
 
 

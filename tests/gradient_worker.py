@@ -26,7 +26,7 @@ from actor_init.backends import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
-from replay.session import run_in
+from replay.runner.session import run_in
 from tests.replay_worker import PATIENCE
 from tests.sabotage import SABOTAGES
 
@@ -81,7 +81,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
     with ExitStack() as stack:
         if "sabotage" in job:
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
-        stack.enter_context(patch("replay.pass_runner.open_backend", opened))
+        stack.enter_context(patch("replay.runner.pass_runner.open_backend", opened))
         spec = app([*job["arguments"], *PATIENCE], standalone_mode=False).args[0]
         code = run_in(world, spec, show_traceback=True)
     if world.rank == 0:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from capture.actor_config import write_actor_config
-from capture.capture_file import write_call
-from capture.micro_batch import Origin
+from capture.file_format.actor_config import write_actor_config
+from capture.file_format.capture_file import write_call
+from capture.file_format.micro_batch import Origin
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.logbook import Logbook
 from replay.options import run_spec
-from replay.records import PassRecord
-from replay.selection import Selection
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import summarize
+from replay.runlog.writer import Logbook
+from replay.runner.selection import Selection
 from replay.spec import RunSpec
-from replay.summary import summarize
 from tests.made_records import cost, record
 
 FACTS = {"weights": "random, seed 0", "zero_stage": 1}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from replay.records import PassRecord, PhaseCost
+from replay.runlog.records import PassRecord, PhaseCost
 
 GIB = 2**30
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from actor_init import split_linear
-from actor_init.packing import ActorInputs
+from actor_init.inputs.packing import ActorInputs
+from actor_init.parallel import split_linear
 from actor_init.world import World
-from replay.matrix import EDGE_DOCUMENTS, EDGE_ROWS, Setting
+from replay.parity.matrix import EDGE_DOCUMENTS, EDGE_ROWS, Setting
 from tests.faults import Fault, _edited, _other_inputs
 
 Change = Callable[[Tensor], Tensor]
@@ -241,7 +241,7 @@ def empty_rows_counted(world: World) -> Iterator[None]:
     def averaged(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
         return -log_probs_BA.sum() / inputs.action_mask_BA.sum(dim=1).clamp(min=1).sum()
 
-    with patch("replay.pass_runner.negated_mean", averaged):
+    with patch("replay.runner.pass_runner.negated_mean", averaged):
         yield
 
 

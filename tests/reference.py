@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from capture.capture_file import read_micro_batch
-from capture.micro_batch import MicroBatch
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

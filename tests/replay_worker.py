@@ -12,7 +12,7 @@ import torch
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
-from replay.session import run_in
+from replay.runner.session import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.func import functional_call
 
-from actor_init.packing import ActorInputs, actor_inputs, sliced
-from actor_init.ring import RingSlice
-from actor_init.split_linear import SplitRows
+from actor_init.attention.ring import RingSlice
+from actor_init.inputs.packing import ActorInputs, actor_inputs, sliced
+from actor_init.parallel.split_linear import SplitRows
 from actor_init.world import World
 
 
@@ -47,14 +47,14 @@ def different_inputs(world: World) -> Iterator[None]:
             return inputs
         return replace(inputs, input_ids=torch.roll(inputs.input_ids, 1, dims=-1))
 
-    with patch("replay.pass_runner.actor_inputs", shifted):
+    with patch("replay.runner.pass_runner.actor_inputs", shifted):
         yield
 
 
 @contextmanager
 def head_norms_not_summed(world: World) -> Iterator[None]:
     """The gradients of norms on heads are those of a rank's own heads alone."""
-    with patch("actor_init.tensor_parallel.sum_gradient", lambda tensor, group: tensor):
+    with patch("actor_init.parallel.tensor_parallel.sum_gradient", lambda tensor, group: tensor):
         yield
 
 
@@ -86,7 +86,7 @@ class OwnTokensNorm(SequenceParallel):
 @contextmanager
 def sequence_norms_not_summed(world: World) -> Iterator[None]:
     """The gradients of norms on the sharded sequence are those of a rank's own tokens alone."""
-    with patch("actor_init.tensor_parallel.SequenceParallel", OwnTokensNorm):
+    with patch("actor_init.parallel.tensor_parallel.SequenceParallel", OwnTokensNorm):
         yield
 
 
@@ -105,7 +105,7 @@ def whole_logits(world: World) -> Iterator[None]:
 @contextmanager
 def own_keys_alone(world: World) -> Iterator[None]:
     """A ring rank's queries see the keys of its own slice, and none of the others'."""
-    from actor_init import ring_attention
+    from actor_init.attention import ring_attention
 
     visible = ring_attention._visible_llama3
 
@@ -125,14 +125,14 @@ def positions_from_zero(world: World) -> Iterator[None]:
         own = sliced(inputs, ring)
         return replace(own, position_ids=torch.arange(own.input_ids.shape[1]).unsqueeze(0))
 
-    with patch("replay.pass_runner.sliced", sliced_wrongly):
+    with patch("replay.runner.pass_runner.sliced", sliced_wrongly):
         yield
 
 
 @contextmanager
 def ring_averaged(world: World) -> Iterator[None]:
     """Gradients are averaged over the ring, as over data ranks, and not summed."""
-    with patch("actor_init.ring._SumOverRing.backward", staticmethod(lambda ctx, gradient: (gradient, None))):
+    with patch("actor_init.attention.ring._SumOverRing.backward", staticmethod(lambda ctx, gradient: (gradient, None))):
         yield
 
 

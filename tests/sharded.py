@@ -12,9 +12,9 @@ import torch
 from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actor_init.tensor_parallel import GATHERS_IN_ONE_PIECE
-from replay.records import PassRecord
-from replay.selection import default_folder
+from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
+from replay.runlog.records import PassRecord
+from replay.runner.selection import default_folder
 from tests.gradients import assert_gradients_are_the_reference_s
 from tests.reference import Reference
 from tests.test_commands import ROOT

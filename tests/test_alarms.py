@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import capture
 from capture import capture_files, read_micro_batch, recording
-from capture.manifest import check_folder
-from capture.trouble import read_troubles
+from capture.file_format.manifest import check_folder
+from capture.record.incidents import read_troubles
 from tests.test_keep import TinyModel, steps_in
 
 ROOT = Path(capture.__file__).resolve().parent.parent

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed_autotp import check_autotp
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
-from replay.logbook import read_log
-from replay.selection import default_folder
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
 from tests.gradients import GRADIENT_BOUND
 from tests.reference import Reference
 from tests.sharded import MODELS, SIZES, save_models

@@ -24,7 +24,7 @@ from capture import (
     write_actor_config,
     write_call,
 )
-from capture.tensor_codec import DTYPES, MAX_TENSOR_BYTES, encode_tensor
+from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES, encode_tensor
 
 IDS_BS = torch.tensor([[0, 5, 128_255, 7], [3, 3, 0, 0]])
 ORIGIN = Origin(

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from capture import capture_files, read_micro_batch, write_actor_config
-from capture.capture_file import read_call, write_call
 from capture.cli import main
-from capture.micro_batch import Origin
+from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.micro_batch import Origin
 from replay.cli import main as replay_main
-from replay.selection import default_folder
+from replay.runner.selection import default_folder
 from tests.test_legacy import a_dump
 
 SECRET = "/home/somebody/secret-project"

@@ -8,9 +8,9 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
-from replay.cells import Cell, Here, Plan, Role, plan
-from replay.matrix import Setting, settings_of
 from replay.options import run_spec
+from replay.parity.matrix import Setting, settings_of
+from replay.parity.plan import Cell, Here, Plan, Role, plan
 
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
 
@@ -188,7 +188,7 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
 
 
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
-    from replay.parity import _edge_plans
+    from replay.parity.runs import _edge_plans
 
     spec = run_spec({"dtype": "fp32", "model": "somewhere"})
     here = Here(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)

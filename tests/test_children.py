@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from replay.child import Task, _Running, run_child, run_children
-from replay.launch import visible_gpus
-from replay.past_run import PastRun
+from replay.processes.launch import visible_gpus
+from replay.processes.pool import Task, _Running, run_child, run_children
+from replay.runlog.reader import PastRun
 from tests.test_commands import ROOT
 
 WAIT = "time.sleep(0.01)"
@@ -28,7 +28,7 @@ class Programs:
     def write(self, *lines: str) -> Path:
         path = self._folder / "program.py"
         path.write_text("\n".join(["import os, sys, time", "first = sys.argv[1]", *lines]))
-        self._monkeypatch.setattr("replay.child.PROGRAM", path)
+        self._monkeypatch.setattr("replay.processes.pool.PROGRAM", path)
         return path
 
     def task(self, name: str, *arguments: str, num_processes: int = 1, limit: float = 60.0) -> Task:
@@ -52,7 +52,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
     asked = [
         "sys.argv[2:]",
         "__name__",
-        "'deepspeed' in sys.modules and 'replay.session' in sys.modules",
+        "'deepspeed' in sys.modules and 'replay.runner.session' in sys.modules",
         "sys.modules['torch'].distributed.is_initialized()",
         "len(os.listdir('/proc/self/task'))",  # threads
         "os.getsid(0) == os.getpid()",
@@ -113,7 +113,7 @@ def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(prog
 
 
 def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.child.GRACE", 0.1)
+    monkeypatch.setattr("replay.processes.pool.GRACE", 0.1)
     programs.write(
         "import signal",
         "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))",
@@ -191,7 +191,7 @@ def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.Monkey
     begin = _Running.of
 
     def late(task: Task, gpus: Sequence[str]) -> _Running:
-        monkeypatch.setattr("replay.child.time", SimpleNamespace(monotonic=lambda: until + 1))
+        monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: until + 1))
         return begin(task, gpus)
 
     monkeypatch.setattr(_Running, "of", late)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from capture.capture_file import read_micro_batch
+from capture.file_format.capture_file import read_micro_batch
 from replay import cli
-from replay.digests import digest_of_inputs, digest_of_weights
-from replay.logbook import read_log
-from replay.records import PassRecord
-from replay.selection import default_folder
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.digests import digest_of_inputs, digest_of_weights
+from replay.runner.selection import default_folder
 from tests.made_captures import write_pass
 from tests.made_logs import passed, write_log
 from tests.reference import Reference

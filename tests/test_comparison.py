@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from replay.comparison import Comparison, Quantity, compare
-from replay.past_run import PastRun
-from replay.records import PassRecord
-from replay.same_work import settings_that_differ
+from replay.compare.comparable import settings_that_differ
+from replay.compare.differences import Comparison, Quantity, compare
+from replay.runlog.reader import PastRun
+from replay.runlog.records import PassRecord
 from tests.made_logs import passed, write_log
 from tests.made_records import cost
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import BackendName
-from replay.console import Console, print_inspection
-from replay.inspection import FolderFacts, KindFacts, Spread
-from replay.records import PassRecord
-from replay.selection import Selection
-from replay.summary import summarize
-from replay.wording import engine_text
+from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
+from replay.report.table import Console, print_inspection
+from replay.report.text import engine_text
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import summarize
+from replay.runner.selection import Selection
 from tests.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"

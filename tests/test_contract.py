@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from capture.actor_config import read_actor_config
-from replay.logbook import read_log
-from replay.records import PassRecord
-from replay.selection import default_folder
+from capture.file_format.actor_config import read_actor_config
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
 from tests.reference import Reference
 from tests.warm import warm_bin
 

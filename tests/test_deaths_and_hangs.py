@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from capture.capture_file import capture_files
+from capture.file_format.capture_file import capture_files
 from tests.faulty_replay import DEVICE
 from tests.ports import free_port
 from tests.test_commands import BIN, LIMIT, ROOT
@@ -239,7 +239,7 @@ def check_evidence(case: Case, outcome: Outcome, run: dict[str, Any]) -> None:
         assert len(lines) == 1
         stack = (outcome.log / f"rank{rank}.stack.txt").read_text()
         if case.kind != "stopped" or rank != case.rank:  # a process that is stopped can say nothing
-            assert "replay/session.py" in stack
+            assert "replay/runner/session.py" in stack
     if not case.uneven:
         [line] = [line for line in outcome.output.splitlines() if line.startswith(f"  rank {case.rank}: ")]
         assert f"pass 2 on {outcome.sources[1]}" in line

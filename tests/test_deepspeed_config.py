@@ -8,8 +8,8 @@ import pytest
 
 from actor_init.backends.deepspeed_config import config_of
 from actor_init.spec import ActorSpec, UsageError
-from replay.cells import Here, Role, plan
-from replay.past_run import PastRun
+from replay.parity.plan import Here, Role, plan
+from replay.runlog.reader import PastRun
 from tests.test_cells import CONFIG
 from tests.test_commands import ROOT
 
@@ -91,7 +91,7 @@ def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several
 
 def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: Any) -> None:
     from replay.cli import app
-    from replay.session import run_in
+    from replay.runner.session import run_in
 
     path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
     inputs = str(ROOT / "inputs" / "edges" / "rows")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from replay.diagnosis import Sighting, hung, terminated, who_did_not_arrive
-from replay.position import Phase, Position
+from replay.watch.blame import Sighting, hung, terminated, who_did_not_arrive
+from replay.watch.progress import Phase, Position
 
 
 def seen(

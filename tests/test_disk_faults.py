@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import capture.atomic
-import capture.store
+import capture.file_format.atomic_write
+import capture.record.pass_store
 from capture import Recorder, capture_files, read_micro_batch, recording
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
@@ -141,7 +141,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
     kind: str, stays_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture.store, "SHARED_MEMORY", tmp_path / "none")  # its trouble is not the folder's
+    monkeypatch.setattr(
+        capture.record.pass_store, "SHARED_MEMORY", tmp_path / "none"
+    )  # its trouble is not the folder's
     undisturbed, _ = train(None)
     with monkeypatch.context() as patch:
         whole = BadDisk(tmp_path / "whole", range(0))
@@ -204,7 +206,7 @@ def test_a_folder_that_goes_away_changes_nothing_for_the_job(fault: str, tmp_pat
 
 
 def test_temporaries_of_the_living_and_of_other_ranks_stay(tmp_path: Path) -> None:
-    host, token = capture.atomic._HOST, capture.atomic._TOKEN
+    host, token = capture.file_format.atomic_write._HOST, capture.file_format.atomic_write._TOKEN
     dead = next(number for number in range(300_000, 400_000) if not Path(f"/proc/{number}").exists())
     me = os.getpid()
     stale = {

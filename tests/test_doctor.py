@@ -16,17 +16,18 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from actor_init import kernel_check
-from actor_init.attention import kernel_name
+from actor_init.attention import kernel_check
+from actor_init.attention.kernels import kernel_name
 from actor_init.spec import ActorSpec
-from replay import doctor, hardware, packages
-from replay.checks import Check, Status, line, tried
 from replay.cli import main
-from replay.hardware import devices, log_folder, shared_memory
-from replay.packages import PACKAGES, is_within, package, required_ranges
-from replay.probing import Answer, Prober
-from replay.toolchain import compilers, launcher
-from replay.variables import variables
+from replay.doctor import hardware, packages
+from replay.doctor import report as doctor
+from replay.doctor.environment import variables
+from replay.doctor.hardware import devices, log_folder, shared_memory
+from replay.doctor.packages import PACKAGES, is_within, package, required_ranges
+from replay.doctor.probe_process import Answer, Prober
+from replay.doctor.toolchain import compilers, launcher
+from replay.report.check import Check, Status, line, tried
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -487,7 +488,7 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_its_help_needs_neither_torch_nor_rich() -> None:
     probe = (
-        "import sys; from replay.cli import main; code = main(['doctor', '--help']); import replay.doctor; "
+        "import sys; from replay.cli import main; code = main(['doctor', '--help']); import replay.doctor.report; "
         "print(code, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)

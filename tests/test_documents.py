@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.actor import action_log_probs
-from actor_init.documents import documents_of
-from actor_init.packing import actor_inputs
-from capture.micro_batch import CaptureError, MicroBatch, Origin
+from actor_init.inputs.documents import documents_of
+from actor_init.inputs.packing import actor_inputs
+from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.reference import Reference
 
 LENGTHS = [5, 1, 7, 3]

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from actor_init.documents import documents_of
-from actor_init.packing import actor_inputs
-from capture.micro_batch import IGNORED_LABEL, MicroBatch, Origin
-from replay import losses_four_ways
-from replay.equalities import difference, halves, of_peers, twice
-from replay.learning import Curve, goal_of_a_row
-from replay.losses_four_ways import chunked_loss
-from replay.row_batches import documents_alone, rows_of
+from actor_init.inputs.documents import documents_of
+from actor_init.inputs.packing import actor_inputs
+from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
+from replay.diagnose import reference_losses as losses_four_ways
+from replay.diagnose.gradients import difference, halves, of_peers, twice
+from replay.diagnose.overfit import Curve, goal_of_a_row
+from replay.diagnose.reference_losses import chunked_loss
+from replay.diagnose.row_batches import documents_alone, rows_of
 from tests.test_commands import ROOT
 
 INF = math.inf

@@ -6,8 +6,8 @@ its own.
 
 import pytest
 
-from replay.cells import Role
-from replay.noise import Verdict
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, grounds_for, is_traceable
 from tests.faults import FAULTS, Fault
 

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from capture import capture_files, recording
-from capture.capture_file import read_call
-from capture.fingerprint import NUM_A_PASS, Fingerprint, ParameterSampler, Sample, plain_name, run_of
-from capture.sharding import own_indices, place_of
+from capture.file_format.capture_file import read_call
+from capture.record.parameter_sampler import (
+    NUM_A_PASS,
+    Fingerprint,
+    ParameterSampler,
+    Sample,
+    plain_name,
+    run_of,
+)
+from capture.record.sharding import own_indices, place_of
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 

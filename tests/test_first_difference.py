@@ -13,10 +13,10 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from replay import cli
 from replay.cli import app
-from replay.first_difference import FirstDifference, Kind, first_difference
-from replay.logbook import read_log
-from replay.session import run_in
-from replay.trace_file import TraceFile
+from replay.runlog.writer import read_log
+from replay.runner.session import run_in
+from replay.tracing.first_difference import FirstDifference, Kind, first_difference
+from replay.tracing.trace_file import TraceFile
 from tests.made_logs import passed, write_log
 from tests.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.tracing_faults import FAULTS, change_border, in_module

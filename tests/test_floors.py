@@ -13,19 +13,19 @@ FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 ROOMS = {
     "typer": {"replay/cli.py", "replay/options.py", "replay/subcommands.py"}
     | {f"replay/{name}_command.py" for name in ("diagnose", "parity", "suite")},
-    "rich": {"replay/console.py"},
+    "rich": {"replay/report/table.py"},
     "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
-    "ring_flash_attn": {"actor_init/ring_attention.py"},
-    "matplotlib": {"replay/plot.py"},
-    "pyarrow": {"replay/text_dataset.py"},
-    "liger_kernel": {"replay/losses_four_ways.py"},
+    "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
+    "matplotlib": {"replay/compare/plot.py"},
+    "pyarrow": {"replay/suite/text_dataset.py"},
+    "liger_kernel": {"replay/diagnose/reference_losses.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = (
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
     *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
-    *("replay/probing.py", "replay/probes.py", "replay/suite_plan.py"),
+    *("replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
 )
 INSTALLED = set(packages_distributions())  # names that can be imported
 
@@ -82,21 +82,21 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("capture/writer.py", "from actor_init.spec import UsageError"),
-        ("capture/writer.py", "import numpy"),
-        ("capture/writer.py", "def write():\n    import transformers"),
+        ("capture/record/background_writer.py", "from actor_init.spec import UsageError"),
+        ("capture/record/background_writer.py", "import numpy"),
+        ("capture/record/background_writer.py", "def write():\n    import transformers"),
         ("capture/integrations.py", "import accelerate"),
         ("capture/run.py", "from capture.integrations import CaptureCallback"),
         ("actor_init/model.py", "import replay.spec"),
         ("actor_init/model.py", "def build():\n    import deepspeed"),
-        ("actor_init/attention.py", "from ring_flash_attn import llama3"),
+        ("actor_init/attention/kernels.py", "from ring_flash_attn import llama3"),
         ("actor_init/backends/fsdp2.py", "from actor_init.backends.deepspeed_zero import DeepSpeedBackend"),
         ("actor_init/backends/fsdp2.py", "from actor_init.backends import deepspeed_zero"),
         ("actor_init/backends/deepspeed_autotp.py", "from actor_init.backends.fsdp2 import FSDP2Backend"),
-        ("replay/wording.py", "from rich.table import Table"),
-        ("replay/session.py", "import typer"),
-        ("replay/compare.py", "from matplotlib.figure import Figure"),
-        ("replay/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
+        ("replay/report/text.py", "from rich.table import Table"),
+        ("replay/runner/session.py", "import typer"),
+        ("replay/compare/command.py", "from matplotlib.figure import Figure"),
+        ("replay/runner/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
     ],
 )
 def test_an_import_out_of_place_is_found(name: str, source: str) -> None:

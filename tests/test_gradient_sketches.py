@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
-from replay.judgement import Judge
-from replay.noise import Verdict
 from replay.options import run_spec
-from replay.token_log_probs import keep as keep_log_probs
+from replay.parity.judge import Judge
+from replay.parity.noise_floor import Verdict
+from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
+from replay.runlog.token_log_probs import keep as keep_log_probs
 from tests.made_logs import passed
 from tests.test_judgement import Made
 

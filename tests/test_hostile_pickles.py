@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from capture import CaptureError, read_micro_batch
-from capture.capture_file import MAX_FILE_BYTES
+from capture.file_format.capture_file import MAX_FILE_BYTES
 
 MAX_GROWTH_BYTES = 2**30
 MAX_SECONDS = 5  # of processor time: the machine may be busy

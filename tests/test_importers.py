@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from capture import CaptureError, MicroBatch, capture_files, read_micro_batch
-from capture.capture_file import read_call
 from capture.cli import main
-from capture.convert import convert_folder
+from capture.file_format.capture_file import read_call
+from capture.folder_tools.convert import convert_folder
 from capture.importers import Project, read_dump
 from replay.cli import main as replay_main
 from tests.foreign.expected import ACTIONS, ADVANTAGES, ATTENTION, IDS, LOG_PROBS, POSITIONS, STEP

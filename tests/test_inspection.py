@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-import capture.spool
-import capture.store
+import capture.record.flight_recorder
+import capture.record.pass_store
 from actor_init.spec import UsageError
 from capture import recording
-from capture.actor_config import ACTOR_CONFIG_NAME
-from capture.trouble import trouble, write_troubles
-from replay import wording
-from replay.console import print_inspection
-from replay.inspection import Spread, inspect_folder
+from capture.file_format.actor_config import ACTOR_CONFIG_NAME
+from capture.record.incidents import trouble, write_troubles
+from replay.inspection.folder_facts import Spread, inspect_folder
+from replay.report import text as wording
+from replay.report.table import print_inspection
 from tests.doomed_jobs import TinyModel
 from tests.made_captures import damage, write_config, write_pass
 
@@ -141,7 +141,7 @@ def ring_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.spool, capture.store):
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
         monkeypatch.setattr(module, "SHARED_MEMORY", shared)
     return shared
 
@@ -193,9 +193,9 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
 
     folder = tmp_path / "run"
     ring = ring_of(DEAD, 1, folder, shared)
-    monkeypatch.setattr("replay.inspection.salvage", refuse)
+    monkeypatch.setattr("replay.inspection.folder_facts.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
     assert out.getvalue().startswith("trouble    rank 1 died without a word, and the last passes are in this host's")
-    assert f"python -m capture.spool {folder}" in out.getvalue().splitlines()[0]
+    assert f"python -m capture.record.flight_recorder {folder}" in out.getvalue().splitlines()[0]
     assert ring.exists()

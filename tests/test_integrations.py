@@ -10,7 +10,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 
 from capture import capture_files
 from capture.integrations import CaptureCallback
-from capture.recorder import Recorder
+from capture.record.recorder import Recorder
 from tests.test_run import IDS_BS, Outer, Tiny, lm
 
 

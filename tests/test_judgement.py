@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from replay.cells import Cell, Role
-from replay.judgement import Judge, Judgement
-from replay.noise import Verdict
 from replay.options import run_spec
-from replay.parity_log import Row, State
-from replay.records import PassRecord
+from replay.parity.judge import Judge, Judgement
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Cell, Role
+from replay.parity.state import Row, State
+from replay.runlog.records import PassRecord
 from replay.spec import RunSpec
 from tests.made_logs import passed, write_log
 

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import capture.spool
-import capture.store
-import capture.trouble
+import capture.record.flight_recorder
+import capture.record.incidents
+import capture.record.pass_store
 from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
-from capture.capture_file import read_call
-from capture.keep import Keep, keep_of
-from capture.manifest import check_folder
-from capture.rank_files import MANIFEST_BYTES_A_FILE
-from capture.reproduction import restore_random_states
-from capture.slow_step import StepWatch
-from capture.spool import remains_of
-from capture.trouble import read_troubles, scrubbed
+from capture.file_format.capture_file import read_call
+from capture.file_format.manifest import check_folder
+from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
+from capture.record.flight_recorder import remains_of
+from capture.record.incidents import read_troubles, scrubbed
+from capture.record.retention import Keep, keep_of
+from capture.record.rng_and_outputs import restore_random_states
+from capture.record.slow_step import StepWatch
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 
@@ -235,20 +235,20 @@ def test_a_job_that_goes_on_after_every_trouble_does_not_fill_the_disk(tmp_path:
             model(IDS_BS, scale=math.nan)
             recorder.flush()
     [record] = read_troubles(tmp_path)
-    assert (len(record.troubles), record.num_others) == (capture.store.MAX_TROUBLES_OF_A_KIND, 22)
-    assert len(capture_files(tmp_path)) == capture.store.MAX_TROUBLES_OF_A_KIND
+    assert (len(record.troubles), record.num_others) == (capture.record.pass_store.MAX_TROUBLES_OF_A_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.record.pass_store.MAX_TROUBLES_OF_A_KIND
     assert_all_counted(recorder)
 
 
 def test_a_step_that_hangs_writes_the_ring_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
-    real = capture.trouble.write_troubles
+    real = capture.record.incidents.write_troubles
 
     def write_troubles(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
         told.set()
 
-    monkeypatch.setattr(capture.store, "write_troubles", write_troubles)
+    monkeypatch.setattr(capture.record.pass_store, "write_troubles", write_troubles)
     model = TinyModel()
     with recording(model, tmp_path, ring=4, slow_step=50.0):
         for _ in range(12):
@@ -261,7 +261,7 @@ def test_a_step_that_hangs_writes_the_ring_while_it_hangs(tmp_path: Path, monkey
 
 def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.slow_step.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("capture.record.slow_step.time.monotonic", lambda: now[0])
     watch = StepWatch(3.0)
     for step in range(9):
         assert not watch.begin(step)
@@ -412,7 +412,7 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
 ) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.spool, capture.store):
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
         monkeypatch.setattr(module, "SHARED_MEMORY", shared)
     model, folder = TinyModel(), tmp_path / "run"
     with recording(model, folder, ring=3) as recorder:
@@ -443,7 +443,7 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
 def test_a_ring_without_shared_memory_is_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.spool, capture.store):
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
         monkeypatch.setattr(module, "SHARED_MEMORY", shared)
     model = TinyModel()
     with warnings.catch_warnings(record=True) as caught:

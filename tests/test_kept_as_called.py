@@ -8,8 +8,8 @@ import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 from capture import CaptureError, MicroBatch, Origin, capture_files, read_micro_batch, recording, write_call
-from capture.capture_file import read_call
 from capture.cli import main
+from capture.file_format.capture_file import read_call
 from replay.cli import main as replay_main
 
 IDS_BS = torch.tensor([[3, 5, 9, 7, 8, 2], [3, 3, 4, 1, 6, 2]])
@@ -58,7 +58,7 @@ def test_a_call_is_kept_as_it_was(kind: str, model: LlamaForCausalLM, tmp_path: 
 
 
 def test_a_packing_collators_borders_are_what_they_are_called_here() -> None:
-    """The names that `actor_init.documents` reads."""
+    """The names that `actor_init.inputs.documents` reads."""
     assert {"cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} < CALLS["a packing collator's"].keys()
 
 

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import pytest
 
 from actor_init.spec import UsageError
-from replay.diagnosis import failed
-from replay.logbook import Logbook, claim_failure, create_folder, read_log, versions
 from replay.options import spec_from_dict
-from replay.position import Phase, Position
-from replay.selection import Selection
+from replay.runlog.summary import summarize
+from replay.runlog.writer import Logbook, claim_failure, create_folder, read_log, versions
+from replay.runner.selection import Selection
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
-from replay.summary import summarize
+from replay.watch.blame import failed
+from replay.watch.progress import Phase, Position
 from tests.made_records import cost, record
 
 SPEC = RunSpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
@@ -156,5 +156,5 @@ def test_logs_that_are_no_folder_are_refused(tmp_path: Path, logs: str) -> None:
 
 
 def test_a_package_that_is_not_installed_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.logbook.PACKAGES", ("torch", "no-such-package-anywhere"))
+    monkeypatch.setattr("replay.runlog.writer.PACKAGES", ("torch", "no-such-package-anywhere"))
     assert versions()["no-such-package-anywhere"] is None

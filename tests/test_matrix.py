@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
-from replay.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 from replay.options import run_spec
+from replay.parity.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 
 TWO_TABLES = """
 [[cells]]

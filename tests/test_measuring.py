@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actor_init.optimizer import total_norm
 from replay.cli import main
-from replay.logbook import read_log
 from replay.loss import negated_mean
-from replay.records import PassRecord
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
 
 SLEEP = 0.4  # seconds; a pass of the sample's shortest inputs takes a tenth of it
 MEGABYTES = 300
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_world")
 
 
 def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
-    monkeypatch.setattr("replay.pass_runner.negated_mean", loss)
+    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", loss)
     arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
     assert main(arguments) == 0
     (folder,) = home.iterdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replay.meter import HostInstrument, Meter
+from replay.runner.meter import HostInstrument, Meter
 
 MIB = 2**20
 CPU = torch.device("cpu")

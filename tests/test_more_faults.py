@@ -6,9 +6,9 @@ Those that one process shows, one for each kind: `benchmarks/more_faults.py` has
 import pytest
 
 from actor_init.spec import Attention
-from replay.cells import Role
-from replay.matrix import edges, quick
-from replay.noise import Verdict
+from replay.parity.matrix import edges, quick
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, grounds_for
 from tests.faults import Fault
 from tests.more_faults import MORE_FAULTS

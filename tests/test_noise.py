@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
-from replay.comparison import compare
-from replay.false_alarms import chance_beyond
-from replay.noise import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
-from replay.past_run import PastRun
+from replay.compare.differences import compare
+from replay.parity.noise_floor import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
+from replay.report.false_alarms import chance_beyond
+from replay.runlog.reader import PastRun
 from tests.made_logs import passed, write_log
 
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 64}

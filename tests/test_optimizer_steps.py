@@ -20,12 +20,12 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
-from capture.capture_file import Call, read_call
-from capture.fingerprint import NUM_A_STEP, ParameterSampler, Sample
-from capture.optimizer_hooks import OptimizerHooks
-from capture.optimizer_step import OptimizerStep, merged, sampled_tokens
-from capture.redact import Tokens, redact_folder
-from capture.step_window import own_norm
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
+from capture.folder_tools.redact import Tokens, redact_folder
+from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler, Sample
+from capture.record.step_window import own_norm
 from tests.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
 from tests.warm import warm_bin

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from actor_init.actor import action_log_probs
+from actor_init.inputs.packing import actor_inputs
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.own_positions import counts_columns, with_own_positions
-from actor_init.packing import actor_inputs
 from actor_init.spec import ActorSpec, Dtype
-from capture.micro_batch import IGNORED_LABEL, MicroBatch, Origin
+from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.loss import negated_mean
 
 CPU = torch.device("cpu")

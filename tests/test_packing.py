@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.actor import action_log_probs
-from actor_init.packing import actor_inputs, padded_to
-from capture.micro_batch import CaptureError, MicroBatch, Origin
+from actor_init.inputs.packing import actor_inputs, padded_to
+from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.reference import Reference
 
 NUM_TOKENS, NUM_ACTIONS = 12, 8

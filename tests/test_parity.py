@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from actor_init.packing import actor_inputs
-from replay import cli, gradient_sketches, parity, parting, token_log_probs
-from replay.child import Child, Task
+from actor_init.inputs.packing import actor_inputs
+from replay import cli
 from replay.cli import app
-from replay.judgement import Judge
-from replay.noise import Verdict
-from replay.parity_log import ParityLog, State
-from replay.past_run import PastRun
-from replay.session import run_in
+from replay.parity import runs as parity
+from replay.parity import traced_rerun as parting
+from replay.parity.judge import Judge
+from replay.parity.noise_floor import Verdict
+from replay.parity.state import ParityLog, State
+from replay.processes.pool import Child, Task
+from replay.runlog import gradient_sketches, token_log_probs
+from replay.runlog.reader import PastRun
+from replay.runner.session import run_in
 from replay.spec import RunSpec
 from tests.made_captures import write_pass
 from tests.made_logs import passed, write_log
@@ -217,7 +220,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]  # nothing is left
-    monkeypatch.setattr("replay.past_run.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("replay.runlog.reader.versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert Judge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].verdict is Verdict.EQUAL
 
@@ -394,7 +397,7 @@ def positions_go_on(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.pass_runner.actor_inputs", positions_go_on)
+    monkeypatch.setattr("replay.runner.pass_runner.actor_inputs", positions_go_on)
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}

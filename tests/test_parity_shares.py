@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
-from replay import parity_shares
-from replay.cells import Cell, Role
-from replay.judgement import Judged, Judgement
-from replay.matrix import settings_of
-from replay.noise import Distance, Noise, Verdict
-from replay.parity_log import ParityLog, Row
-from replay.plot import draw_parity
+from replay.compare.plot import draw_parity
+from replay.parity import shares as parity_shares
+from replay.parity.judge import Judged, Judgement
+from replay.parity.matrix import settings_of
+from replay.parity.noise_floor import Distance, Noise, Verdict
+from replay.parity.plan import Cell, Role
+from replay.parity.state import ParityLog, Row
 from tests.test_cells import planned
 
 BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}

@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import capture.rank_files
-import capture.recorder
-import capture.taking
+import capture.record.disk_limits
+import capture.record.recorder
+import capture.record.snapshot
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
-from capture.atomic import write_atomically
-from capture.writer import BackgroundWriter
+from capture.file_format.atomic_write import write_atomically
+from capture.record.background_writer import BackgroundWriter
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 MASK_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
-ROOT = Path(capture.recorder.__file__).resolve().parent.parent
+ROOT = Path(capture.record.recorder.__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.freed = threading.Event(), threading.Event()
-        monkeypatch.setattr(capture.rank_files, "write_atomically", self.write)
+        monkeypatch.setattr(capture.record.disk_limits, "write_atomically", self.write)
 
     def write(self, *args: Any) -> None:
         self.entered.set()
@@ -282,7 +282,7 @@ def test_trouble_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
     if trouble == "folder removed":
         shutil.rmtree(folder)
     if trouble == "arguments that cannot be copied":
-        monkeypatch.setattr(capture.taking, "copy_to_host", full_disk)
+        monkeypatch.setattr(capture.record.snapshot, "copy_to_host", full_disk)
     disturbed = train(model)
     recorder.close()
     assert disturbed == undisturbed
@@ -354,7 +354,7 @@ def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, model = SlowDisk(monkeypatch), TinyModel()
-    monkeypatch.setattr(capture.recorder, "MAX_FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(capture.record.recorder, "MAX_FLUSH_SECONDS", 0.1)
     recorder = recording(model, tmp_path)
     train(model)
     assert disk.entered.wait(60)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from actor_init.packing import actor_inputs
-from capture.capture_file import read_micro_batch
-from capture.micro_batch import with_rows_reversed
+from actor_init.inputs.packing import actor_inputs
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.micro_batch import with_rows_reversed
 from replay.cli import main
-from replay.logbook import read_log
-from replay.records import PassRecord
-from replay.selection import default_folder
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
 from tests.made_captures import write_pass
 
 
@@ -50,7 +50,7 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
         fed.append(args[0].sequences_BS.tolist())
         return actor_inputs(*args, **kwargs)
 
-    monkeypatch.setattr("replay.pass_runner.actor_inputs", watched)
+    monkeypatch.setattr("replay.runner.pass_runner.actor_inputs", watched)
     [plain] = replayed(tmp_path, "plain")
     [turned] = replayed(tmp_path, "turned", "--reverse-rows")
     assert fed[1] == fed[0][::-1]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from actor_init.packing import actor_inputs, padded_to, sliced
-from actor_init.ring import RingSlice, check_head_stride, may_zigzag, ring_slice
-from actor_init.ring_attention import _visible_llama3, _visible_zigzag
+from actor_init.attention.ring import RingSlice, check_head_stride, may_zigzag, ring_slice
+from actor_init.attention.ring_attention import _visible_llama3, _visible_zigzag
+from actor_init.inputs.packing import actor_inputs, padded_to, sliced
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
-from capture.capture_file import capture_files, read_micro_batch
-from replay.selection import default_folder
+from capture.file_format.capture_file import capture_files, read_micro_batch
+from replay.runner.selection import default_folder
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from replay.records import PassRecord
-from replay.selection import default_folder
+from replay.runlog.records import PassRecord
+from replay.runner.selection import default_folder
 from tests.reference import Reference
 from tests.sharded import SIZES
 from tests.test_commands import ROOT

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
-from capture.capture_file import Call, read_call
-from replay import selection
-from replay.selection import Selection, select
+from capture.file_format.capture_file import Call, read_call
+from replay.runner import selection
+from replay.runner.selection import Selection, select
 from replay.spec import InputsSpec, Passes
 from tests.made_captures import damage, write_pass, write_passes
 

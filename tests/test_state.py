@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from replay.cli import main
-from replay.logbook import read_log
+from replay.runlog.writer import read_log
 from tests.test_contract import records_of
 from tests.test_trouble import TOO_LONG, folder_of
 
@@ -139,7 +139,7 @@ def test_what_could_not_be_saved_leaves_nothing_half_written(
 def test_a_large_model_is_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = folder_of(tmp_path, [20])
     assert replay(tmp_path, f"--quiet --inputs {inputs} --save-model {tmp_path}/one") == 0
-    monkeypatch.setattr("actor_init.saving.MAX_SHARD_SIZE", "4KB")
+    monkeypatch.setattr("actor_init.saving.huggingface.MAX_SHARD_SIZE", "4KB")
     assert replay(tmp_path, f"--quiet --inputs {inputs} --save-model {tmp_path}/several") == 0
     assert not (tmp_path / "several" / "model.safetensors").exists()
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
@@ -159,7 +159,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, world: Any) -> Path:
     home = tmp_path_factory.mktemp("saved")
     inputs = folder_of(home, [20, 22])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.session.World.from_env", lambda _: nullcontext(world))
+        patch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
         for name, flags in {"zero1": "--zero-stage 1", "fsdp2": "--backend fsdp2"}.items():
             assert replay(home, f"{flags} {TRAINING} --inputs {inputs} --max-inputs 1 --save-state {home}/{name}") == 0
     (home / "empty").mkdir()

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype, UsageError
-from replay.child import Child, Task
 from replay.cli import app, main
-from replay.curves import Curve, Step, curve_of, judge
-from replay.logbook import versions
-from replay.machine import Machine
-from replay.past_run import PastRun
-from replay.selection import select
+from replay.processes.devices import Machine
+from replay.processes.pool import Child, Task
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import versions
+from replay.runner.selection import select
 from replay.spec import LossName
-from replay.suite_folder import Suite
-from replay.suite_inputs import prepare_inputs
-from replay.suite_plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
-from replay.suite_verdict import Status, Trouble, outcomes
+from replay.suite.inputs import prepare_inputs
+from replay.suite.loss_curve import Curve, Step, curve_of, judge
+from replay.suite.outcome import Status, Trouble, outcomes
+from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from replay.suite.state import Suite
 from tests.made_captures import damage, write_passes
 from tests.made_logs import passed, write_log
 
@@ -343,7 +343,7 @@ class HereRunner:
 @pytest.fixture
 def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
     made = HereRunner()
-    monkeypatch.setattr("replay.suite.run_child", made)
+    monkeypatch.setattr("replay.suite.runs.run_child", made)
     return made
 
 
@@ -363,7 +363,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     first = (folder / "ddp.jsonl").read_bytes()
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.past_run.versions", lambda: versions() | {"torch": "1.0"})
+        patch.setattr("replay.runlog.reader.versions", lambda: versions() | {"torch": "1.0"})
         assert main(["suite", "--continue", str(folder)]) == 2
     assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
     assert main(["suite", "--continue", str(folder)]) == 0
@@ -408,7 +408,7 @@ def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
     falls: bool,
 ) -> None:
     """Rounding does not explain a loss that does not fall."""
-    monkeypatch.setattr("replay.curves.INITIAL_FROM_DDP", 0.0)
+    monkeypatch.setattr("replay.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
     if not falls:
         monkeypatch.setattr(Curve, "why_it_does_not_fall", lambda *_: "it does not fall")
     assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1

@@ -2,8 +2,8 @@
 
 import pytest
 
-from replay.records import PassRecord
-from replay.summary import FAILED, NEW_GRAPH, TRACED, WARMUP, percentile_95, summarize
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import FAILED, NEW_GRAPH, TRACED, WARMUP, percentile_95, summarize
 from tests.made_records import GIB, cost, record
 
 

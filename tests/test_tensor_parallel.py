@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actor_init.split_linear import sum_over
+from actor_init.parallel.split_linear import sum_over
 from actor_init.world import World
-from replay.logbook import read_log
-from replay.selection import default_folder
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
 from tests.gradients import (
     GRADIENT_BOUND,
     assert_gradients_are_the_reference_s,

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actor_init.spec import UsageError
-from capture.actor_config import read_actor_config
-from capture.capture_file import capture_files, read_micro_batch
-from replay import text_dataset
+from capture.file_format.actor_config import read_actor_config
+from capture.file_format.capture_file import capture_files, read_micro_batch
 from replay.spec import LossName
-from replay.suite_inputs import prepare_inputs
-from replay.suite_plan import SuiteSpec
-from replay.text_dataset import write_texts
+from replay.suite import text_dataset
+from replay.suite.inputs import prepare_inputs
+from replay.suite.plan import SuiteSpec
+from replay.suite.text_dataset import write_texts
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
 CONFIG = {"model_type": "llama", "vocab_size": 4, "num_hidden_layers": 1}

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from actor_init.parallel.tensor_parallel import check_divisible, check_sequence
+from actor_init.parallel.tp_plan import BUILTIN, Split, find_plan
 from actor_init.spec import TpPlan, UsageError
-from actor_init.tensor_parallel import check_divisible, check_sequence
-from actor_init.tp_plan import BUILTIN, Split, find_plan
 from tests.sharded import SIZES
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from actor_init.backends import open_backend
-from capture.actor_config import write_actor_config
-from capture.capture_file import capture_files
+from capture.file_format.actor_config import write_actor_config
+from capture.file_format.capture_file import capture_files
 from replay.cli import main
-from replay.logbook import read_log
 from replay.loss import negated_mean
-from replay.records import PassRecord
-from replay.selection import default_folder
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
 from tests.made_captures import write_pass
 from tests.test_commands import run
 
@@ -77,7 +77,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
     folder = folder_of(tmp_path, [20, 24, 28])
     _, clean = replay(tmp_path, "--inputs", str(folder), *flags.split())
     breaks_on_second = _break_backward(call=2)
-    monkeypatch.setattr("replay.pass_runner.negated_mean", breaks_on_second)
+    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", breaks_on_second)
     code, records = replay(tmp_path, "--inputs", str(folder), *flags.split())
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True, False]
@@ -114,10 +114,10 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_once(*arguments: Any) -> Any:
-        monkeypatch.setattr("replay.pass_runner.open_backend", _raise)
+        monkeypatch.setattr("replay.runner.pass_runner.open_backend", _raise)
         return open_backend(*arguments)
 
-    monkeypatch.setattr("replay.pass_runner.open_backend", open_once)
+    monkeypatch.setattr("replay.runner.pass_runner.open_backend", open_once)
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, TOO_LONG, 24])), "--warmup", "0")
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True]
@@ -129,7 +129,7 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
 
 def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter([negated_mean, _interrupt])
-    monkeypatch.setattr("replay.pass_runner.negated_mean", lambda *arguments: next(calls)(*arguments))
+    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", lambda *arguments: next(calls)(*arguments))
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
     assert code == 130
     assert len(records) == 1

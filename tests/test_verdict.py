@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from capture import capture_files, recording
-from capture.capture_file import Call, read_call
+from capture.file_format.capture_file import Call, read_call
 from replay.cli import main as replay_main
-from replay.findings import TOKENS_RMS, Setting, bound_of, finding
-from replay.past_run import PastRun
-from replay.recorded import (
+from replay.runlog.reader import PastRun
+from replay.verdict.findings import TOKENS_RMS, Setting, bound_of, finding
+from replay.verdict.job_values import (
     ACTION_TOKENS,
     GRAD_NORM,
     GRADIENT,
@@ -29,9 +29,9 @@ from replay.recorded import (
     Recorded,
     WeightsFound,
 )
-from replay.replayed import Replayed
-from replay.verdict import Outcome, Verdict, judge
-from replay.verdict_wording import verdict_lines
+from replay.verdict.judge import Outcome, Verdict, judge
+from replay.verdict.replayed_values import Replayed
+from replay.verdict.text import verdict_lines
 from tests.made_records import record
 from tests.trainers.common import make_batches, make_model
 

@@ -14,10 +14,10 @@ import pytest
 
 from actor_init.world import World
 from replay.cli import main
-from replay.evidence import raised_in_collective
-from replay.peers import Peers
-from replay.position import Phase, Position, Tracker, last_position
-from replay.watch import watching
+from replay.watch.progress import Phase, Position, Tracker, last_position
+from replay.watch.side_channel import Peers
+from replay.watch.stacks import raised_in_collective
+from replay.watch.watcher import watching
 from tests.test_commands import BIN, LIMIT, ROOT
 from tests.test_deaths_and_hangs import processes_with
 from tests.test_trouble import folder_of
@@ -101,7 +101,7 @@ def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pyt
         timeouts.append(timeout)
         return watching(world, folder, timeout, **given)
 
-    monkeypatch.setattr("replay.session.watching", noted)
+    monkeypatch.setattr("replay.runner.session.watching", noted)
     handlers = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     threads = threading.active_count()
     arguments = ["--inputs", str(folder_of(tmp_path, [20, 22])), "--log-folder", str(tmp_path / "logs")]
@@ -143,9 +143,9 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
 ) -> None:
     """Four parts of 50 s each, with --timeout 120."""
     clock, said = Clock(), []
-    monkeypatch.setattr("replay.watch.time", FakeTime(clock))
-    monkeypatch.setattr("replay.watch.TICK_SECONDS", 0.001)
-    monkeypatch.setattr("replay.ending.Ending.speak", lambda _, failure, **given: said.append(failure.headline))
+    monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
+    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
+    monkeypatch.setattr("replay.watch.shutdown.Ending.speak", lambda _, failure, **given: said.append(failure.headline))
     with watching(world, tmp_path, 120.0) as watch:
         for _ in range(4):
             clock.pass_by(50.0)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from actor_init import actor
 from actor_init.backends import Backend, open_backend
 from actor_init.backends.fsdp2 import FSDP2Backend
-from actor_init.packing import ActorInputs, actor_inputs
-from replay.first_difference import Kind
+from actor_init.inputs.packing import ActorInputs, actor_inputs
 from replay.loss import negated_mean
+from replay.tracing.first_difference import Kind
 
 BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
 PLACE_OF_BORDER = (1, 180)  # row and token as captured: the row is padded on its left
@@ -31,7 +31,7 @@ def in_module(name: str, breaks: Callable[[nn.Module], object]) -> AbstractConte
             breaks(backend.model.get_submodule(name))
         return backend
 
-    return patch("replay.pass_runner.open_backend", opened)
+    return patch("replay.runner.pass_runner.open_backend", opened)
 
 
 def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextMana
         inputs = actor_inputs(*args, **kwargs)
         return replace(inputs, **changes(inputs))
 
-    return patch("replay.pass_runner.actor_inputs", wrong)
+    return patch("replay.runner.pass_runner.actor_inputs", wrong)
 
 
 def counted(inputs: ActorInputs) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def wrong_below_the_inputs() -> AbstractContextManager[Any]:
 
 
 def loss_over_padding() -> AbstractContextManager[Any]:
-    return patch("replay.pass_runner.negated_mean", lambda log_probs, inputs: negated_mean(log_probs, inputs) / 2)
+    return patch(
+        "replay.runner.pass_runner.negated_mean", lambda log_probs, inputs: negated_mean(log_probs, inputs) / 2
+    )
 
 
 FAULTS: Mapping[str, tuple[Callable[[], AbstractContextManager[Any]], str, Found]] = {

@@ -7,9 +7,9 @@ from typing import Protocol, Self
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
-from actor_init.packing import ActorInputs
 from actor_init.spec import ActorSpec, BackendName
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actor_init.optimizer import total_norm
+from actor_init.parallel.tensor_parallel import check_divisible
 from actor_init.spec import UsageError
-from actor_init.tensor_parallel import check_divisible
 
 SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
 SUMMED_STYLE = "replicated_with_grad_allreduce"

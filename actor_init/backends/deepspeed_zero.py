@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.attention import kernel_name
+from actor_init.attention.kernels import kernel_name
+from actor_init.attention.ring import check_head_stride
 from actor_init.backends.deepspeed_autotp import (
     check_autotp,
     mark_split_gradients,
@@ -26,14 +27,13 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.backends.deepspeed_config import config_of, has_whole_blocks, refuse
 from actor_init.backends.deepspeed_gathering import whole, whole_gradients, whole_weights
 from actor_init.compiling import compile_blocks
+from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
-from actor_init.packing import ActorInputs
-from actor_init.ring import check_head_stride
-from actor_init.saving import write_model
+from actor_init.saving.huggingface import write_model
+from actor_init.saving.state_file import SavedState
+from actor_init.saving.universal import universal
 from actor_init.spec import ActorSpec, Compile, UsageError
-from actor_init.state_file import SavedState
-from actor_init.universal import universal
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 

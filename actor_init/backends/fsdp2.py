@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from actor_init import dcp
 from actor_init.actor import action_log_probs
-from actor_init.attention import kernel_name
+from actor_init.attention.kernels import kernel_name
+from actor_init.attention.ring import check_head_stride
 from actor_init.compiling import compile_blocks
+from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
-from actor_init.packing import ActorInputs
-from actor_init.ring import check_head_stride
-from actor_init.saving import write_model
+from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
+from actor_init.parallel.tp_plan import Plan, find_plan
+from actor_init.saving import dcp
+from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
-from actor_init.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
-from actor_init.tp_plan import Plan, find_plan
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 

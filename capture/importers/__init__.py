@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from capture.atomic import read_bytes
-from capture.capture_file import Call, read_call
+from capture.file_format.atomic_write import read_bytes
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.micro_batch import CaptureError
 from capture.importers.data_proto import ROLL_CLASS, VERL_CLASS, roll_calls, verl_calls
 from capture.importers.nemo_rl import nemo_rl_calls
 from capture.importers.skyrl import MODULE, skyrl_calls
 from capture.importers.slime import slime_calls
 from capture.importers.torch_zip import ZIP_START
-from capture.micro_batch import CaptureError
 
 MAX_DUMP_BYTES = 2 * 2**30
 SUFFIXES = (".pkl", ".pt", ".dp", ".jsonl")

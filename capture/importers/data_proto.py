@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.capture_file import Call
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.tensor_codec import DTYPES
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
 from capture.importers.rows import Dump, kind_of, plain_facts, without_first
 from capture.importers.torch_zip import load_torch_zip
-from capture.micro_batch import CaptureError
-from capture.tensor_codec import DTYPES
 
 VERL_CLASS = ("verl.protocol", "DataProto")
 ROLL_CLASS = ("roll.distributed.scheduler.protocol", "DataProto")

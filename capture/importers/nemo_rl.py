@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.capture_file import Call
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError, as_mask
 from capture.importers.rows import Dump, without_first
-from capture.micro_batch import CaptureError, as_mask
 
 MAX_LINE_BYTES = 32 * 2**20
 MAX_VALUES = 100  # names, of a row and of all

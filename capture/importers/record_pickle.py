@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.micro_batch import CaptureError
-from capture.plain_pickle import PickleReader
-from capture.saved_tensors import SavedTensors
-from capture.tensor_codec import from_bytes
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.safe_unpickler import PickleReader
+from capture.file_format.saved_tensors import SavedTensors
+from capture.file_format.tensor_codec import from_bytes
 
 MAX_INSTRUCTIONS = 2_000_000  # some ten seconds; a batch of a thousand rows with their texts has a tenth of them
 MAX_TEXT_BYTES = 64 * 2**20

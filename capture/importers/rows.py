@@ -1,6 +1,6 @@
 """From the rows of another project's dump to calls of format 1: which rows make a micro-batch, and under which names.
 
-Shape letters as in `capture/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the action mask covers.
+Shape letters as in `capture/file_format/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the action mask covers.
 """
 
 import math
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from capture.capture_file import Call
-from capture.micro_batch import CaptureError, Origin
-from capture.tensor_codec import DTYPES, MAX_TENSOR_BYTES
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError, Origin
+from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES
 
 _MAX_TEXT_LENGTH = 200
 _NAMED = ("sequences", "attention_mask", "action_mask")

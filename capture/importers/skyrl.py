@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.capture_file import Call
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
 from capture.importers.rows import Dump, plain_facts
 from capture.importers.torch_zip import load_torch_zip
-from capture.micro_batch import CaptureError
 
 MODULE = "skyrl.backends.skyrl_train.training_batch"
 _CLASSES = tuple((MODULE, name) for name in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch"))

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.capture_file import Call
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError
 from capture.importers.record_pickle import Array
 from capture.importers.rows import Dump, fits, kind_of, padded_left
 from capture.importers.torch_zip import load_torch_zip
-from capture.micro_batch import CaptureError
 
 _RESPONSE_LENGTH = ("response_lengths", "response_length")  # of training data, of rollout data
 _LOSS_MASK = ("loss_masks", "loss_mask")

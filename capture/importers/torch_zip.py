@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.saved_tensors import STORAGE_NAMES
 from capture.importers.record_pickle import load_records, saved_tensors
-from capture.micro_batch import CaptureError
-from capture.saved_tensors import STORAGE_NAMES
 
 ZIP_START = b"PK\x03\x04"
 

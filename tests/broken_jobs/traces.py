@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.capture_file import Call, capture_files, read_call
-from capture.fingerprint import Fingerprint
+from capture.file_format.capture_file import Call, capture_files, read_call
+from capture.record.parameter_sampler import Fingerprint
 from tests.broken_jobs.declarations import Job
 from tests.broken_jobs.effect import judged_steps
 

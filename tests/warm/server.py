@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 IMPORTS = (  # none that is run with -m: runpy warns of those that are there already
-    "replay.preloaded",
+    "replay.processes.forkserver_preload",
     "torch.distributed.launcher.api",
     "deepspeed.checkpoint",
 )

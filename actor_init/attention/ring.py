@@ -1,0 +1,138 @@
+"""Ring attention's slices: the ranks of the "ring" axis hold one slice each of a packed row.
+
+Two ways to slice. llama3: contiguous, keys and values of a few heads at a time gathered from all ranks; for any packed
+row. zigzag: of 2R chunks rank r holds r and 2R-1-r, so that causal work is even; for a row of one document.
+
+Shape letters: T tokens of the whole row, L = T / R of them on each of the R ranks.
+"""
+
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from actor_init.parallel.split_linear import summed_copy
+from actor_init.spec import ParallelSpec, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RingSlice:
+    """What one rank holds of a packed row, and which keys its queries need.
+
+    Two are equal if they hold the same tokens. A pickled one has no group: DeepSpeed's AutoTP sends the arguments of
+    the first forward to its peers, to compare them with theirs.
+    """
+
+    group: dist.ProcessGroup
+    head_stride: int | None  # key-value heads gathered at once (llama3); None: all of them
+    is_zigzag: bool
+    index_T: Tensor  # the row's tokens in the order of the ranks that hold them
+    own_index_L: Tensor  # this rank's part of it
+    cu_seq_lens_q: Tensor  # int32, borders of the documents among this rank's own tokens
+    cu_seq_lens_k: Tensor  # int32, of the same documents among the keys from first_key on
+    max_length_q: int
+    max_length_k: int
+    first_key: int  # of the whole row, where the document of this rank's first token begins
+    end_key: int  # where this rank's own tokens end
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RingSlice) and all(
+            torch.equal(mine.cpu(), theirs.cpu())
+            for mine, theirs in ((self.own_index_L, other.own_index_L), (self.cu_seq_lens_k, other.cu_seq_lens_k))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "group"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+    def to(self, device: torch.device) -> "RingSlice":
+        moved: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def ring_slice(
+    cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int | None = None, may_zigzag: bool
+) -> RingSlice:
+    """This rank's slice of a packed row with those borders (int32 [documents + 1], on the host).
+
+    The row's end is rounded up until all ranks hold equally many tokens: the last document has that many more, which
+    nothing before them can see.
+    """
+    size, rank = group.size(), group.rank()
+    is_zigzag = may_zigzag and len(cu_seq_lens) == 2
+    num_chunks = 2 * size if is_zigzag else size
+    num_tokens = -(-int(cu_seq_lens[-1]) // num_chunks) * num_chunks
+    chunks = torch.arange(num_tokens).chunk(num_chunks)
+    if is_zigzag:
+        chunks = tuple(chunks[c] for r in range(size) for c in (r, num_chunks - 1 - r))
+    index_T = torch.cat(chunks)
+    borders = [*cu_seq_lens[:-1].tolist(), num_tokens]
+    start, stop = rank * num_tokens // size, (rank + 1) * num_tokens // size
+    documents = [(a, b) for a, b in pairwise(borders) if a < stop and b > start]
+    first_key = documents[0][0]
+    borders_q = [0, *(min(b, stop) - start for _, b in documents)]
+    borders_k = [0, *(min(b, stop) - first_key for _, b in documents)]
+    return RingSlice(
+        group=group,
+        head_stride=head_stride,
+        is_zigzag=is_zigzag,
+        index_T=index_T,
+        own_index_L=index_T.chunk(size)[rank],
+        cu_seq_lens_q=torch.tensor(borders_q, dtype=torch.int32),
+        cu_seq_lens_k=torch.tensor(borders_k, dtype=torch.int32),
+        max_length_q=max(b - a for a, b in pairwise(borders_q)),
+        max_length_k=max(b - a for a, b in pairwise(borders_k)),
+        first_key=first_key,
+        end_key=stop,
+    )
+
+
+def may_zigzag(config: PretrainedConfig) -> bool:
+    """Zigzag's chunks know no sliding window."""
+    return getattr(config.get_text_config(), "sliding_window", None) is None
+
+
+def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
+    """Raises UsageError unless llama3's form can gather that many key-value heads at a time."""
+    if parallel.ring_head_stride is None:
+        return
+    text = config.get_text_config()
+    heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // parallel.tp
+    if heads % parallel.ring_head_stride:
+        possible = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
+        raise UsageError(
+            f"--ring-head-stride {parallel.ring_head_stride} does not divide the {heads} key-value heads of a rank. "
+            f"Try: --ring-head-stride with one of {possible}"
+        )
+
+
+def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ring's ranks, each of which goes on to compute the same loss from it.
+
+    A parameter's gradient is the sum over the ring, but the backends average over it as they do over the data ranks;
+    hence a gradient R times as large on the way back.
+    """
+    summed: Tensor = _SumOverRing.apply(tensor, group)
+    return summed
+
+
+class _SumOverRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size = group.size()
+        return summed_copy(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.size, None

@@ -1,0 +1,121 @@
+"""Where documents begin in a micro-batch's rows: at each row's first token, and where the capture says so.
+
+A row holds several documents where it was given borders (`cu_seq_lens_q`, as flash attention's kernels take them), or
+else position ids that start again. Then a document sees itself alone, as under transformers' own masks and kernels.
+
+Shape letters: B rows, S tokens a row, T real tokens of all rows, D documents.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from capture.file_format.micro_batch import CaptureError, MicroBatch
+
+BORDER_NAMES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seq_lens", "cu_seqlens")
+KEY_BORDER_NAMES = ("cu_seq_lens_k", "cu_seqlens_k")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    position_BS: Tensor  # int64, of the real tokens; what it holds for padding means nothing
+    is_first_BS: Tensor  # True at each document's first real token
+
+    @property
+    def share_rows(self) -> bool:
+        """Has a row more than one of them?"""
+        return bool((self.is_first_BS.sum(dim=1) > 1).any())
+
+    def lengths(self, real_BS: Tensor) -> Tensor:
+        """[D], of all rows, in real tokens."""
+        first_D = self.is_first_BS[real_BS].nonzero().flatten()
+        return torch.diff(first_D, append=torch.tensor([int(real_BS.sum())]))
+
+    def packed_positions(self, real_BS: Tensor, source: str) -> Tensor:
+        """[T], by one from token to token, and by something else from document to document.
+
+        That is how transformers' masks tell packed documents apart. Where one document's positions go on from those of
+        the one before, all count from 0 instead. Raises CaptureError where they jump within a document.
+        """
+        position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
+        difference_T = torch.diff(position_T, prepend=position_T[:1])
+        if not bool((difference_T == 1)[~is_first_T].all()):
+            raise CaptureError(
+                f"{source}: position_ids jump within a text, which packed rows cannot repeat. Try: --no-packing"
+            )
+        if bool((difference_T == 1)[is_first_T].any()):
+            lengths_D = self.lengths(real_BS)
+            return position_T - position_T[is_first_T].repeat_interleave(lengths_D)
+        return position_T
+
+
+def documents_of(batch: MicroBatch) -> Documents:
+    """Without position ids a row's real tokens, or a document's, count from 0.
+
+    Raises CaptureError for position ids or borders that are not a text's, or do not fit the rows.
+    """
+    real_BS = batch.attention_mask_BS
+    counted_BS = real_BS.long().cumsum(dim=1) - 1
+    position_BS = _position_ids(batch)
+    number_S = _numbers(batch)
+    if number_S is not None:
+        is_first_BS = _where_real(number_S.expand_as(real_BS), real_BS, lambda difference: difference > 0)
+    elif position_BS is not None:
+        is_first_BS = _where_real(position_BS, real_BS, lambda difference: difference <= 0)
+    else:
+        is_first_BS = real_BS & (counted_BS == 0)
+    if position_BS is None:
+        first_BS = torch.where(is_first_BS, counted_BS, 0).cummax(dim=1).values
+        position_BS = counted_BS - first_BS
+    return Documents(position_BS=position_BS, is_first_BS=is_first_BS)
+
+
+def _position_ids(batch: MicroBatch) -> Tensor | None:
+    """[B, S], also where all rows share one."""
+    given = batch.extra_tensors.get("position_ids")
+    if given is None:
+        return None
+    rows, num_tokens = batch.sequences_BS.shape
+    if given.dtype.is_floating_point or given.shape not in ((rows, num_tokens), (1, num_tokens), (num_tokens,)):
+        raise CaptureError(
+            f"{batch.origin.source}: position_ids are {given.dtype} of shape {list(given.shape)}; replayed are "
+            f"integers of shape {[rows, num_tokens]} or {[1, num_tokens]}, and none with an axis more, as for images"
+        )
+    if int(given.min()) < 0:
+        raise CaptureError(f"{batch.origin.source}: position id {int(given.min())} is negative")
+    return given.long().expand(rows, num_tokens)
+
+
+def _where_real(values_BS: Tensor, real_BS: Tensor, is_start: Callable[[Tensor], Tensor]) -> Tensor:
+    """True at real tokens where `is_start` holds of the difference to the real token before them in their row."""
+    found_BS = torch.zeros_like(real_BS)
+    for values_S, real_S, found_S in zip(values_BS, real_BS, found_BS, strict=True):
+        found_S[real_S] = torch.cat([torch.ones_like(real_S[:1]), is_start(torch.diff(values_S[real_S]))])[
+            : real_S.sum()
+        ]
+    return found_BS
+
+
+def _numbers(batch: MicroBatch) -> Tensor | None:
+    """[S], each token's document, counted; None without borders."""
+    given = _named(batch.extra_tensors, BORDER_NAMES)
+    if given is None:
+        return None
+    rows, num_tokens = batch.sequences_BS.shape
+    borders = given.flatten().long()
+    keys = _named(batch.extra_tensors, KEY_BORDER_NAMES)
+    if keys is not None and not torch.equal(keys.flatten().long(), borders):
+        raise CaptureError(f"{batch.origin.source}: borders of queries and of keys differ, which no replay can repeat")
+    fits = len(borders) > 1 and int(borders[0]) == 0 and int(borders[-1]) <= num_tokens
+    if rows != 1 or given.dtype.is_floating_point or not fits or not bool((torch.diff(borders) >= 0).all()):
+        raise CaptureError(
+            f"{batch.origin.source}: borders of documents must rise from 0 to at most {num_tokens} in one row, "
+            f"not {borders[:8].tolist()} in {rows} rows"
+        )
+    return torch.bucketize(torch.arange(num_tokens), borders, right=True)
+
+
+def _named(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
+    return next((tensors[name] for name in names if name in tensors), None)

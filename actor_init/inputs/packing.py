@@ -1,0 +1,168 @@
+"""From a micro-batch to what the model is fed: its padded rows, or the real tokens of all rows in one packed row.
+
+Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, T real tokens of all rows,
+N action tokens that have a log-prob.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actor_init.attention.ring import RingSlice
+from actor_init.inputs.documents import Documents, documents_of
+from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorInputs:
+    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], documents one after the other.
+
+    An action token's log-prob comes from the logits at the real token before it. One without such a token (the first
+    of its document) and one that the attention mask calls padding have none: they are 0 in the result and False in
+    `action_mask_BA`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask_BS: Tensor | None  # None when packed
+    cu_seq_lens: Tensor | None  # int32 [documents + 1], where they begin and end; None when padded
+    max_length: int  # of a document, rounded up so that few distinct values occur
+    predictor_N: Tensor  # index into the flattened ids: whose logits predict
+    target_ids_N: Tensor
+    slot_N: Tensor  # index into the flattened [B, A]
+    action_mask_BA: Tensor
+    captured_index: Tensor  # like the ids: each one's place in the flattened captured [B, S], -1 for padding
+    ring: RingSlice | None = None  # then all but the action mask is this rank's own
+
+    def to(self, device: torch.device) -> "ActorInputs":
+        moved: dict[str, Any] = {
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), (Tensor, RingSlice))
+        }
+        return replace(self, **moved)
+
+
+def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
+    """Prepare `batch` (on the host) for one forward.
+
+    Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
+    first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real, for
+    documents that `documents_of` refuses, and for rows of several documents that are to stay padded.
+    """
+    real_BS = batch.attention_mask_BS
+    num_tokens = real_BS.shape[1]
+    if not real_BS.any():
+        raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
+    documents = documents_of(batch)
+    if documents.share_rows and not packing:
+        raise CaptureError(
+            f"{batch.origin.source}: a row holds several packed documents, which padded rows cannot keep apart. "
+            f"Try: --packing"
+        )
+    has_log_prob_BS = _have_log_probs(batch, documents)
+    num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
+    row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
+
+    flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
+    flat_T = flat_BS[real_BS]  # where each packed token came from
+    packed_of_flat = torch.full((real_BS.numel(),), -1)
+    packed_of_flat[flat_T] = torch.arange(flat_T.numel())
+    predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the real token before, as a packed index
+
+    targets_BS = batch.sequences_BS
+    if batch.labels_BS is not None:
+        targets_BS = torch.where(batch.labels_BS == IGNORED_LABEL, targets_BS, batch.labels_BS)
+    effective_BA = has_log_prob_BS[:, num_tokens - num_actions :]
+    shared: dict[str, Any] = {
+        "target_ids_N": targets_BS[row_N, token_N],
+        "slot_N": row_N * num_actions + token_N - (num_tokens - num_actions),
+        "action_mask_BA": effective_BA,
+    }
+    if not packing:
+        return ActorInputs(
+            input_ids=batch.sequences_BS,
+            position_ids=documents.position_BS.masked_fill(~real_BS, 1),
+            attention_mask_BS=real_BS,
+            cu_seq_lens=None,
+            max_length=num_tokens,
+            predictor_N=flat_T[predictor_N],
+            captured_index=torch.where(real_BS, flat_BS, -1),
+            **shared,
+        )
+    lengths = documents.lengths(real_BS)
+    return ActorInputs(
+        input_ids=batch.sequences_BS.flatten()[flat_T].unsqueeze(0),
+        position_ids=documents.packed_positions(real_BS, batch.origin.source).unsqueeze(0),
+        attention_mask_BS=None,
+        cu_seq_lens=F.pad(lengths.cumsum(dim=0), (1, 0)).int(),
+        max_length=_bucket(int(lengths.max())),
+        predictor_N=predictor_N,
+        captured_index=flat_T.unsqueeze(0),
+        **shared,
+    )
+
+
+def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
+    """[B, S], True at the action tokens that a real token of their own document precedes."""
+    real_BS = batch.attention_mask_BS
+    action_mask_BA = batch.action_mask_BA
+    if action_mask_BA is None:
+        labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
+        action_mask_BA = labelled_BS[:, 1:]
+    is_action_BS = F.pad(action_mask_BA, (real_BS.shape[1] - action_mask_BA.shape[1], 0))
+    return is_action_BS & real_BS & ~documents.is_first_BS
+
+
+def num_action_tokens(batch: MicroBatch) -> int:
+    """How many tokens a loss of `batch` is the mean over. Raises CaptureError as `actor_inputs` does."""
+    return int(_have_log_probs(batch, documents_of(batch)).sum())
+
+
+def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
+    """The same log-probs from longer rows: each padded on its right, or the packed one by a document of padding."""
+    rows, before = inputs.input_ids.shape
+    more = num_tokens - before
+    if not more:
+        return inputs
+    row_N, token_N = inputs.predictor_N // before, inputs.predictor_N % before
+    longer = replace(
+        inputs,
+        input_ids=F.pad(inputs.input_ids, (0, more)),
+        position_ids=torch.cat([inputs.position_ids, torch.arange(more).expand(rows, more)], dim=1),
+        predictor_N=row_N * num_tokens + token_N,
+        captured_index=F.pad(inputs.captured_index, (0, more), value=-1),
+    )
+    if inputs.cu_seq_lens is None:
+        assert inputs.attention_mask_BS is not None
+        return replace(longer, attention_mask_BS=F.pad(inputs.attention_mask_BS, (0, more)), max_length=num_tokens)
+    borders = torch.cat([inputs.cu_seq_lens, torch.tensor([num_tokens], dtype=torch.int32)])
+    return replace(longer, cu_seq_lens=borders, max_length=max(inputs.max_length, _bucket(more)))
+
+
+def sliced(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
+    """One rank's part of a packed row: its tokens, and those log-probs that they predict."""
+    num_tokens = inputs.input_ids.shape[1]
+    own_L = ring.own_index_L
+    place_T = torch.full((len(ring.index_T),), -1)
+    place_T[own_L] = torch.arange(len(own_L))
+    more = len(ring.index_T) - num_tokens
+    is_own_N = place_T[inputs.predictor_N] >= 0
+    return replace(
+        inputs,
+        input_ids=F.pad(inputs.input_ids, (0, more))[:, own_L],
+        position_ids=F.pad(inputs.position_ids, (0, more))[:, own_L],
+        predictor_N=place_T[inputs.predictor_N[is_own_N]],
+        target_ids_N=inputs.target_ids_N[is_own_N],
+        slot_N=inputs.slot_N[is_own_N],
+        captured_index=F.pad(inputs.captured_index, (0, more), value=-1)[:, own_L],
+        ring=ring,
+    )
+
+
+def _bucket(length: int) -> int:
+    """The next power of two, at least 256: kernels take it as a Python int, and each new value recompiles a graph."""
+    return max(256, 1 << (length - 1).bit_length())

@@ -1,0 +1,162 @@
+"""Tensor parallelism for FSDP2: a plan carried out with DTensor over the tp axis, and the sequence along with it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.func import functional_call
+from torch.torch_version import TorchVersion
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actor_init.model import blocks_of
+from actor_init.parallel.split_linear import SplitColumns, SplitRows, sum_gradient
+from actor_init.parallel.tp_plan import Plan, Split
+from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
+from actor_init.spec import UsageError
+
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that some attention modules shape their heads by
+GATHERS_IN_ONE_PIECE = "2.13"
+ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards a length that tp does not divide unevenly
+
+
+def check_divisible(config: PretrainedConfig, tp: int) -> None:
+    """Raises UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "intermediate_size", None) or 0
+    if heads % tp or key_value_heads % tp or width % tp:
+        possible = [
+            str(n) for n in range(1, key_value_heads + 1) if not (heads % n or key_value_heads % n or width % n)
+        ]
+        raise UsageError(
+            f"--tp {tp} does not divide the model's {heads} heads, {key_value_heads} key-value heads and MLP width of "
+            f"{width}. Try: --tp with one of {', '.join(possible)}"
+        )
+
+
+def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
+    """Raises UsageError where what the plan leaves whole is not on the residual stream itself.
+
+    And for several rows under a torch whose DTensor leaves gaps between them when it gathers shares of unequal length
+    (pytorch pull request #184443): a linear layer then refuses them in the middle of a run.
+    """
+    if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
+        raise UsageError(
+            f"--sequence-parallel with --no-packing needs torch {GATHERS_IN_ONE_PIECE}, and this is "
+            f"{torch.__version__}. Try: --packing, or --no-sequence-parallel"
+        )
+    for prefix, block in blocks_of(model):
+        for name, module in block.named_modules():
+            if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
+                raise UsageError(
+                    f"--sequence-parallel knows the norms between attention and MLP, but {type(model).__name__} has "
+                    f"parameters in {prefix}.{name}, which every rank holds whole. Try: --no-sequence-parallel"
+                )
+
+
+def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Replace the parameters of the transformer layer `name` by the shards that the plan gives them.
+
+    They are whole until then, and equal on every rank. With `sequence`, the residual stream is a DTensor sharded along
+    the sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for inner, module in block.named_modules():
+        split = plan.splits.get(f"{name}.{inner}")
+        if split is not None:
+            styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
+        elif sequence and list(module.parameters(recurse=False)):
+            styles[inner] = SequenceParallel()
+    for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
+        if sequence:
+            styles[child] = GatheredInput()
+        module = block.get_submodule(child)
+        for count in vars(module).keys() & HEAD_COUNTS:
+            setattr(module, count, getattr(module, count) // mesh.size())
+    _parallelize(block, mesh, styles)
+
+
+def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Shard embedding and head on the vocabulary (one weight where they are tied), and what is left of the norms."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    prefixes = tuple(f"{prefix}." for prefix, _ in blocks_of(model))
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if module is embedding:
+            styles[name] = VocabularyParallelEmbedding(
+                ALONG_SEQUENCE if sequence else Replicate(), use_local_output=not sequence
+            )
+        elif module is head:
+            styles[name] = (
+                ColwiseParallel(input_layouts=ALONG_SEQUENCE, use_local_output=False)
+                if sequence
+                else SplitColumns(whole_shape=True)
+            )
+        elif sequence and not f"{name}.".startswith(prefixes) and list(module.parameters(recurse=False)):
+            styles[name] = SequenceParallel()
+    _parallelize(model, mesh, styles)
+    if tied:
+        head.weight = embedding.weight
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same
+
+
+class GatheredInput(ParallelStyle):
+    """The sequence's shards are gathered once, for all the column-parallel layers in the module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return tuple(_gathered(value) for value in args), {key: _gathered(value) for key, value in kwargs.items()}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+def _gathered(value: Any) -> Any:
+    return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
+
+
+class ReplicatedOverHeads(ParallelStyle):
+    """Whole parameters that act on a rank's own heads alone: their gradient is the sum over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        forward = module.forward
+
+        def summed(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward
+            try:
+                own = {name: sum_gradient(p, group) for name, p in module.named_parameters()}
+                return functional_call(module, own, args, kwargs)
+            finally:
+                module.forward = summed
+
+        module.forward = summed
+        return module
+
+
+STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
+    Split.COLUMNS: SplitColumns,
+    Split.ROWS: SplitRows,
+    Split.PER_HEAD: ReplicatedOverHeads,
+}
+SEQUENCE_STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
+    Split.COLUMNS: ColwiseParallel,
+    Split.ROWS: partial(RowwiseParallel, output_layouts=ALONG_SEQUENCE, use_local_output=False),
+    Split.PER_HEAD: ReplicatedOverHeads,
+}

@@ -1,0 +1,74 @@
+"""Files that are whole or not there, whatever dies when; the temporaries of dead processes; and a file read whole."""
+
+import itertools
+import os
+import platform
+import re
+import secrets
+import time
+import zlib
+from pathlib import Path
+
+from capture.file_format.micro_batch import CaptureError
+
+_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+_TOKEN = secrets.token_hex(4)  # tells this process from a dead one of the same number
+_number = itertools.count()
+_TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+\.tmp$")
+_OTHER_HOSTS_SECONDS = 3600.0  # by then a temporary that another host may have been writing is a dead one's
+
+
+def write_atomically(path: Path, *parts: bytes) -> None:
+    """Readers see the whole file or none; mode 0600. Raises OSError; then there is no new file."""
+    temporary = path.parent / f".{path.name}.{_HOST}-{os.getpid()}-{_TOKEN}-{next(_number)}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The whole file. Raises CaptureError if it cannot be read, is no file, or is larger."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise CaptureError(f"{path}: no such file")
+        with open(path, "rb") as file:
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
+    except OSError as error:
+        raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise CaptureError(f"{path.name}: larger than {max_bytes} bytes, which no capture is")
+    return data
+
+
+def remove_stale_temporaries(folder: Path, rank: int) -> None:
+    """Those of this rank and of files that all ranks share, if their process is gone. Raises OSError."""
+    for entry in list(os.scandir(folder)):
+        found = _TEMPORARY.match(entry.name)
+        if found is None or ((ranked := re.search(r"_rank(\d+)_", found["name"])) and int(ranked[1]) != rank):
+            continue
+        try:
+            if _is_stale(found, entry, is_shared=ranked is None):
+                os.unlink(entry.path)
+        except FileNotFoundError:  # another rank was quicker
+            continue
+
+
+def _is_stale(found: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
+    if found["host"] != _HOST:
+        return not is_shared or time.time() - entry.stat().st_mtime > _OTHER_HOSTS_SECONDS
+    if int(found["pid"]) == os.getpid():
+        return found["token"] != _TOKEN
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

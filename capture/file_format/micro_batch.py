@@ -1,0 +1,218 @@
+"""What one micro-batch is: the tensors that went into a model's forward, and where they came from.
+
+Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_TOKENS = 2**24  # of one micro-batch, padding included: a bound for readers, far above what a device holds
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+
+
+ID_NAMES = ("sequences", "input_ids")
+EMBEDDINGS_NAME = "inputs_embeds"
+
+
+class CaptureError(ValueError):
+    """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a micro-batch was seen. What a capture does not say is None."""
+
+    source: str  # file name within its folder
+    rank: int | None = None
+    world_size: int | None = None
+    step: int | None = None  # counts the forwards that this rank's recorder saw
+    time: str | None = None  # ISO 8601, UTC for format 1, as written for older dumps
+    model_name: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One forward's inputs. Construction checks shapes, dtypes and mask values.
+
+    sequences_BS      token ids, int64
+    attention_mask_BS True where a token is real
+    action_mask_BA    True where one of a row's last A tokens was generated; A < S. None if the model was not given one
+    labels_BS         int64 target ids, -100 where none; not shifted. None if the model was not given any
+    extra_tensors     every other tensor argument by name, as it came
+    call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
+    left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
+    trains            was autograd on?
+
+    Raises CaptureError where these do not fit together.
+    """
+
+    sequences_BS: Tensor
+    attention_mask_BS: Tensor
+    action_mask_BA: Tensor | None = None
+    labels_BS: Tensor | None = None
+    extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    call_facts: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    trains: bool
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.sequences_BS.shape)
+        if self.sequences_BS.dtype != torch.int64 or len(shape) != 2 or 0 in shape:
+            raise CaptureError(
+                f"{self.origin.source}: token ids must be int64 of shape [rows, tokens], "
+                f"not {self.sequences_BS.dtype} of shape {list(shape)}"
+            )
+        if int(self.sequences_BS.min()) < 0:
+            raise CaptureError(f"{self.origin.source}: token id {int(self.sequences_BS.min())} is negative")
+        self._check_mask("attention_mask", self.attention_mask_BS, shape)
+        if self.action_mask_BA is not None:
+            num_actions = self.action_mask_BA.shape[-1] if self.action_mask_BA.ndim == 2 else 0
+            if not 0 < num_actions < shape[1]:
+                raise CaptureError(
+                    f"{self.origin.source}: action_mask has shape {list(self.action_mask_BA.shape)}; "
+                    f"allowed is [{shape[0]}, 1 to {shape[1] - 1}] for token ids of shape {list(shape)}"
+                )
+            self._check_mask("action_mask", self.action_mask_BA, (shape[0], num_actions))
+        if self.labels_BS is not None and (tuple(self.labels_BS.shape) != shape or self.labels_BS.dtype != torch.int64):
+            raise CaptureError(
+                f"{self.origin.source}: labels must be int64 of shape {list(shape)}, "
+                f"not {self.labels_BS.dtype} of shape {list(self.labels_BS.shape)}"
+            )
+
+    def _check_mask(self, name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(mask.shape) != shape or mask.dtype != torch.bool:
+            raise CaptureError(
+                f"{self.origin.source}: {name} must be a mask of shape {list(shape)}, "
+                f"not {mask.dtype} of shape {list(mask.shape)}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return self.sequences_BS.shape[0]
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Real and padding tokens together: rows x the longest row."""
+        return self.sequences_BS.numel()
+
+    @property
+    def num_real_tokens(self) -> int:
+        return int(self.attention_mask_BS.sum())
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same micro-batch with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        extra = {name: tensor.to(device) for name, tensor in self.extra_tensors.items()}
+        return replace(self, extra_tensors=extra, **moved)
+
+
+def with_rows_reversed(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch, its last row first. An extra tensor of as many rows goes along."""
+
+    def reversed_rows(tensor: Tensor) -> Tensor:
+        return tensor.flip(0) if tensor.ndim > 1 and len(tensor) == batch.num_rows else tensor
+
+    own: dict[str, Any] = {
+        f.name: reversed_rows(value) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    extra = {name: reversed_rows(tensor) for name, tensor in batch.extra_tensors.items()}
+    return replace(batch, extra_tensors=extra, **own)
+
+
+_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MASK_DTYPES = (torch.bool, *_ID_DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
+    """Bool, int or float 0/1 values as a bool mask. Raises CaptureError on any other value."""
+    _check_kind(name, tensor, _MASK_DTYPES, source)
+    mask = tensor != 0
+    if not torch.equal(tensor, mask.to(tensor.dtype)):
+        raise CaptureError(f"{source}: {name} must hold only 0 and 1, but holds other values ({tensor.dtype})")
+    return mask
+
+
+def micro_batch_from_call(
+    tensors: Mapping[str, Tensor],
+    call_facts: Mapping[str, Any],
+    *,
+    trains: bool,
+    origin: Origin,
+    left_out: Mapping[str, str] | None = None,
+) -> MicroBatch:
+    """Name a forward's arguments: `sequences` or `input_ids`, `attention_mask`, `action_mask`, `labels`.
+
+    The rest is kept as it came. Without an attention mask every token is real. Raises CaptureError if there are no
+    token ids.
+    """
+    rest = dict(tensors)
+    names = [name for name in ID_NAMES if name in rest]
+    if is_of_embeddings(tensors):
+        raise CaptureError(
+            f"{origin.source}: the model was called with inputs_embeds, without token ids. The call is kept whole "
+            f"(capture.file_format.capture_file.read_call), but a replay needs token ids"
+        )
+    if not names:
+        raise CaptureError(
+            f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
+            f"got {sorted(rest)[:20] or 'no tensors'}"
+        )
+    sequences = rest.pop(names[0])
+    _check_kind(names[0], sequences, _ID_DTYPES, origin.source)
+    sequences_BS = sequences.long()
+    attention_mask = rest.pop("attention_mask", None)
+    action_mask = rest.pop("action_mask", None)
+    labels = rest.pop("labels", None)
+    if labels is not None:
+        _check_kind("labels", labels, _ID_DTYPES, origin.source)
+    return MicroBatch(
+        sequences_BS=sequences_BS,
+        attention_mask_BS=torch.ones_like(sequences_BS, dtype=torch.bool)
+        if attention_mask is None
+        else as_mask("attention_mask", attention_mask, origin.source),
+        action_mask_BA=None if action_mask is None else as_mask("action_mask", action_mask, origin.source),
+        labels_BS=None if labels is None else labels.long(),
+        extra_tensors=rest,
+        call_facts=dict(call_facts),
+        left_out=dict(left_out or {}),
+        trains=trains,
+        origin=origin,
+    )
+
+
+def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
+    return EMBEDDINGS_NAME in tensors and not any(name in tensors for name in ID_NAMES)
+
+
+def check_call(tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin) -> None:
+    """Is it a call that a capture may hold: a micro-batch, or one with embeddings in the place of token ids?
+
+    Raises CaptureError if not.
+    """
+    named = dict(tensors)
+    if is_of_embeddings(tensors):
+        embeddings = named.pop(EMBEDDINGS_NAME)
+        if embeddings.ndim != 3 or not embeddings.dtype.is_floating_point:
+            raise CaptureError(
+                f"{origin.source}: {EMBEDDINGS_NAME} must be floats of shape [rows, tokens, width], "
+                f"not {embeddings.dtype} of shape {list(embeddings.shape)}"
+            )
+        named["input_ids"] = torch.zeros((), dtype=torch.int64, device="cpu").expand(embeddings.shape[:2])
+    micro_batch_from_call(named, call_facts, trains=trains, origin=origin)
+
+
+def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:
+    if tensor.ndim != 2 or tensor.dtype not in dtypes or tensor.numel() > MAX_TOKENS:
+        raise CaptureError(
+            f"{source}: {name} must be of shape [rows, tokens] with at most {MAX_TOKENS} elements and one of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, "
+            f"not {tensor.dtype} of shape {list(tensor.shape)}"
+        )

@@ -1,0 +1,247 @@
+"""Reads pickles of plain data with a reader of our own: no unpickler ever sees a captured file.
+
+A pickle is a program. This reader knows only the instructions that build None, bool, int, float, str, bytes, list,
+tuple and dict; there is none that imports or calls, so there is nothing to attack. A reader of older dumps may lend it
+a table of names, and then it knows GLOBAL, STACK_GLOBAL and REDUCE too, for these names alone.
+
+The result is a tree: a dict's keys are strings and no list, tuple or dict is referred to twice, so that its size is
+bounded by the file's and walking it takes no longer than reading it.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.plain_data import MAX_DEPTH, MAX_INT_BYTES, is_deeper
+
+MAX_INSTRUCTIONS = 200_000  # about a second; a captured pass has a few hundred
+MAX_TEXT_BYTES = 16 * 2**20
+
+_CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
+_NUMBERS = {pickle.BININT1: "<B", pickle.BININT2: "<H", pickle.BININT: "<i", pickle.BINFLOAT: ">d"}
+_TEXTS = {pickle.SHORT_BINUNICODE: "<B", pickle.BINUNICODE: "<I"}
+_BYTES = {pickle.SHORT_BINBYTES: "<B", pickle.BINBYTES: "<I", pickle.BINBYTES8: "<Q"}
+_EMPTY = {pickle.EMPTY_LIST: list, pickle.EMPTY_DICT: dict, pickle.EMPTY_TUPLE: tuple}
+_TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
+
+
+class NamesAClassError(CaptureError):
+    """A pickle that names a class or function was given to a reader without a table of names."""
+
+
+def load_plain(
+    data: bytes | memoryview,
+    *,
+    source: str,
+    start: int = 0,
+    names: Mapping[tuple[str, str], Any] | None = None,
+    persistent_load: Callable[[Any], Any] | None = None,
+) -> tuple[Any, int]:
+    """The value of the pickle that starts at byte `start`, and where it ends.
+
+    names            what (module, name) stands for; a callable among them may be called. None: NamesAClassError
+    persistent_load  what a persistent id stands for
+
+    Raises CaptureError for everything else.
+    """
+    reader = PickleReader(memoryview(data), start, source, names, persistent_load)
+    value = reader.run()
+    if is_deeper(value):
+        raise reader.error(f"more than {MAX_DEPTH} levels of nesting")
+    return value, reader.position
+
+
+class PickleReader:
+    """A stack machine. `stack` holds the items since the last mark, `outer_stacks` those before it."""
+
+    max_instructions = MAX_INSTRUCTIONS
+    max_text_bytes = MAX_TEXT_BYTES
+
+    def __init__(
+        self,
+        data: memoryview,
+        start: int,
+        source: str,
+        names: Mapping[tuple[str, str], Any] | None,
+        persistent_load: Callable[[Any], Any] | None,
+    ) -> None:
+        self.data = data
+        self.position = start
+        self.source = source
+        self.names = names
+        self.persistent_load = persistent_load
+        self.stack: list[Any] = []
+        self.outer_stacks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.num_text_bytes = 0
+
+    def error(self, what: str) -> CaptureError:
+        return CaptureError(f"{self.source}: {what} at byte {self.position}: the file is damaged or no capture")
+
+    def take(self, num_bytes: int) -> memoryview:
+        taken = self.data[self.position : self.position + num_bytes]
+        if len(taken) != num_bytes:
+            raise CaptureError(
+                f"{self.source}: truncated: {num_bytes} bytes were expected at byte {self.position}, "
+                f"{len(taken)} are left. Delete the file or copy it again"
+            )
+        self.position += num_bytes
+        return taken
+
+    def number(self, layout: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def text(self, num_bytes: int) -> str:
+        self.num_text_bytes += num_bytes
+        if self.num_text_bytes > self.max_text_bytes:
+            raise self.error(f"more than {self.max_text_bytes} bytes of text")
+        try:
+            return str(self.take(num_bytes), "utf-8")
+        except UnicodeDecodeError:
+            raise self.error("text that is not UTF-8") from None
+
+    def line(self) -> str:
+        end = bytes(self.data[self.position : self.position + 256]).find(b"\n")
+        if end < 0:
+            raise self.error("a name without an end")
+        name = self.text(end)
+        self.position += 1
+        return name
+
+    def pop(self, kind: type | tuple[type, ...] = object) -> Any:
+        if not self.stack or not isinstance(self.stack[-1], kind):
+            raise self.error("an instruction without its operand")
+        return self.stack.pop()
+
+    def pop_to_mark(self) -> list[Any]:
+        if not self.outer_stacks:
+            raise self.error("an instruction without its mark")
+        items, self.stack = self.stack, self.outer_stacks.pop()
+        return items
+
+    def fill(self, items: list[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> None:
+        if not self.stack or type(self.stack[-1]) is not kind:
+            raise self.error(f"items for a {kind.__name__} that is none")
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+            return
+        if len(items) % 2:
+            raise self.error("a dict with a key that has no value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str or key in target:
+                raise self.error("a dict with a key that is no text or is there twice")
+            target[key] = value
+
+    def remember(self, index: int) -> None:
+        if not self.stack:
+            raise self.error("an instruction without its operand")
+        self.memo[index] = self.stack[-1]
+
+    def recall(self, index: int) -> Any:
+        if index not in self.memo or isinstance(self.memo[index], list | tuple | dict):
+            raise self.error("a reference to something other than a value seen before")
+        return self.memo[index]
+
+    def named(self, module: str, name: str) -> Any:
+        called = repr(f"{module}.{name}"[:120])  # a name may hold control characters
+        advice = "Nothing of it was run. Delete the file unless you know where it came from"
+        if self.names is None:
+            raise NamesAClassError(
+                f"{self.source}: refused: the pickle names {called}; a capture names nothing. {advice}"
+            )
+        if (module, name) not in self.names:
+            allowed = ", ".join(sorted(".".join(known) for known in self.names)) or "none"
+            raise CaptureError(f"{self.source}: refused: the pickle names {called}; allowed: {allowed}. {advice}")
+        return self.names[module, name]
+
+    def call(self) -> Any:
+        arguments, function = self.pop(tuple), self.pop()
+        if self.names is None or not callable(function) or function not in self.names.values():
+            raise self.error("a call of something that is no allowed name")
+        return function(*arguments)
+
+    def resolve(self, persistent_id: Any) -> Any:
+        if self.persistent_load is None:
+            raise self.error("a persistent id")
+        return self.persistent_load(persistent_id)
+
+    def run(self) -> Any:
+        for _ in range(self.max_instructions):
+            instruction = bytes(self.take(1))
+            if instruction == pickle.STOP:
+                return self.pop()
+            self.step(instruction)
+            if len(self.outer_stacks) > MAX_DEPTH + 1:
+                raise self.error(f"more than {MAX_DEPTH} levels of nesting")
+        raise self.error(f"more than {self.max_instructions} instructions")
+
+    def step(self, instruction: bytes) -> None:
+        match instruction:
+            case pickle.PROTO:
+                if self.number("<B") > 5:
+                    raise self.error("a pickle protocol above 5")
+            case pickle.FRAME:
+                self.take(8)
+            case pickle.MARK:
+                self.outer_stacks.append(self.stack)
+                self.stack = []
+            case pickle.MEMOIZE:
+                self.remember(len(self.memo))
+            case pickle.BINPUT:
+                self.remember(self.number("<B"))
+            case pickle.LONG_BINPUT:
+                self.remember(self.number("<I"))
+            case pickle.APPEND:
+                self.fill([self.pop()], list)
+            case pickle.APPENDS:
+                self.fill(self.pop_to_mark(), list)
+            case pickle.SETITEM:
+                value, key = self.pop(), self.pop()
+                self.fill([key, value], dict)
+            case pickle.SETITEMS:
+                self.fill(self.pop_to_mark(), dict)
+            case _:
+                value = self.pushed(instruction)  # first: it may go back to an outer stack
+                self.stack.append(value)
+
+    def pushed(self, instruction: bytes) -> Any:
+        if instruction in _CONSTANTS:
+            return _CONSTANTS[instruction]
+        if instruction in _NUMBERS:
+            return self.number(_NUMBERS[instruction])
+        if instruction in _TEXTS:
+            return self.text(self.number(_TEXTS[instruction]))
+        if instruction in _BYTES:
+            return bytes(self.take(self.number(_BYTES[instruction])))
+        if instruction in _EMPTY:
+            return _EMPTY[instruction]()
+        if instruction in _TUPLES:
+            return tuple(reversed([self.pop() for _ in range(_TUPLES[instruction])]))
+        match instruction:
+            case pickle.LONG1:
+                return self.long_integer(self.number("<B"))
+            case pickle.TUPLE:
+                return tuple(self.pop_to_mark())
+            case pickle.BINGET:
+                return self.recall(self.number("<B"))
+            case pickle.LONG_BINGET:
+                return self.recall(self.number("<I"))
+            case pickle.GLOBAL:
+                module = self.line()
+                return self.named(module, self.line())
+            case pickle.STACK_GLOBAL:
+                name, module = self.pop(str), self.pop(str)
+                return self.named(module, name)
+            case pickle.REDUCE:
+                return self.call()
+            case pickle.BINPERSID:
+                return self.resolve(self.pop())
+        raise self.error(f"instruction {instruction!r}, which plain data does not need,")
+
+    def long_integer(self, num_bytes: int) -> int:
+        if num_bytes > MAX_INT_BYTES:
+            raise self.error(f"an integer of more than {MAX_INT_BYTES} bytes")
+        return int.from_bytes(self.take(num_bytes), "little", signed=True)

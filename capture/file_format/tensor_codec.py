@@ -1,0 +1,179 @@
+"""A tensor as plain data, `{dtype, shape, encoding, data, crc32}`, and back, bit for bit.
+
+`encoding` says how `data` was made, step by step: what an element was stored as, then what was done to the bytes.
+
+    bits               eight elements a byte, the first in the lowest bit; for elements that are all 0 or 1
+    uint8 ... int32    a narrower integer that holds every element
+    <own dtype>        as it is, little-endian
+    /shuffle           first every element's lowest byte, then every second byte, and so on
+    /deflate           zlib
+
+`int32/shuffle/deflate` is how token ids usually come out, at a sixth of their int64 size. `crc32` is that of the
+restored tensor's bytes, so it guards the encoding as well as the file.
+"""
+
+import ctypes
+import math
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.file_format.micro_batch import CaptureError
+
+MAX_TENSOR_BYTES = 256 * 2**20  # of one pass; keeps reading any file below 1 GiB of memory
+
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", *_INTEGERS, "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # said aloud: a job may have set another default device
+_QUICK_DEFLATE_BYTES = 4 * 2**20  # above this the writer would fall behind at zlib's default level
+
+
+def can_encode(tensor: Tensor) -> bool:
+    """Is it an ordinary dense tensor with values? Distributed, sparse, quantized, meta and fake tensors are not."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and tensor.dtype in _DTYPE_NAMES
+    )
+
+
+def encode_tensor(tensor: Tensor) -> dict[str, Any]:
+    """`tensor`: any shape, a dtype of DTYPES, on the CPU."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    stored_as, stored = _narrowed(flat)
+    raw = bytes_of(stored)
+    level = -1 if len(raw) <= _QUICK_DEFLATE_BYTES else 1
+    choices: list[tuple[str, bytes | memoryview]] = [(stored_as, raw)]
+    choices.append((f"{stored_as}/deflate", zlib.compress(raw, level)))
+    if stored.element_size() > 1:
+        shuffled = stored.view(torch.uint8).view(-1, stored.element_size()).T.contiguous().view(-1)
+        choices.append((f"{stored_as}/shuffle/deflate", zlib.compress(bytes_of(shuffled), level)))
+    encoding, data = min(choices, key=lambda choice: len(choice[1]))
+    return {
+        "dtype": _DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "encoding": encoding,
+        "data": bytes(data),
+        "crc32": zlib.crc32(bytes_of(flat)),
+    }
+
+
+def decode_tensors(records: Any, source: str) -> dict[str, Tensor]:
+    """Every tensor of a file by name. Raises CaptureError before any is decoded if together they are too large."""
+    if not isinstance(records, dict):
+        raise CaptureError(f"{source}: tensors must be a dict by name, not {type(records).__name__}")
+    num_bytes = sum(_checked_num_bytes(record, f"{source}: tensor {name!r}") for name, record in records.items())
+    check_total(num_bytes, source)
+    return {name: _decoded(records[name], f"{source}: tensor {name!r}") for name in records}
+
+
+def check_total(num_bytes: int, source: str) -> None:
+    if num_bytes > MAX_TENSOR_BYTES:
+        raise CaptureError(f"{source}: {num_bytes:.4g} bytes of tensors in one pass; allowed are {MAX_TENSOR_BYTES}")
+
+
+def size_in_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int:
+    """An empty dimension counts as one: sizes are bounded even where there is no element."""
+    return math.prod(max(size, 1) for size in shape) * dtype.itemsize
+
+
+def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
+    """A flat tensor with a copy of `data`."""
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else empty).view(dtype)
+
+
+def _checked_num_bytes(record: Any, what: str) -> int:
+    kinds = {"dtype": str, "shape": list, "encoding": str, "data": bytes, "crc32": int}
+    if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != kinds:
+        raise CaptureError(f"{what}: must be a dict of {', '.join(kinds)}")
+    if record["dtype"] not in DTYPES:
+        raise CaptureError(f"{what}: unknown dtype {record['dtype'][:40]!r}; known are {', '.join(DTYPES)}")
+    shape = record["shape"]
+    if len(shape) > 16 or any(type(size) is not int or size < 0 for size in shape):
+        raise CaptureError(f"{what}: shape must be up to 16 sizes of 0 or more, not {str(shape)[:80]}")
+    return size_in_bytes(shape, DTYPES[record["dtype"]])
+
+
+def _decoded(record: dict[str, Any], what: str) -> Tensor:
+    dtype, num_elements = DTYPES[record["dtype"]], math.prod(record["shape"])
+    stored_as, *steps = record["encoding"].split("/")
+    allowed = ["bits", *_INTEGERS] if record["dtype"] in _INTEGERS else ["bits"] if dtype == torch.bool else []
+    if dtype != torch.bool:
+        allowed.append(record["dtype"])
+    if stored_as not in allowed or steps not in ([], ["deflate"], ["shuffle", "deflate"]):
+        raise CaptureError(f"{what}: unknown encoding {record['encoding'][:40]!r} for {record['dtype']}")
+    stored_dtype = torch.uint8 if stored_as == "bits" else DTYPES[stored_as]
+    num_stored = -(-num_elements // 8) if stored_as == "bits" else num_elements
+    num_bytes = num_stored * stored_dtype.itemsize
+    data = _inflated(record["data"], num_bytes, what) if steps else record["data"]
+    if len(data) != num_bytes:
+        raise CaptureError(f"{what}: {len(data)} bytes of data; shape and dtype need {num_bytes}")
+    is_shuffled = steps[:1] == ["shuffle"]
+    stored = from_bytes(data, torch.uint8 if is_shuffled else stored_dtype)
+    del data  # three copies of a large tensor would be too many
+    if is_shuffled:
+        stored = stored.view(stored_dtype.itemsize, -1).T.contiguous().view(-1).view(stored_dtype)
+    if stored_as == "bits":
+        stored = ((stored.unsqueeze(1) >> _BITS) & 1).view(-1)[:num_elements]
+    restored = stored.to(dtype).contiguous()
+    if zlib.crc32(bytes_of(restored)) != record["crc32"]:
+        raise CaptureError(f"{what}: the checksum is wrong: the file is damaged. Delete it or copy it again")
+    return restored.view(record["shape"])
+
+
+def _inflated(data: bytes, num_bytes: int, what: str) -> bytes:
+    """Inflates to one byte more than expected, never further.
+
+    Nor from more: what deflating does not make smaller is stored as it is, and much can inflate to nothing.
+    """
+    if len(data) >= num_bytes:
+        raise CaptureError(f"{what}: {len(data)} compressed bytes for {num_bytes}: the file is damaged")
+    inflate = zlib.decompressobj()
+    try:
+        inflated = inflate.decompress(data, num_bytes + 1)
+    except zlib.error as error:
+        raise CaptureError(f"{what}: compressed data is damaged ({error})") from None
+    if not inflate.eof or inflate.unused_data:
+        raise CaptureError(f"{what}: compressed data does not end after {num_bytes} bytes, as shape and dtype say")
+    return inflated
+
+
+def _narrowed(flat: Tensor) -> tuple[str, Tensor]:
+    if flat.dtype == torch.bool:
+        return "bits", _packed_bits(flat)
+    name = _DTYPE_NAMES[flat.dtype]
+    if name not in _INTEGERS or not len(flat):
+        return name, flat
+    low, high = (int(bound) for bound in flat.aminmax())
+    if low >= 0 and high <= 1:
+        return "bits", _packed_bits(flat)
+    for narrower in _INTEGERS[: _INTEGERS.index(name)]:
+        bounds = torch.iinfo(DTYPES[narrower])
+        if bounds.min <= low and high <= bounds.max:
+            return narrower, flat.to(DTYPES[narrower])
+    return name, flat
+
+
+def _packed_bits(flat: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(flat.to(torch.uint8), (0, -len(flat) % 8))
+    return (padded.view(-1, 8) << _BITS).sum(dim=1, dtype=torch.uint8)
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, not copied (and without NumPy): they live as long as it does."""
+    num_bytes = flat.numel() * flat.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(flat.data_ptr())).cast("B")

@@ -1,0 +1,103 @@
+"""Older dumps and those of other projects as a folder of format 1."""
+
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch import Tensor
+
+from capture.file_format.actor_config import read_actor_config, write_actor_config
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.encode import utc_time
+from capture.file_format.manifest import Entry, entry_of, write_manifest
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.tensor_codec import bytes_of
+from capture.importers import Project, dump_files, read_dump
+
+DUMP_TIME = "%Y%m%d_%H%M%S_%f"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    written: list[Path] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # file name: why
+    num_bytes_before: int = 0
+    num_bytes_after: int = 0
+
+
+def convert_folder(
+    source: Path, target: Path, *, project: Project | None = None, num_rows: int | None = None
+) -> Conversion:
+    """Every dump of `source`, a file or a folder, as format 1 in `target`, with a manifest; each file is read back and
+    compared before it counts.
+
+    project   whose dumps they are; None: told from each file
+    num_rows  rows of a micro-batch; None: as the dump has them
+
+    What a dump does not say stays unsaid, its step apart, which is its place among its rank's files. Its time, if it
+    names no zone, is taken for UTC; a dump without one gets that of the conversion. Raises CaptureError without a
+    source, or for a target that holds something already; OSError.
+    """
+    if num_rows is not None and num_rows < 1:
+        raise CaptureError(f"--rows must be 1 or more, not {num_rows}")
+    paths = dump_files(source)
+    make_empty_folder(target)
+    folder = source if source.is_dir() else source.parent
+    if (config := read_actor_config(folder)) is not None:
+        write_actor_config(target, config, None)
+    now = utc_time()
+    written: list[Path] = []
+    refused: dict[str, str] = {}
+    entries: dict[int, list[Entry]] = {}
+    before = after = 0
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        try:
+            for call in read_dump(path, name, project, num_rows):
+                rank = call.origin.rank or 0
+                step = len(entries.get(rank, [])) if call.origin.step is None else call.origin.step
+                time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, path.name)
+                call = replace(call, origin=replace(call.origin, step=step, time=time))
+                entry = _written(call, target)
+                entries.setdefault(rank, []).append(entry)
+                written.append(target / entry.name)
+                after += entry.num_bytes
+        except CaptureError as error:
+            refused[name] = str(error)
+            continue
+        before += path.stat().st_size
+    for rank, committed in entries.items():
+        write_manifest(target, committed, rank=rank, time=utc_time())
+    return Conversion(written=written, refused=refused, num_bytes_before=before, num_bytes_after=after)
+
+
+def _written(call: Call, target: Path) -> Entry:
+    copy = call.write(target)
+    again = read_call(copy)
+    for name, tensor in call.tensors.items():
+        if _bytes(again.tensors[name]) != _bytes(tensor):
+            raise AssertionError(f"{copy}: {name} is not what was written")
+    return entry_of(copy, again)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """What is compared: NaN is not equal to itself."""
+    flat = tensor.contiguous().view(-1)
+    return bytes(bytes_of(flat))
+
+
+def _iso_time(written: str | None, source: str) -> str | None:
+    for read in (datetime.fromisoformat, lambda text: datetime.strptime(text, DUMP_TIME)):
+        try:
+            moment = read(written or "")
+        except ValueError:
+            continue
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat(timespec="microseconds")
+    raise CaptureError(f"{source}: its time is {str(written)[:40]!r}; allowed is ISO 8601 or {DUMP_TIME}")
+
+
+def make_empty_folder(folder: Path) -> None:
+    """Mode 0700. Raises CaptureError if there is something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CaptureError(f"{folder} is not an empty folder. Give the name of a new one")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)

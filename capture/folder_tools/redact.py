@@ -1,0 +1,158 @@
+"""A folder of captures without its text: lengths, masks, positions and timing stay, so that it can be shown around."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.file_format.actor_config import read_actor_config, write_actor_config
+from capture.file_format.capture_file import Call, capture_files, read_call
+from capture.file_format.encode import utc_time
+from capture.file_format.manifest import Entry, entry_of, write_manifest
+from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError
+from capture.file_format.optimizer_step import OptimizerStep
+from capture.folder_tools.convert import make_empty_folder
+
+GEOMETRY = (
+    "attention_mask",
+    "action_mask",
+    "position_ids",
+    "cu_seq_lens",
+    "cu_seqlens",
+    "max_length",
+    "token_type_ids",
+)
+TOKENS = ("sequences", "input_ids", "labels")
+
+
+class Tokens(StrEnum):
+    PERMUTE = "permute"
+    ZERO = "zero"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Redaction:
+    written: list[Path] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # file name: why
+    blanked: set[str] = field(default_factory=set)  # arguments whose values are all 0 now
+
+
+def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
+    """Every capture of `source` in `target` without its text.
+
+    permute  a micro-batch's real tokens change places among themselves, and every id becomes another one, by a
+             permutation of the vocabulary that is drawn anew for each file and kept nowhere; how often the commonest
+             token occurs is still told
+    zero     every token id is 0
+
+    Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
+    goes, what was computed from the text (outputs, random states, gradients and their norms), and the samples of the
+    weights. Of an optimizer's step its passes, their shares and the settings stay.
+
+    Raises CaptureError without a source, or for a target that holds something already; OSError.
+    """
+    paths = capture_files(source)
+    make_empty_folder(target)
+    config = read_actor_config(source)
+    if config is not None:
+        write_actor_config(target, _without_paths(config), None)
+    found = Redaction()
+    entries: dict[int, list[Entry]] = {}
+    for path in paths:
+        try:
+            call = _redacted(read_call(path), tokens, config, found.blanked)
+            copy = call.write(target)
+        except CaptureError as error:
+            found.refused[path.name] = str(error)
+            continue
+        entries.setdefault(call.origin.rank or 0, []).append(entry_of(copy, call))
+        found.written.append(copy)
+    for rank, committed in entries.items():
+        write_manifest(target, committed, rank=rank, time=utc_time())
+    return found
+
+
+def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:
+    batch = call.micro_batch()
+    named = "sequences" if "sequences" in call.tensors else "input_ids"
+    largest = int(batch.sequences_BS.max())
+    if batch.labels_BS is not None:
+        largest = max(largest, int(batch.labels_BS.max()))
+    size = max(largest + 1, int((config or {}).get("vocab_size") or 0))
+    redacted: dict[str, Tensor] = {}
+    for name, tensor in call.tensors.items():
+        if name in TOKENS or name.startswith(GEOMETRY):
+            redacted[name] = tensor
+        else:
+            redacted[name] = torch.zeros_like(tensor)
+            blanked.add(name)
+    ids_BS, labels_BS = _other_tokens(batch.sequences_BS, batch.attention_mask_BS, batch.labels_BS, tokens, size)
+    redacted[named] = ids_BS.to(call.tensors[named].dtype)
+    if labels_BS is not None:
+        redacted["labels"] = labels_BS.to(call.tensors["labels"].dtype)
+    return replace(
+        call,
+        tensors=redacted,
+        call_facts=_without_texts(call.call_facts),
+        origin=replace(call.origin, model_name=None),
+        outputs={},
+        random={},
+        weights=None,
+        step=None if call.step is None else _without_gradients(call.step),
+    )
+
+
+def _without_gradients(step: OptimizerStep) -> OptimizerStep:
+    """The embedding's rows with a gradient are the text's tokens."""
+    return replace(step, gradients=None, without_gradient=(), grad_norm=None, is_part_of_norm=False)
+
+
+def _other_tokens(
+    ids_BS: Tensor, real_BS: Tensor, labels_BS: Tensor | None, tokens: Tokens, size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Padding becomes 0. A label that was its place's own token, or the next place's, still is."""
+    labelled_BS = None if labels_BS is None else labels_BS != IGNORED_LABEL
+    if tokens is Tokens.ZERO:
+        zeros = torch.zeros_like(ids_BS)
+        return zeros, None if labelled_BS is None else torch.where(labelled_BS, 0, IGNORED_LABEL)
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    mapping = torch.randperm(size, generator=generator)
+    order = torch.randperm(int(real_BS.sum()), generator=generator)
+    new_BS = torch.zeros_like(ids_BS)
+    new_BS[real_BS] = mapping[ids_BS[real_BS]][order]
+    if labels_BS is None or labelled_BS is None:
+        return new_BS, None
+    next_BS, new_next_BS = ids_BS.roll(-1, dims=1), new_BS.roll(-1, dims=1)
+    drawn_BS = torch.randint(size, labels_BS.shape, generator=generator)
+    new_labels_BS = torch.where(labels_BS == next_BS, new_next_BS, drawn_BS)
+    new_labels_BS = torch.where(labels_BS == ids_BS, new_BS, new_labels_BS)
+    return new_BS, torch.where(labelled_BS, new_labels_BS, IGNORED_LABEL)
+
+
+def _without_texts(value: Any) -> Any:
+    """Numbers and switches stay; texts may be anything."""
+    if isinstance(value, Mapping):
+        return {key: _without_texts(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_texts(item) for item in value]
+    return "" if isinstance(value, (str, bytes)) else value
+
+
+def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's texts are names of architectures and functions; one with a separator may be a path of the host."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return "" if isinstance(value, str) and ("/" in value or "\\" in value) else value
+
+    cleaned = plain(json.loads(json.dumps(dict(config), default=str)))
+    return {key: value for key, value in cleaned.items() if key != "_name_or_path"}

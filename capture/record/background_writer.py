@@ -1,0 +1,196 @@
+"""Does in the background what the job hands over, and never makes the job wait: what does not fit is dropped."""
+
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from capture.file_format.micro_batch import CaptureError
+
+MAX_QUEUED_BYTES = 2**30
+_MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
+_MAX_LULL_SECONDS = 0.02  # a pass waits for its end so long: while it begins the job's thread needs the interpreter
+
+Item = TypeVar("Item")
+
+
+class Alarm(Protocol):
+    """Something to look at when nothing is handed over."""
+
+    def seconds_left(self) -> float | None: ...
+
+
+def warn(message: str) -> None:
+    """A warning that does not raise where the job turns warnings into errors."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(message, file=sys.stderr)
+
+
+class BackgroundWriter(Generic[Item]):
+    """One daemon thread, a queue of at most `max_queued` passes and `max_queued_bytes` bytes.
+
+    num_dropped  passes lost: the queue was full, `handle` refused the item (CaptureError), or writing stopped
+    failure      why writing stopped: whatever else `handle` raised
+    is_urgent    set while something waits for the queue to be empty
+
+    `when_late` is called in the thread when `alarm` has no seconds left, `finish` at its end, with whether it failed.
+    The first of each kind of trouble is one warning; nothing is raised.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Item], object],
+        *,
+        max_queued: int,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        finish: Callable[[bool], None] = lambda failed: None,
+        is_urgent: threading.Event | None = None,
+        alarm: Alarm | None = None,
+        when_late: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.num_dropped = 0
+        self.failure: Exception | None = None
+        self.is_urgent = is_urgent or threading.Event()
+        self._handle = handle
+        self._finish = finish
+        self._alarm = alarm
+        self._when_late = when_late
+        self._max_queued = max_queued
+        self._max_queued_bytes = max_queued_bytes
+        self._queue: deque[tuple[Item, int, bool]] = deque()
+        self._num_queued = 0
+        self._num_queued_bytes = 0
+        self._is_busy = False
+        self._is_closing = False
+        self._has_warned_of_full_queue = False
+        self._has_warned_of_refusal = False
+        self._changed = threading.Condition()  # re-entrant: a signal's handler may come in between
+        self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, item: Item, num_bytes: int) -> None:
+        """Queues a pass or drops it, at once."""
+        with self._changed:
+            is_full = (
+                self._num_queued >= self._max_queued or self._num_queued_bytes + num_bytes > self._max_queued_bytes
+            )
+            if self.failure is None and not self._is_closing and not is_full:
+                self._queue.append((item, num_bytes, True))
+                self._num_queued += 1
+                self._num_queued_bytes += num_bytes
+                self._changed.notify_all()
+                return
+            self.num_dropped += 1
+            must_warn = is_full and self.failure is None and not self._has_warned_of_full_queue
+            self._has_warned_of_full_queue |= must_warn
+        if must_warn:
+            warn(
+                f"capture: the disk is slower than the job: {self._max_queued} passes or {self._max_queued_bytes} "
+                "bytes are waiting. New passes are dropped and counted until there is room"
+            )
+
+    def tell(self, item: Item, *, is_urgent: bool = False) -> None:
+        """Queues what is no pass. What is not urgent is left out if the disk is far behind."""
+        with self._changed:
+            num_remarks = len(self._queue) - self._num_queued
+            if self.failure is None and (is_urgent or num_remarks < _MAX_REMARKS_A_PASS * self._max_queued):
+                self._queue.append((item, 0, False))
+                if is_urgent:
+                    self.is_urgent.set()
+                self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Counts a pass that was not worth offering, because writing has stopped."""
+        with self._changed:
+            self.num_dropped += 1
+
+    def drain(self, *, max_seconds: float) -> bool:
+        """Waits until all is done that was handed over before. False: it took longer."""
+        deadline = time.monotonic() + max_seconds
+        with self._changed:
+            if self._queue or self._is_busy:
+                self.is_urgent.set()
+                self._changed.notify_all()
+            while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    return False
+            return True
+
+    def stop(self, failure: Exception, num_lost: int = 0) -> None:
+        """Gives up for good: what is queued, and what is still offered, is dropped. Warns once."""
+        with self._changed:
+            self.num_dropped += num_lost + self._num_queued
+            self._queue.clear()
+            self._num_queued = self._num_queued_bytes = 0
+            is_first = self.failure is None
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+        if is_first:
+            warn(
+                f"capture stops, the job goes on: {type(failure).__name__}: {failure}. "
+                "What was written before stays; passes after that are counted as dropped"
+            )
+
+    def close(self, *, max_seconds: float) -> None:
+        """Does what is queued and ends the thread. A disk that takes longer than `max_seconds` is given up."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(max_seconds)
+        if self._thread.is_alive():
+            self.stop(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            self._do(*taken)
+        try:
+            self._finish(self.failure is not None)
+        except Exception as error:  # whatever it is, it is not the job's
+            self.stop(error)
+
+    def _next(self) -> tuple[Item | None, bool] | None:
+        """An item and whether it is a pass; no item: it is time to look at the alarm; None: the end."""
+        with self._changed:
+            self._is_busy = False
+            while not self._queue:
+                self.is_urgent.clear()
+                self._changed.notify_all()
+                if self._is_closing or self.failure is not None:
+                    return None
+                seconds_left = None if self._alarm is None else self._alarm.seconds_left()
+                if seconds_left == 0:
+                    return None, False
+                self._changed.wait(seconds_left)
+            self._let_pass_begin()
+            item, num_bytes, is_pass = self._queue.popleft()
+            self._num_queued -= is_pass
+            self._num_queued_bytes -= num_bytes
+            self._is_busy = True
+            return item, is_pass
+
+    def _let_pass_begin(self) -> None:
+        """Waits until more comes than the pass that waits alone, for a while and unless there is need of haste."""
+        deadline = time.monotonic() + _MAX_LULL_SECONDS
+        while len(self._queue) == 1 and self._queue[0][2] and not (self.is_urgent.is_set() or self._is_closing):
+            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                return
+
+    def _do(self, item: Item | None, is_pass: bool) -> None:
+        try:
+            if item is None:
+                self._when_late()
+            else:
+                self._handle(item)
+        except CaptureError as error:
+            with self._changed:
+                self.num_dropped += is_pass
+            if not self._has_warned_of_refusal:
+                self._has_warned_of_refusal = True
+                warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
+        except Exception as error:  # whatever it is, it is not the job's
+            self.stop(error, num_lost=int(is_pass))

@@ -1,0 +1,82 @@
+"""Takes a forward's arguments apart: tensors, plain call facts, and what cannot be kept, each by name.
+
+A tensor inside a list, tuple or dict gets a dotted name: `position_embeddings.0`.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from capture.file_format.plain_data import MAX_DEPTH, plain_copy, type_name
+from capture.file_format.tensor_codec import can_encode
+
+_WRAPPED_NAMES = ("module", "_orig_mod", "model")  # DDP and DeepSpeed, torch.compile, OpenRLHF and PEFT
+_CACHE_NAMES = ("past_key_values", "cache_params")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallArguments:
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the job's own, not copied
+    call_facts: dict[str, Any] = field(default_factory=dict)  # copied
+    left_out: dict[str, str] = field(default_factory=dict)  # name to type
+
+    @property
+    def continues_a_cache(self) -> bool:
+        """A step of generation: what it computes depends on keys and values that are not among its arguments."""
+        return any(name in self.left_out for name in _CACHE_NAMES)
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature:
+    """The signature that names the model's arguments: a wrapper's own forward takes `*inputs, **kwargs`."""
+    module: nn.Module | None = model
+    while module is not None:
+        signature = inspect.signature(module.forward)
+        if not any(kind.kind is inspect.Parameter.VAR_POSITIONAL for kind in signature.parameters.values()):
+            return signature
+        inner = (getattr(module, name, None) for name in _WRAPPED_NAMES)
+        module = next((candidate for candidate in inner if isinstance(candidate, nn.Module)), None)
+    return inspect.signature(model.forward)
+
+
+def take_apart(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+    """Raises TypeError where positional arguments do not fit the signature."""
+    taken = CallArguments()
+    if not args:  # names are names: nothing to bind, and twice as quick
+        for name, value in kwargs.items():
+            _sort_in(taken, name, value, MAX_DEPTH)
+        return taken
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            for key, item in value.items():
+                _sort_in(taken, key, item, MAX_DEPTH)
+        else:
+            _sort_in(taken, name, value, MAX_DEPTH)
+    return taken
+
+
+def _holds_a_tensor(value: Any, max_depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if not max_depth or type(value) not in (list, tuple, dict):
+        return False
+    return any(_holds_a_tensor(item, max_depth - 1) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _sort_in(taken: CallArguments, name: str, value: Any, max_depth: int) -> None:
+    if name in _CACHE_NAMES and value is not None:
+        taken.left_out[name] = type_name(value)
+        return
+    if isinstance(value, Tensor) and can_encode(value):
+        taken.tensors[name] = value
+        return
+    if max_depth and type(value) in (list, tuple, dict) and _holds_a_tensor(value, max_depth):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _sort_in(taken, f"{name}.{key}", item, max_depth - 1)
+        return
+    try:
+        taken.call_facts[name] = plain_copy(value)
+    except TypeError:
+        taken.left_out[name] = type_name(value)

@@ -1,0 +1,171 @@
+"""Gradients that DeepSpeed's engine hands to torch's optimizer: in fp32, of partitions, flat, unscaled and clipped.
+
+Its optimizers wrap the one that steps, and call it once for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their
+partitions. The norm that they clipped by stands beside it, so that clipping can be undone. Nothing of deepspeed is
+imported: what is not found where version 0.19 has it is not sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from capture.record.parameter_sampler import Slot
+from capture.record.sharding import Place
+
+_CLIP_EPS = 1e-6  # as there
+_GROUPS_OF_PARTITIONS = {  # where its optimizers keep the flat partitions, and the model's parameters that are in them
+    "single_partition_of_fp32_groups": "bit16_groups",
+    "fp32_groups_flat_partition": "bf16_groups",
+    "fp32_partitioned_groups_flat": "fp16_groups",
+    "fp32_groups_flat": "fp16_groups",
+}
+
+
+def engine_optimizer_of(model: nn.Module | None, optimizer: Optimizer) -> Any | None:
+    """DeepSpeed's optimizer around `optimizer`, if it is the one that trains `model`, an engine or a model in one."""
+    if model is None:
+        return None
+    first: Any = next(model.parameters(), None)
+    known = vars(model).get("optimizer"), getattr(first, "_z3_optimizer", None), getattr(first, "_zero_optimizer", None)
+    for wrapper in known:
+        if any(getattr(wrapper, name, None) is optimizer for name in ("optimizer", "backup_optimizer")):
+            return wrapper
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineGradients:
+    """Those of the partitions that `optimizer` will step on now."""
+
+    wrapper: Any
+    held: Sequence[Tensor]  # the optimizer's parameters that have gradients
+
+    @classmethod
+    def now(cls, wrapper: Any, optimizer: Optimizer) -> "EngineGradients":
+        held = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        return cls(wrapper=wrapper, held=held)
+
+    def find(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+        """The gradient that holds the slot's samples, and where; None if it is not among these."""
+        if hasattr(parameter, "ds_tensor"):
+            return self._in_sub_group(slot, parameter)
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            address, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+            return self._at(slot, parameter, mapping.hp_fragment, address.start, address.numel, own.start)
+        return self._in_copy(slot, parameter)
+
+    def num_parameters(self) -> list[int]:
+        """Of the model, in each group that steps now."""
+        counted: list[int] = []
+        for name, groups in _GROUPS_OF_PARTITIONS.items():
+            for flat, own in zip(getattr(self.wrapper, name, ()), getattr(self.wrapper, groups, ()), strict=False):
+                if any(one is flat for one in self.held):
+                    counted.append(len(own))
+            if counted:
+                break
+        return counted
+
+    @property
+    def grad_norm(self) -> Tensor | float | None:
+        """Global, before clipping, without fp16's loss scale."""
+        norm = getattr(self.wrapper, "_global_grad_norm", None)
+        scale = getattr(getattr(self.wrapper, "loss_scale_config", None), "cur_scale", None)
+        if norm is not None and scale is not None and hasattr(self.wrapper, "fp32_groups"):
+            norm = norm / scale  # the unfused one leaves it in
+        if isinstance(norm, Tensor):
+            return norm.detach() if norm.numel() == 1 else None
+        return float(norm) if isinstance(norm, int | float) else None
+
+    @property
+    def max_norm(self) -> float | None:
+        value = getattr(self.wrapper, "clip_grad", None)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
+    def before_clipping(self, values: Tensor) -> Tensor:
+        norm, max_norm = self.grad_norm, self.max_norm
+        if norm is None or max_norm is None:
+            return values
+        if isinstance(norm, float):
+            return values * max(1.0, (norm + _CLIP_EPS) / max_norm)
+        if norm.device != values.device:
+            if norm.is_cuda:  # to wait for it is not ours
+                return values
+            norm = norm.to(values.device)
+        return values * torch.clamp((norm.reshape(()) + _CLIP_EPS) / max_norm, min=1.0)
+
+    @property
+    def is_undone(self) -> bool:
+        """Can `before_clipping` undo it?"""
+        norm = self.grad_norm
+        if self.max_norm is None or isinstance(norm, float):
+            return True
+        return norm is not None and all(not norm.is_cuda or one.device == norm.device for one in self.held)
+
+    def _in_sub_group(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+        """ZeRO 3: the partitions of several parameters, one after the other."""
+        position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
+        place = slot.place(slot.of_weight, parameter)
+        if position is None or isinstance(place, str) or not place.count:
+            return None
+        number, begin, _ = position
+        flat = self.wrapper.fp32_partitioned_groups_flat[number]
+        for held in self.held:
+            if held is flat and held.grad is not None:
+                name = str(held.grad.dtype).removeprefix("torch.")
+                return held.grad, replace(place, offset=begin + place.offset, dtype=name, held_as=None)
+        return None
+
+    def _in_copy(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+        """Stage 0 in half precision: a flat copy of each group's parameters, or one of each parameter."""
+        for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
+            begin = 0
+            for index, own in enumerate(group):
+                if own is parameter:
+                    copies = getattr(self.wrapper, "fp32_groups", None)
+                    if copies is not None:
+                        return self._at(slot, parameter, copies[number][index], 0, parameter.numel(), 0)
+                    flat = self.wrapper.fp32_groups_flat[number]
+                    return self._at(slot, parameter, flat, 0, parameter.numel(), begin)
+                begin += own.numel()
+        return None
+
+    def _at(
+        self, slot: Slot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
+    ) -> tuple[Tensor, Place] | None:
+        """`count` elements of the parameter from `start` on lie at `begin` of what shares its storage with `own`."""
+        storage = own.untyped_storage().data_ptr()
+        held = next((one for one in self.held if one.untyped_storage().data_ptr() == storage), None)
+        if held is None or held.grad is None or not held.grad.is_contiguous():
+            return None
+        shape = tuple(parameter.shape)
+        first, length = slot.run(shape)
+        low, high = max(first, start), min(first + length, start + count)
+        if high <= low:
+            return None
+        place = Place(
+            shape=shape,
+            start=low,
+            count=high - low,
+            offset=begin + low - start,
+            stride=1,
+            is_of_shard=count < parameter.numel() or hasattr(parameter, "_hp_mapping"),
+            dtype=str(held.grad.dtype).removeprefix("torch."),
+            held_as=None,
+        )
+        return held.grad, place
+
+
+def num_skipped_steps(model: nn.Module | None) -> int:
+    """Steps that DeepSpeed's engine left out, for gradients that overflowed."""
+    found = None if model is None else vars(model).get("skipped_steps")
+    return found if isinstance(found, int) else 0
+
+
+def has_stepped(model: nn.Module | None) -> bool | None:
+    """Had the engine stepped before? Its optimizers have a state from the start."""
+    steps = None if model is None else vars(model).get("global_steps")
+    return steps > 0 if isinstance(steps, int) else None

@@ -1,0 +1,156 @@
+"""The ring's passes in shared memory, for a process that dies without a word: SIGKILL, SIGABRT, `os._exit`.
+
+    /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
+
+It is memory, of the host and not of the process: the next recording of this rank into the folder on this host puts into
+the folder what it finds there, or `replay inspect FOLDER` or `python -m capture.record.flight_recorder FOLDER` does. The directory is
+locked by its process, so that it can be told to be alive from another container, where its number says nothing.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from capture.file_format.capture_file import read_call
+from capture.file_format.encode import EncodedCall
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.safe_unpickler import load_plain
+
+SHARED_MEMORY = Path("/dev/shm")
+MAX_SPOOL_BYTES = 256 * 2**20
+_SHARE_OF_FREE = 8  # what a job's data loaders and collectives need is theirs
+_own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
+
+
+class Spool:
+    """For one thread. Every method raises OSError; a spool that is full gives up its oldest."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._directory.mkdir(mode=0o700)
+        _own[self._directory] = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(_own[self._directory], fcntl.LOCK_EX)
+        status = os.statvfs(SHARED_MEMORY)
+        self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _SHARE_OF_FREE)
+        self._oldest_first: deque[tuple[Path, int]] = deque()
+
+    def put(self, encoded: EncodedCall) -> None:
+        """As it is now; once more replaces it."""
+        path, parts = encoded.new_path(Path()), encoded.parts()
+        self.remove(encoded)
+        num_bytes = sum(len(part) for part in parts)
+        while self._oldest_first and sum(size for _, size in self._oldest_first) + num_bytes > self._max_bytes:
+            self._oldest_first.popleft()[0].unlink()
+        if num_bytes <= self._max_bytes:
+            target = self._directory / path.name
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.writelines(parts)
+            self._oldest_first.append((target, num_bytes))
+
+    def remove(self, encoded: EncodedCall) -> None:
+        name = encoded.new_path(Path()).name
+        for slot in [slot for slot in self._oldest_first if slot[0].name == name]:
+            self._oldest_first.remove(slot)
+            slot[0].unlink()
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if (lock := _own.pop(self._directory, None)) is not None:
+            os.close(lock)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remains:
+    """What a dead process had in its spool. `num_torn` were being written when it died."""
+
+    rank: int
+    directory: Path
+    calls: list[EncodedCall]
+    num_torn: int
+
+
+def remains_of(folder: Path, rank: int | None = None) -> Iterator[Remains]:
+    """Of the dead processes of this host that recorded into `folder`. Raises OSError."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
+    for directory in sorted(SHARED_MEMORY.iterdir()):
+        found = named.fullmatch(directory.name)
+        if found is None or (rank is not None and int(found[1]) != rank) or _is_in_use(directory, int(found[2])):
+            continue
+        calls, num_torn = [], 0
+        for path in sorted(directory.iterdir()):
+            try:
+                calls.append(_encoded(path))
+            except CaptureError:
+                num_torn += 1
+        yield Remains(rank=int(found[1]), directory=directory, calls=calls, num_torn=num_torn)
+
+
+def _encoded(path: Path) -> EncodedCall:
+    call = read_call(path)
+    data = path.read_bytes()
+    _, start = load_plain(data, source=path.name)
+    body, _ = load_plain(data, source=path.name, start=start)
+    origin = call.origin
+    return EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=str(origin.time), body=body)
+
+
+def _prefix(folder: Path) -> str:
+    return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(os.path.realpath(folder))):08x}-rank"
+
+
+def _is_in_use(directory: Path, process: int) -> bool:
+    if process == os.getpid():  # a process in a container often has the number of the one before it
+        return directory in _own
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # it has just been closed
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _let_go_in_child() -> None:
+    """A child, such as a data loader, may outlive the process whose directories these are."""
+    while _own:
+        os.close(_own.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def main() -> int:
+    from capture.record.pass_store import salvage
+    from capture.record.retention import Keep
+
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        print("usage: python -m capture.record.flight_recorder FOLDER", file=sys.stderr)
+        return 2
+    num_saved = salvage(Path(sys.argv[1]), Keep())
+    print(f"saved      {num_saved} passes of processes that died")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,286 @@
+"""What becomes of a pass whose copy is on the host: written, held in the ring, or let go. For the writer's thread."""
+
+import math
+import shutil
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capture.file_format.encode import EncodedCall, encode_call, utc_time
+from capture.file_format.manifest import stamp_of
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.optimizer_step import OptimizerStep, merged
+from capture.record.background_writer import warn
+from capture.record.disk_limits import RankFiles
+from capture.record.flight_recorder import SHARED_MEMORY, Spool, remains_of
+from capture.record.incidents import Trouble, trouble, write_troubles
+from capture.record.retention import Keep
+from capture.record.rng_and_outputs import environment, plain_outputs
+from capture.record.snapshot import Opened, Outputs, Pass
+from capture.record.step_window import StepPart
+
+MAX_TROUBLES_OF_A_KIND = 8  # a job that goes on after each would fill the disk
+MAX_TROUBLES_ASKED_FOR = 64
+_MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
+_POLL_SECONDS = 0.01
+_CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
+
+
+class Store:
+    """num_written, num_not_kept, num_lost: what became of the passes that were handed in and did not fail."""
+
+    def __init__(self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event) -> None:
+        self.num_lost = 0
+        self.is_full = False
+        self._folder = folder
+        self._keep = keep
+        self._opened = opened
+        self._is_urgent = is_urgent
+        self._held: deque[EncodedCall] = deque()
+        self._spool: Spool | None = None
+        self._wants_spool = keep.ring is not None and SHARED_MEMORY.is_dir()
+        self._files: dict[int, RankFiles] = {}
+        self._rank = 0
+        self._num_committed = 0
+        self._num_let_go = 0
+        self._num_unreached = 0
+        self._troubles: list[Trouble] = []
+        self._num_by_kind: Counter[tuple[str, str]] = Counter()
+        self._num_other_troubles = 0
+        self._step: OptimizerStep | None = None  # the latest, as far as its parts have come
+        self._not_finite: tuple[int, str] | None = None  # the latest that was told
+
+    @property
+    def num_written(self) -> int:
+        return self._num_committed - self._num_given_up
+
+    @property
+    def num_not_kept(self) -> int:
+        return self._num_let_go + self._num_given_up
+
+    @property
+    def _num_given_up(self) -> int:
+        return sum(files.num_given_up for files in list(self._files.values()))
+
+    def handle(self, item: Pass | Outputs | StepPart | Opened | Trouble) -> None:
+        """Raises CaptureError for a pass that could not be read back, OSError where the disk has trouble."""
+        match item:
+            case Pass():
+                self._take(item)
+            case Outputs():
+                self._complete(item)
+            case StepPart():
+                self._note_step(item)
+            case Opened():
+                self._settle(item.rank)
+            case Trouble():
+                self.note_trouble(item)
+
+    def note_trouble(self, found: Trouble) -> None:
+        """Writes what is held, and the reason beside it."""
+        kind = found.what, found.where
+        self._num_by_kind[kind] += 1
+        if self._num_by_kind[kind] > (MAX_TROUBLES_ASKED_FOR if found.is_asked_for else MAX_TROUBLES_OF_A_KIND):
+            self._num_other_troubles += 1
+            return
+        names = [path.name for path in self._commit_held()]
+        self._troubles.append(replace(found, files=names, num_unreached=self._num_unreached))
+        self._num_unreached = 0
+        self._write_records()
+
+    def finish(self, failed: bool) -> None:
+        """Nothing comes after this. Without trouble the ring's passes are let go."""
+        try:
+            if not failed:
+                if self._keep.ring is None:
+                    self._commit_held()
+                self._num_let_go += len(self._held)
+                self._held.clear()
+                self._write_records()
+        finally:
+            self.num_lost += len(self._held)
+            self._held.clear()
+            if self._spool is not None:
+                self._spool.close()
+
+    def _take(self, taken: Pass) -> None:
+        origin = taken.origin()
+        self._settle(origin.rank or 0)
+        if self._keep.ring is None:
+            self._commit_held()
+        self._await(taken.copied)
+        encoded = encode_call(
+            taken.tensors,
+            taken.call_facts,
+            trains=taken.trains,
+            origin=origin,
+            left_out=taken.left_out,
+            random=None if taken.random is None else taken.random.plain(),
+            environment={**environment(), **taken.settings} if self._keep.reproduce else None,
+            weights=None if taken.weights is None else taken.weights.fingerprint().text(),
+            optimizer_step=taken.optimizer_step,
+        )
+        self._held.append(encoded)
+        if self._keep.ring is not None:
+            while len(self._held) > self._keep.ring:
+                self._unspool(self._held.popleft())
+                self._num_let_go += 1
+            self._put_in_spool(encoded)
+        elif not self._keep.reproduce:
+            try:
+                self._commit_held()
+            except BaseException:
+                self._held.clear()  # the writer counts the pass that it handed in
+                raise
+
+    def _complete(self, came: Outputs) -> None:
+        try:
+            self._await(came.copied)
+        except CaptureError:  # its pass is not lost
+            return
+        outputs = {**came.plain, **plain_outputs(came.tensors)}
+        if self._keep.reproduce and self._held and self._held[-1].step == came.step:
+            written = self._held[-1].body.setdefault("outputs", {})
+            written.update(outputs)
+            if came.settings:
+                self._held[-1].body["environment"].update(came.settings)
+            if "step" in self._held[-1].body:
+                self._write_step(self._held[-1])
+            else:
+                self._put_in_spool(self._held[-1])
+        self._check_numbers(came.step, outputs)
+
+    def _note_step(self, part: StepPart) -> None:
+        """Into the file of the last pass before it, if that is not written yet."""
+        try:
+            self._await(part.copied)
+        except CaptureError:
+            return
+        step = part.record()
+        if self._step is not None and self._step.number == step.number:
+            step = merged(self._step, step)
+        self._step = step
+        window = [encoded for encoded in self._held if encoded.body.get("optimizer_step") == step.number]
+        last = next((encoded for encoded in reversed(window) if encoded.body["trains"]), window[-1] if window else None)
+        if last is not None:
+            outputs = last.body.setdefault("outputs", {})
+            if step.grad_norm is not None and not step.is_part_of_norm:
+                outputs.setdefault("grad_norm", step.grad_norm)
+            self._write_step(last)
+        if step.grad_norm is not None:
+            self._check_numbers(step.passes[-1], {"grad_norm": step.grad_norm})
+
+    def _write_step(self, last: EncodedCall) -> None:
+        """With the norm that the job noted, where nobody else computed a whole one."""
+        assert self._step is not None
+        step, noted = self._step, last.body.get("outputs", {}).get("grad_norm")
+        if isinstance(noted, float) and (step.grad_norm is None or step.is_part_of_norm):
+            # what computed it was not seen, and may have clipped too
+            is_unclipped = step.is_unclipped and step.grad_norm is not None
+            step = replace(step, grad_norm=noted, is_part_of_norm=False, is_unclipped=is_unclipped)
+        last.body["step"] = step.text()
+        self._put_in_spool(last)
+
+    def _check_numbers(self, step: int, outputs: Mapping[str, Any]) -> None:
+        for kept_as, name in _CHECKED.items():
+            value = outputs.get(kept_as)
+            if isinstance(value, float) and not math.isfinite(value) and (step, kept_as) != self._not_finite:
+                self._not_finite = step, kept_as
+                self.note_trouble(trouble("not finite", name, step, f"{name} is {value}"))
+
+    def _commit_held(self) -> list[Path]:
+        written = []
+        while self._held:
+            path = self._files[self._held[0].rank].write(self._held[0])
+            self._unspool(self._held.popleft())
+            if path is None:
+                self._num_let_go += 1
+                self.is_full = self._keep.keep == "first" and self._keep.ring is None
+            else:
+                self._num_committed += 1
+                written.append(path)
+        return written
+
+    def _settle(self, rank: int) -> None:
+        """A job may learn its rank after the recording was opened."""
+        self._rank = rank
+        if rank not in self._files:
+            salvage(self._folder, self._keep, rank=rank)
+            self._files[rank] = RankFiles(self._folder, self._keep, rank=rank, stamp=self._opened)
+
+    def _put_in_spool(self, encoded: EncodedCall) -> None:
+        if not self._wants_spool:
+            return
+        try:
+            if self._spool is None:
+                self._spool = Spool(self._folder, self._rank)
+            self._spool.put(encoded)
+        except OSError as error:
+            self._do_without_spool(error)
+
+    def _unspool(self, encoded: EncodedCall) -> None:
+        try:
+            if self._spool is not None:
+                self._spool.remove(encoded)
+        except OSError as error:
+            self._do_without_spool(error)
+
+    def _do_without_spool(self, error: OSError) -> None:
+        if self._spool is not None:
+            self._spool.close()
+        self._spool, self._wants_spool = None, False
+        warn(f"capture: a ring that SIGKILL cannot reach needs {SHARED_MEMORY}: {error}. The ring is in memory alone")
+
+    def _write_records(self) -> None:
+        if self._troubles:
+            write_troubles(
+                self._folder,
+                self._troubles,
+                num_uncounted=self._num_other_troubles,
+                rank=self._rank,
+                stamp=stamp_of(self._opened),
+            )
+        for files in self._files.values():
+            files.write_manifest()
+
+    def _await(self, copied: list[torch.cuda.Event]) -> None:
+        """Never inside the driver, which would not come back from a device that hangs. Raises CaptureError."""
+        deadline: float | None = None
+        try:
+            while not all(event.query() for event in copied):
+                if self._is_urgent.is_set():
+                    deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("the device did not get to it")
+                    time.sleep(_POLL_SECONDS)
+                else:
+                    self._is_urgent.wait(_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            self._num_unreached += 1
+            raise CaptureError(f"its copy to the host was not finished: {error}") from None
+
+
+def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
+    """Puts into the folder what processes of this host that died without a word had in their rings.
+
+    rank  whose; None: everybody's. Returns how many passes. Raises OSError.
+    """
+    num_saved = 0
+    for found in remains_of(folder, rank):
+        stamp = utc_time()
+        files = RankFiles(folder, keep, rank=found.rank, stamp=stamp)
+        names = [path.name for encoded in found.calls if (path := files.write(encoded)) is not None]
+        if found.calls or found.num_torn:
+            last = max((encoded.step for encoded in found.calls), default=None)
+            died = replace(trouble("died", "without a word", last), files=names, num_unreached=found.num_torn)
+            write_troubles(folder, [died], num_uncounted=0, rank=found.rank, stamp=stamp_of(stamp))
+            files.write_manifest()
+        shutil.rmtree(found.directory)
+        num_saved += len(names)
+    return num_saved

@@ -1,0 +1,296 @@
+"""Records the micro-batches that really go through a model, inside somebody's training job.
+
+    with recording(model, "inputs/my-run"):
+        train(model)
+
+The job pays for copying a forward's arguments to the host, and, if it is to be judged, for samples of its weights and
+gradients, and for nothing else; it gets no exception from here.
+"""
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from capture.record.background_writer import BackgroundWriter, warn
+from capture.record.forward_hooks import Tap
+from capture.record.host_copy import is_capturing_graph
+from capture.record.incidents import Trouble, is_news_to, trouble, trouble_of
+from capture.record.job_facts import prepare_folder, rank_and_world_size
+from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.pass_store import Store
+from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
+from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
+from capture.record.signal_handlers import listen, unlisten
+from capture.record.slow_step import StepWatch
+from capture.record.snapshot import Clock, Opened, Outputs, Pass, Taker
+from capture.record.step_window import StepPart, StepWindow
+
+MAX_FLUSH_SECONDS = 60.0
+
+
+def recording(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    every: int = 1,
+    steps: str | range | tuple[int, int] | None = None,
+    ranks: str | int | Iterable[int] | None = None,
+    passes: Passes = "all",
+    max_files: int | None = None,
+    max_bytes: int | None = None,
+    keep: WhichEnd = "first",
+    ring: int | None = None,
+    slow_step: float | None = None,
+    reproduce: bool | None = None,
+    max_queued: int = 64,
+) -> "Recorder":
+    """Writes the forwards of `model`, one file a pass, until the recorder is closed, or the process ends.
+
+    model       what the job calls: the bare model or its wrapper (DDP, DeepSpeed's engine, torch.compile's)
+    folder      made if it is not there, with mode 0700; several ranks share it
+    every       every Nth pass, of those that `steps`, `ranks` and `passes` allow
+    steps       numbers of forwards, as `100:200` (without 200), a range or a pair; `100:` has no end
+    ranks       ranks that record, as `0,3` or numbers
+    passes      `train` (autograd on), `rollout` (autograd off) or `all`
+    max_files, max_bytes   for each rank by itself, and for all its files in the folder, also of earlier recordings;
+                1 KiB a file is set aside for the manifest
+    keep        what a full folder does: `first` takes no more, `last` gives up its oldest files
+    ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
+                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
+    slow_step   a step, from one forward to the next, of more than this many times the median is trouble
+    reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
+                samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
+                default: with a ring. A pass then is complete, and without a ring written, when the next one begins
+    max_queued  passes that may wait for the disk; further ones are dropped and counted
+
+    Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
+    trouble later: the recorder's `failure` says what it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recording needs a torch.nn.Module to tap, not {type(model).__name__}")
+    if max_queued < 1:
+        raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
+    kept = keep_of(
+        every=every,
+        steps=steps,
+        ranks=ranks,
+        passes=passes,
+        max_files=max_files,
+        max_bytes=max_bytes,
+        keep=keep,
+        ring=ring,
+        slow_step=slow_step,
+        reproduce=reproduce,
+    )
+    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
+
+
+class Recorder:
+    """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
+
+    num_seen     forwards of the model; one that it calls inside its own forward is part of that, and one inside a
+                 backward is a checkpoint's re-run
+    num_written  files
+    num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
+    num_skipped  passes that cannot be replayed from their arguments: steps of generation with a key-value cache, and
+                 forwards inside a CUDA graph capture
+    num_not_kept passes that the settings leave out: by number, kind or limit, or because they left the ring
+    failure      why capturing stopped before `close`, or None
+    hears_signals  False where the recording was opened outside the main thread: Python hears them there alone
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.num_seen = 0
+        self.num_skipped = 0
+        self.hears_signals = False
+        self._num_passed_over = 0
+        self._is_closed = False
+        self._process = os.getpid()
+        self._choice = Choice(keep)
+        self._tap = Tap(self._pass_begins, self._pass_ends)
+        self._optimizer_hooks = OptimizerHooks(self)
+        self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
+        is_urgent, clock = threading.Event(), Clock()
+        self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
+        self._writer: BackgroundWriter[Pass | Outputs | StepPart | Opened | Trouble] = BackgroundWriter(
+            self._store.handle,
+            max_queued=max_queued,
+            finish=self._store.finish,
+            is_urgent=is_urgent,
+            alarm=self._watch,
+            when_late=self._tell_slow_step,
+        )
+        atexit.register(self.close)
+        try:
+            model_name = prepare_folder(folder, model)
+            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce)
+            self._writer.tell(Opened(rank=rank_and_world_size()[0]))
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error)
+            return
+        self.hears_signals = listen(self)
+        self._tap.attach(model)
+        if keep.reproduce:
+            self._optimizer_hooks.attach()
+
+    @property
+    def num_written(self) -> int:
+        return self._store.num_written
+
+    @property
+    def num_dropped(self) -> int:
+        return self._writer.num_dropped + self._store.num_lost
+
+    @property
+    def num_not_kept(self) -> int:
+        return self._num_passed_over + self._store.num_not_kept
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._writer.failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, GeneratorExit):
+            self.hear_exception(error, "loop")
+        self.close()
+
+    def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None) -> None:
+        """What the job computed from the latest pass: numbers or tensors on any device, which are not waited for.
+
+        loss, grad_norm  one number each; one that is not finite is trouble
+        log_probs        of a row's actions; kept as sums by row and a checksum
+        """
+        if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
+            return
+        try:
+            tensors, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            self._writer.tell(Outputs.of(self.num_seen - 1, tensors, plain))
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error)
+
+    def flush(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> bool:
+        """Waits for what was handed over so far. False: it took longer."""
+        return self._writer.drain(max_seconds=max_seconds)
+
+    def close(self) -> None:
+        """Un-taps the model and waits for the files, up to a minute. A second call does nothing."""
+        if self._is_closed or os.getpid() != self._process:  # a forked child has no writer thread
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._tap.remove()
+        self._optimizer_hooks.remove()
+        self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
+        unlisten(self)
+        if self.num_seen == 0 and self.failure is None:
+            warn(
+                "capture: the model was never called while it was recorded, so there are no files. Record what the job "
+                "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the tap"
+            )
+
+    def hear_signal(self, number: int) -> None:
+        self._writer.tell(trouble("signal", signal.Signals(number).name, self._step), is_urgent=True)
+
+    def hear_exception(self, error: BaseException, where: str) -> None:
+        is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
+        if not is_ordinary and is_news_to(id(self), error):
+            self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
+
+    def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
+        self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
+
+    def clipped(self, norm: Any) -> None:
+        self._watch_steps(lambda window: window.clipped(norm))
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        part = self._watch_steps(lambda window: window.steps(optimizer))
+        if part is not None:
+            self._writer.tell(part)
+
+    def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
+        """Trouble with the optimizer's steps is not the passes'."""
+        window = self._taker.window
+        if window is None or self.failure is not None:
+            return None
+        try:
+            return look(window)
+        except Exception as error:  # the job is worth more than its record
+            self._taker.window = None
+            warn(f"capture: no optimizer steps are kept from here on: {type(error).__name__}: {error}")
+            return None
+
+    @property
+    def _step(self) -> int | None:
+        return self.num_seen - 1 if self.num_seen else None
+
+    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.num_seen += 1
+        try:
+            if self._watch is not None and self._watch.begin(self.num_seen - 1):
+                self._tell_slow_step()
+            self._take(args, kwargs)
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error, num_lost=1)
+
+    def _pass_ends(self, output: Any, error: BaseException | None) -> None:
+        if self.failure is not None:
+            return
+        try:
+            settings = self._taker.end_pass()
+            if error is not None:
+                self.hear_exception(error, "forward")
+            else:
+                self._take_outputs(output, settings)
+        except Exception as own:  # the job is worth more than its record
+            self._writer.stop(own)
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.failure is not None:
+            self._writer.drop()
+            return
+        rank, world_size = rank_and_world_size()
+        step, trains = self.num_seen - 1, torch.is_grad_enabled()
+        if trains:
+            self._watch_steps(lambda window: window.begin_pass(step))
+        if not self._choice.takes(step=step, rank=rank, trains=trains) or self._store.is_full:
+            self._num_passed_over += 1
+            return
+        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, step=step)
+        if taken is None:
+            self.num_skipped += 1
+        else:
+            self._writer.offer(taken, taken.num_bytes)
+
+    def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
+        step, found = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
+        plain: dict[str, str] = {}
+        if self.keep.reproduce:
+            loss = found.get("loss")
+            if loss is not None and torch.is_grad_enabled():
+                self._watch_steps(lambda window: window.watch_loss(step, loss))
+            if (few := self._taker.log_probs_of(output)) is not None:
+                found["token_log_probs"] = few
+            plain = dtypes_of(output, loss)
+        if (found or settings) and not is_capturing_graph(found):
+            self._writer.tell(Outputs.of(step, found, plain, settings))
+
+    def _tell_slow_step(self) -> None:
+        assert self._watch is not None
+        while (late := self._watch.take()) is not None:
+            self._writer.tell(trouble("slow step", "step", late[0], late[1]), is_urgent=True)

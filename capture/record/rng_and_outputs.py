@@ -1,0 +1,175 @@
+"""What it takes to do a pass again, beside its arguments: random states, outputs, and settings that change numbers.
+
+The job's thread takes snapshots only; turning them into plain data is left to the writer's. NumPy is asked if the job
+has loaded it, and never imported.
+"""
+
+import os
+import random
+import struct
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.file_format.plain_data import type_name
+from capture.file_format.tensor_codec import bytes_of, can_encode
+
+ENVIRONMENT_NAMES = (  # those that change numbers; none of them holds a secret or a path
+    "ACCELERATE_MIXED_PRECISION",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "FLASH_ATTENTION_DETERMINISTIC",
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_MAX_VALUE_LENGTH = 100
+_NUM_WORDS = 625  # of Python's generator: 624 and a position
+_MAX_VALUES = 65_536
+_NAMES_OF_TOKENS = ("log_probs", "output")  # a number for each row and token: kept as they are, beside their sums
+_NAMES_OF_FEW = ("token_log_probs",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomSnapshot:
+    """The generators' own objects, as they stood before the pass."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...] | None
+    cpu: Tensor
+    cuda: Tensor | None
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        version, words, gauss = self.python
+        states: dict[str, dict[str, Any]] = {
+            "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
+            "torch": {"cpu": bytes(bytes_of(self.cpu))},
+        }
+        if self.cuda is not None:
+            states["torch"]["cuda"] = bytes(bytes_of(self.cuda))
+        if self.numpy is not None:
+            algorithm, keys, position, has_gauss, cached = self.numpy
+            states["numpy"] = {
+                "algorithm": str(algorithm),
+                "keys": keys.tobytes(),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            }
+        return states
+
+
+def random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
+    """About 30 microseconds; the device's generator is a seed and an offset on the host, so nothing is waited for."""
+    numpy_random = sys.modules.get("numpy.random")
+    return RandomSnapshot(
+        python=random.getstate(),
+        numpy=None if numpy_random is None else numpy_random.get_state(),
+        cpu=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state() if on_cuda else None,
+    )
+
+
+def restore_random_states(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets the generators of this process as a captured pass found them; NumPy's if it is loaded.
+
+    `states` as in `Call.random`. Raises ValueError for states that are none.
+    """
+    try:
+        python = states["python"]
+        words = struct.unpack(f"<{_NUM_WORDS}I", python["state"])
+        random.setstate((python["version"], words, python["gauss"]))
+        torch.set_rng_state(torch.tensor(list(states["torch"]["cpu"]), dtype=torch.uint8, device="cpu"))
+        if "cuda" in states["torch"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(list(states["torch"]["cuda"]), dtype=torch.uint8, device="cpu"))
+        numpy_random = sys.modules.get("numpy.random")
+        if "numpy" in states and numpy_random is not None:
+            kept = states["numpy"]
+            keys = sys.modules["numpy"].frombuffer(kept["keys"], dtype="<u4")
+            numpy_random.set_state((kept["algorithm"], keys, kept["position"], kept["has_gauss"], kept["gauss"]))
+    except (KeyError, TypeError, RuntimeError, struct.error) as error:
+        raise ValueError(f"no random states: {error}. Record with reproduce=True or a ring to have them") from None
+
+
+def environment() -> dict[str, str]:
+    """Settings that change numbers: allow-listed variables that are set, and torch's own."""
+    named = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
+    return named | {
+        "torch.deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.num_threads": str(torch.get_num_threads()),
+        "torch.cudnn.deterministic": str(torch.backends.cudnn.deterministic),
+        "torch.cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+    }
+
+
+def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
+    """What a forward's result says: `loss` where there is one, and `output` if it is a row of numbers for each row."""
+    if isinstance(output, tuple) and output:
+        output = output[0]
+    if isinstance(output, dict):
+        loss = output.get("loss")
+        return {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 and can_encode(loss) else {}
+    if not isinstance(output, Tensor) or not output.is_floating_point() or not can_encode(output):
+        return {}
+    if output.ndim == 0:
+        return {"loss": output}
+    return {"output": output} if output.ndim == 2 and with_rows else {}
+
+
+def dtypes_of(output: Any, loss: Tensor | None) -> dict[str, str]:
+    """Those of the logits, which says more of a job's arithmetic than that of its weights does, and of the loss."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    named = {"logits_dtype": logits, "loss_dtype": loss}
+    return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
+
+
+def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Sorts what a job noted into tensors to copy and plain values. Of a DTensor the type: its value is collective.
+
+    Raises TypeError or ValueError for what is no number.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            if can_encode(value):
+                tensors[name] = value
+            else:
+                plain[name] = type_name(value)
+        elif value is not None:
+            plain[name] = float(value)
+    return tensors, plain
+
+
+def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """One number as it is, more as a sum for each row and a checksum of all bytes. `tensors` are on the host.
+
+    Numbers of tokens are kept too, flat, with their shape, unless they are very many.
+    """
+    outputs: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name in _NAMES_OF_FEW:
+            outputs[name] = tensor.double().tolist()
+            continue
+        if name in _NAMES_OF_TOKENS and tensor.is_floating_point() and 0 < tensor.numel() <= _MAX_VALUES:
+            outputs[f"{name}_values"] = tensor.double().flatten().tolist()
+            outputs[f"{name}_shape"] = list(tensor.shape)
+        if tensor.numel() == 1:
+            outputs[name] = float(tensor.item())
+            continue
+        rows = tensor.reshape(tensor.shape[0], -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
+        outputs[f"{name}_row_sums"] = rows.double().sum(dim=1).tolist()
+        outputs[f"{name}_crc32"] = zlib.crc32(bytes_of(tensor.contiguous().reshape(-1)))
+    return outputs

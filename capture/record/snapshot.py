@@ -1,0 +1,176 @@
+"""What a job's thread hands over to be written: that it records, a pass as it begins, what came of it. No waiting."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture.file_format.micro_batch import ID_NAMES, Origin
+from capture.record.background_writer import warn
+from capture.record.call_arguments import forward_signature, take_apart
+from capture.record.computing_dtype import ComputingDtype, is_compiled
+from capture.record.host_copy import copy_to_host, is_capturing_graph
+from capture.record.job_facts import attention_of, settings_of, versions
+from capture.record.parameter_sampler import ParameterSampler, Snapshot
+from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
+from capture.record.step_window import StepWindow
+from capture.record.token_log_probs import logits_of, token_log_probs
+
+_SAMPLES = " weights"  # no argument of a forward has this name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A recording, on this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """A forward's arguments on the host, complete once every event in `copied` has happened."""
+
+    tensors: Mapping[str, Tensor]
+    copied: list[torch.cuda.Event]
+    call_facts: Mapping[str, Any]
+    left_out: Mapping[str, str]
+    trains: bool
+    origin: Callable[[], Origin]  # worked out in the background
+    random: RandomSnapshot | None
+    weights: Snapshot | None
+    optimizer_step: int | None
+    settings: Mapping[str, str]  # beside those of the process
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """What came of the pass `step`: tensors on the host once `copied` has happened, and plain values."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    copied: list[torch.cuda.Event]
+    plain: Mapping[str, Any]
+    settings: Mapping[str, str]  # that only showed in the pass
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        plain: Mapping[str, Any],
+        settings: Mapping[str, str] | None = None,
+    ) -> "Outputs":
+        copies, copied = copy_to_host(tensors)
+        return cls(step=step, tensors=copies, copied=copied, plain=plain, settings=settings or {})
+
+
+class Clock:
+    """Monotonic from its making on, so that names sort as recorded."""
+
+    def __init__(self) -> None:
+        self._began = datetime.now(UTC), time.monotonic_ns()
+
+    def at(self, monotonic_ns: int) -> str:
+        """In UTC, to the microsecond."""
+        began, began_ns = self._began
+        return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
+
+
+class Taker:
+    """Makes passes of what `model` is called with; with `reproduce`, with all it takes to do them again.
+
+    window  the optimizer's steps, with `reproduce`
+    """
+
+    def __init__(self, model: nn.Module, clock: Clock, *, model_name: str, reproduce: bool) -> None:
+        self._signature = forward_signature(model)
+        self._attention = attention_of(model)
+        self._clock = clock
+        self._model_name = model_name
+        self._reproduce = reproduce
+        self._sampler = ParameterSampler(model) if reproduce else None
+        self.window = None if self._sampler is None else StepWindow(self._sampler)
+        self._ids_BS: Tensor | None = None
+        self._wants_log_probs = reproduce
+        self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
+
+    def take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, world_size: int, step: int
+    ) -> Pass | None:
+        """None for a pass that cannot be replayed from its arguments."""
+        taken = take_apart(self._signature, args, kwargs)
+        if taken.continues_a_cache or is_capturing_graph(taken.tensors):
+            return None
+        trains = torch.is_grad_enabled()
+        weights = self._sampled(trains)
+        settings = settings_of(taken.tensors, self._attention) if self._reproduce else {}
+        if self._computing is not None:
+            settings |= self._computing.begin((trains, settings["autocast"]))
+        self._ids_BS = next((taken.tensors[name] for name in ID_NAMES if name in taken.tensors), None)
+        to_copy = taken.tensors if weights is None else {**taken.tensors, _SAMPLES: weights.values}
+        tensors, copied = copy_to_host(to_copy)
+        if weights is not None:
+            weights = replace(weights, values=tensors.pop(_SAMPLES))
+        return Pass(
+            tensors=tensors,
+            copied=copied,
+            call_facts=taken.call_facts,
+            left_out=taken.left_out,
+            trains=trains,
+            origin=partial(self._origin, rank, world_size, step, time.monotonic_ns()),
+            random=random_snapshot(on_cuda=bool(copied)) if self._reproduce else None,
+            weights=weights,
+            optimizer_step=None if self.window is None else self.window.number,
+            settings=settings,
+        )
+
+    def end_pass(self) -> dict[str, str]:
+        """Settings that only showed in the pass that ends."""
+        return {} if self._computing is None else self._computing.end()
+
+    def log_probs_of(self, output: Any) -> Tensor | None:
+        """Of a few tokens of the pass that was taken last, which ends with `output`. Trouble is not the pass's."""
+        ids_BS, self._ids_BS = self._ids_BS, None
+        if ids_BS is None or not self._wants_log_probs:
+            return None
+        try:
+            logits = logits_of(output, ids_BS)
+            if logits is None or is_capturing_graph({"logits": logits}):
+                return None
+            return token_log_probs(logits, ids_BS)
+        except Exception as error:  # the job is worth more than its record
+            self._wants_log_probs = False
+            warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
+            return None
+
+    def _sampled(self, trains: bool) -> Snapshot | None:
+        """Samples of the weights, on their device. Trouble with them is not the pass's."""
+        if self._sampler is None:
+            return None
+        try:
+            begins_window = trains and self.window is not None and self.window.keep_pass()
+            return self._sampler.weights(begins_window=begins_window)
+        except Exception as error:  # the job is worth more than its record
+            self._sampler = self.window = None
+            warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
+            return None
+
+    def _origin(self, rank: int, world_size: int, step: int, monotonic_ns: int) -> Origin:
+        return Origin(
+            source="",
+            rank=rank,
+            world_size=world_size,
+            step=step,
+            time=self._clock.at(monotonic_ns),
+            model_name=self._model_name,
+            versions=versions(),
+        )

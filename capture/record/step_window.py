@@ -1,0 +1,293 @@
+"""What a job's thread sees from one step of its optimizer to the next: passes, shares of their losses, gradients.
+
+A step may have several parts: of several optimizers, or of one that is called for its partitions one after the other
+(DeepSpeed). All that comes without a pass with autograd on in between is one step.
+"""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from capture.file_format.optimizer_step import OptimizerStep, distinct
+from capture.record.engine_gradients import (
+    EngineGradients,
+    engine_optimizer_of,
+    has_stepped,
+    num_skipped_steps,
+)
+from capture.record.host_copy import copy_to_host, is_capturing_graph
+from capture.record.parameter_sampler import ParameterSampler, Snapshot
+
+_MAX_GROUPS = 64  # of an optimizer, whose settings are kept
+_SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPart:
+    """One part of a step, as it is handed over. What is on its way to the host is there once `copied` has happened.
+
+    step       without gradients and what `numbers` holds
+    gradients  without values: those are the first of `flat`
+    flat       then the numbers of these names
+    """
+
+    step: OptimizerStep
+    gradients: Snapshot | None
+    flat: Tensor
+    names: Sequence[str]
+    others: Mapping[str, Tensor]  # numbers that lay on another device
+    copied: list[torch.cuda.Event]
+
+    def record(self) -> OptimizerStep:
+        """Once all is on the host."""
+        count = len(self.flat) - len(self.names)
+        found = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
+        found |= {name: float(value.item()) for name, value in self.others.items()}
+        settings = [dict(group) for group in self.step.settings]
+        for name, value in found.items():
+            if name.startswith(_SETTING):
+                group, key = name.removeprefix(_SETTING).split(" ", 1)
+                settings[int(group)][key] = value
+        return replace(
+            self.step,
+            shares=tuple(found.get(f"{_SHARE}{number}") for number in self.step.passes),
+            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).fingerprint(),
+            grad_norm=found.get(_NORM),
+            settings=distinct(settings),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clipping:
+    """Gradients as they were before the latest clipping, and what it was told."""
+
+    after_pass: int
+    gradients: Snapshot | None
+    without_gradient: Sequence[str]
+    num_clipped: int | None
+    max_norm: float | None
+    norm: Tensor | None
+    is_part_of_norm: bool
+
+
+class StepWindow:
+    """For the job's thread; its methods may raise. `number` is that of the next step."""
+
+    def __init__(self, sampler: ParameterSampler) -> None:
+        self.number = 0
+        self._sampler = sampler
+        # for each optimizer that was seen: is it the model's, and DeepSpeed's optimizer around it
+        self._related: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
+        self._related = weakref.WeakKeyDictionary()
+        self._num_skipped = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._passes: list[int] = []
+        self._shares: dict[int, Tensor] = {}
+        self._is_kept = False  # is one of the passes recorded?
+        self._clipping: _Clipping | None = None
+        self._was_clipped_before = False  # than the last pass
+        self._has_stepped = False
+        self._sampled: set[str] = set()  # in the parts of the step so far
+
+    def begin_pass(self, number: int) -> None:
+        """A forward with autograd on begins."""
+        if self._has_stepped or self._was_emptied():
+            self._begin()
+        self._passes.append(number)
+
+    def keep_pass(self) -> bool:
+        """The pass that has begun is recorded. Is it the first one since the last step?"""
+        is_first, self._is_kept = not self._is_kept, True
+        return is_first
+
+    def watch_loss(self, number: int, loss: Tensor) -> None:
+        """What is differentiated by the loss of the pass `number` is its share."""
+        if not loss.requires_grad or is_capturing_graph({"loss": loss}):
+            return
+
+        def differentiated(gradient: Tensor) -> None:
+            share, before = gradient.detach().reshape(1), self._shares.get(number)
+            self._shares[number] = share.clone() if before is None else before + share
+
+        loss.register_hook(differentiated)
+
+    def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
+        """The gradients of these parameters will be clipped by their norm."""
+        if not self._is_kept or self._has_stepped or self._is_up_to_date:
+            return
+        ids = set(map(id, parameters))
+        if not self._sampler.is_of_model(ids):
+            return
+        self._was_clipped_before = self._clipping is not None
+        gradients, without = self._sampler.gradients()
+        own, is_part = own_norm(norm)
+        self._clipping = _Clipping(
+            after_pass=self._passes[-1],
+            gradients=gradients,
+            without_gradient=without,
+            num_clipped=None if len(ids) >= self._sampler.num_trained else len(ids),
+            max_norm=float(max_norm) if isinstance(max_norm, int | float) else None,
+            norm=own,
+            is_part_of_norm=is_part,
+        )
+
+    def clipped(self, norm: Any) -> None:
+        """The norm of the gradients that were clipped just now, which was not known before."""
+        if self._clipping is not None and self._clipping.norm is None:
+            own, is_part = own_norm(norm)
+            self._clipping = replace(self._clipping, norm=own, is_part_of_norm=is_part)
+
+    def steps(self, optimizer: Optimizer) -> StepPart | None:
+        """The optimizer will step. None if it is not the model's, or none of the passes is recorded."""
+        is_related, engine = self._relation(optimizer)
+        if not is_related:
+            return None
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.number += 1
+        if not self._is_kept:
+            return None
+        wrapper = None if engine is None else engine()
+        return self._part(optimizer) if wrapper is None else self._part_of_engine(optimizer, wrapper)
+
+    @torch.no_grad()
+    def _part_of_engine(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
+        """Of the partitions that DeepSpeed steps on now."""
+        found = EngineGradients.now(wrapper, optimizer)
+        gradients = self._sampler.gradients_in(found.find, but=self._sampled)
+        if gradients is not None:
+            self._sampled |= {name for name, _ in gradients.places}
+            gradients = replace(gradients, values=found.before_clipping(gradients.values))
+        settings, tensors = settings_of(optimizer)
+        for group, count in zip(settings, found.num_parameters(), strict=False):
+            group["num_parameters"] = count
+        tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
+        if (norm := found.grad_norm) is not None:
+            tensors[_NORM] = torch.tensor([norm], device="cpu") if isinstance(norm, float) else norm.reshape(1)
+        step = OptimizerStep(
+            number=self.number - 1,
+            passes=tuple(self._passes),
+            shares=(None,) * len(self._passes),
+            max_norm=found.max_norm,
+            is_unclipped=found.is_undone,
+            optimizer=type(optimizer).__name__,
+            settings=settings,
+            has_state=has_stepped(self._sampler.model),
+        )
+        return _part_of(step, gradients, tensors)
+
+    @torch.no_grad()
+    def _part(self, optimizer: Optimizer) -> StepPart:
+        clipping = self._clipping if self._is_up_to_date else None
+        if clipping is None:
+            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            gradients, without = self._sampler.gradients(ids, but=self._sampled)
+        elif self._sampled:
+            gradients, without = None, []
+        else:
+            gradients, without = clipping.gradients, list(clipping.without_gradient)
+        self._sampled |= {name for name, _ in gradients.places} if gradients is not None else {""}
+        settings, tensors = settings_of(optimizer)
+        tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
+        if clipping is not None and clipping.norm is not None:
+            tensors[_NORM] = clipping.norm
+        step = OptimizerStep(
+            number=self.number - 1,
+            passes=tuple(self._passes),
+            shares=(None,) * len(self._passes),
+            without_gradient=tuple(without),
+            is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
+            max_norm=None if clipping is None else clipping.max_norm,
+            num_clipped=None if clipping is None else clipping.num_clipped,
+            is_unclipped=not (self._was_clipped_before or (self._clipping is not None and clipping is None)),
+            optimizer=type(optimizer).__name__,
+            settings=settings,
+            has_state=bool(optimizer.state),
+        )
+        return _part_of(step, gradients, tensors)
+
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Has no pass begun since the latest clipping?"""
+        return self._clipping is not None and self._clipping.after_pass == self._passes[-1]
+
+    def _was_emptied(self) -> bool:
+        """Are there no gradients any more, though there was a backward? fp16 leaves out steps that overflow."""
+        before, self._num_skipped = self._num_skipped, num_skipped_steps(self._sampler.model)
+        if self._num_skipped > before:
+            return True
+        had_some = self._clipping is not None and self._clipping.gradients is not None
+        return (had_some or bool(self._shares)) and self._sampler.has_no_gradients(in_shards=had_some)
+
+    def _relation(self, optimizer: Optimizer) -> tuple[bool, weakref.ref[Any] | None]:
+        known = self._related.get(optimizer)
+        if known is None:
+            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            known = self._sampler.is_of_model(ids), None
+            if not known[0] and (wrapper := engine_optimizer_of(self._sampler.model, optimizer)) is not None:
+                known = True, weakref.ref(wrapper)
+            self._related[optimizer] = known
+        return known
+
+
+def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Plain settings of each group that has parameters, and those that are tensors, which are not waited for."""
+    settings: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for number, group in enumerate([one for one in optimizer.param_groups if one["params"]][:_MAX_GROUPS]):
+        plain: dict[str, Any] = {"num_parameters": len(group["params"])}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if type(value) in (bool, int, float):
+                plain[key] = value
+            elif type(value) in (tuple, list) and all(type(one) in (bool, int, float) for one in value):
+                plain[key] = list(value)
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                tensors[f"{_SETTING}{number} {key}"] = value.detach().reshape(1)
+        settings.append(plain)
+    return settings, tensors
+
+
+def _part_of(step: OptimizerStep, gradients: Snapshot | None, tensors: Mapping[str, Tensor]) -> StepPart:
+    first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
+    values = torch.empty(0, device=first.device) if gradients is None else gradients.values
+    near = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
+    copies, copied = copy_to_host(
+        {"": torch.cat([values, *near.values()])} | {name: one for name, one in tensors.items() if name not in near}
+    )
+    return StepPart(
+        step=step,
+        gradients=None if gradients is None else replace(gradients, values=torch.empty(0, device="cpu")),
+        flat=copies.pop(""),
+        names=tuple(near),
+        others=copies,
+        copied=copied,
+    )
+
+
+def own_norm(norm: Any) -> tuple[Tensor | None, bool]:
+    """A copy of what this rank has of a norm, and whether it is a part: then the squares of all ranks add up.
+
+    A norm over shards may be left unreduced (DTensor); to ask for all of it would be a collective.
+    """
+    if not isinstance(norm, Tensor) or norm.numel() != 1:
+        return None, False
+    local: Any = norm.detach()
+    placements: Sequence[Any] = getattr(norm, "placements", ())
+    parts = [number for number, placement in enumerate(placements) if placement.is_partial()]
+    if hasattr(local, "_local_tensor"):
+        local = local._local_tensor
+    own: Tensor = local.reshape(1).clone()
+    if parts:
+        num_parts = math.prod(norm.device_mesh.size(number) for number in parts)  # type: ignore[attr-defined]
+        own *= math.sqrt(num_parts / torch.distributed.get_world_size())
+    return own, bool(parts)

@@ -1,0 +1,61 @@
+"""Log-probs of a few of a pass's tokens, by its logits: numbers of a token each, where a loss is one of the pass.
+
+Shapes: B rows, S tokens, V vocabulary, N tokens that are looked at.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture.file_format.optimizer_step import sampled_tokens
+
+_MAX_REMEMBERED = 64
+_CPU_ELEMENTS = 2**18  # at once: what a cache holds
+_indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
+
+
+def logits_of(output: Any, ids_BS: Tensor) -> Tensor | None:
+    """A plain tensor of logits for each token id, or None."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    if type(logits) is not Tensor or logits.ndim != 3 or not logits.is_floating_point() or not logits.numel():
+        return None
+    is_of_ids = type(ids_BS) is Tensor and not ids_BS.is_floating_point() and logits.shape[:2] == ids_BS.shape
+    return logits if is_of_ids and logits.device == ids_BS.device else None
+
+
+@torch.no_grad()
+def token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
+    """In fp32, of the ids at `sampled_tokens`, by the logits at the place before; nan for an id that has no logit."""
+    if logits_BSV.shape[1] < 2:
+        return None
+    rows_N, columns_N, before_N = _indices_of(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    logits_BSV = logits_BSV.detach()
+    ids_N = ids_BS[rows_N, columns_N].long()
+    known_N = ids_N.clamp(0, logits_BSV.shape[2] - 1)
+    if logits_BSV.device.type == "cpu":
+        at_once = max(1, _CPU_ELEMENTS // logits_BSV.shape[2])
+        pieces = zip(rows_N.split(at_once), before_N.split(at_once), known_N.split(at_once), strict=True)
+        log_probs_N = torch.cat([_log_probs(logits_BSV[rows, before], known) for rows, before, known in pieces])
+    else:
+        log_probs_N = _log_probs(logits_BSV[rows_N, before_N], known_N)
+    return torch.where(known_N == ids_N, log_probs_N, torch.nan)
+
+
+def _log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
+
+
+def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Row, column and the column before of each token that is looked at."""
+    key = num_rows, num_tokens, device
+    if key not in _indices:
+        places = [(row, column, column - 1) for row, column in sampled_tokens(num_rows, num_tokens)]
+        indices = torch.tensor(places, device="cpu").T.contiguous()
+        if device.type == "cuda":
+            indices = indices.pin_memory().to(device, non_blocking=True)
+        _indices[key] = indices.to(device).unbind()
+        if len(_indices) > _MAX_REMEMBERED:
+            _indices.popitem(last=False)
+    return _indices[key]

@@ -1,0 +1,50 @@
+"""The options of `replay diagnose`: its own, and those of a replay that it does not decide for itself."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from replay.options import Action, Toggle, command_line, run_spec, with_options
+from replay.processes.launch import num_processes_missing, relaunch
+from replay.spec import RunSpec
+
+
+def _serves_diagnose(toggle: Toggle) -> bool:
+    """What diagnose decides for itself is left out."""
+    if toggle.part == "measure":
+        return toggle.field in ("loss", "timeout", "log_folder")
+    return toggle.part != "state" and toggle.field not in ("learning_rate", "grad_accumulation", "uneven")
+
+
+@partial(with_options, serves=_serves_diagnose)
+def diagnose(
+    steps: int = typer.Option(
+        120, min=1, metavar="N", show_default=False, help="At most N steps for each thing to learn. (default: 120)"
+    ),
+    learning_rate: float | None = typer.Option(
+        None, min=0, metavar="X", help="Of those steps. Default: 0.2 divided by the model's hidden size."
+    ),
+    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of what went wrong."),
+    **given: Any,
+) -> Action:
+    """Say whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
+
+    Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
+    """
+    run = run_spec(given)
+    own = ["--steps", str(steps), *(["--json", str(json)] if json else []), *["--traceback"] * traceback]
+    own += ["--learning-rate", str(learning_rate)] if learning_rate is not None else []
+    return partial(_diagnose, run, steps, learning_rate, json, traceback, ["diagnose", *own, *command_line(run)])
+
+
+def _diagnose(
+    run: RunSpec, steps: int, learning_rate: float | None, json: Path | None, traceback: bool, command: list[str]
+) -> int:
+    if num_processes := num_processes_missing(run.actor.parallel):
+        return relaunch(num_processes, command)
+    from replay.diagnose.report import diagnose
+
+    return diagnose(run, num_steps=steps, learning_rate=learning_rate, json_file=json, show_traceback=traceback)

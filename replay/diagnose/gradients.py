@@ -1,0 +1,110 @@
+"""What must be equal, and by how much it differs: losses and gradients of passes that do the same work in other ways.
+
+A gradient is compared parameter by parameter, for a total norm hides a mistake in a small one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actor_init.inputs.packing import actor_inputs
+from actor_init.spec import Dtype
+from capture.file_format.micro_batch import MicroBatch
+from replay.diagnose.row_batches import rows_of
+from replay.diagnose.untimed_actor import Trial
+
+LOSS_BOUND = 1e-3  # relative
+PEERS_BOUND = 1e-6  # relative: they add up the same numbers
+# relative norm of a parameter's difference: sums in another order in fp32, 8 and 11 significant bits in the others.
+# Seen on small models: 5e-7 in fp32, 2e-2 in bf16; a fault that scales or leaves out a gradient gives 0.3 and more
+GRADIENT_BOUNDS = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-1, Dtype.FP16: 5e-2}
+TINY = 1e-30  # in the place of a norm or a loss of 0
+SMALLEST_SHARE = 1e-3  # of the whole gradient's norm: below it a gradient may be the rounding of larger ones
+
+Gradients = Mapping[str, Tensor]  # fp32 on the host, whole, by parameter name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The parameter whose gradients are furthest apart; inf where one of the two has none, or holds no number."""
+
+    relative: float
+    parameter: str
+
+    @classmethod
+    def worst(cls, relative: Mapping[str, float]) -> "Difference":
+        numbers = {name: error if error == error else torch.inf for name, error in relative.items()}
+        parameter = max(numbers, key=numbers.__getitem__)
+        return cls(relative=numbers[parameter], parameter=parameter)
+
+    def said(self, bound: float) -> str:
+        if self.relative == torch.inf:
+            return f"the gradient of {self.parameter} is missing, or not a number"
+        return f"gradient by {self.relative:.2g} at most, bound {bound:g}, {self.parameter}"
+
+
+def difference(found: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
+    """Each relative to its expected norm, or to a thousandth of the whole gradient's if that is more."""
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    least = SMALLEST_SHARE * float(torch.tensor(list(norms.values())).norm())
+    apart = dict.fromkeys(expected, torch.inf)
+    for name, gradient in found:
+        if name in expected:
+            apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, TINY)
+        else:
+            apart[name] = torch.inf
+    return Difference.worst(apart)
+
+
+def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> tuple[dict[str, Tensor], Difference]:
+    """What a backend yields, on the host, and how far apart the ranks hold it, relative to its norm."""
+    kept, apart = {}, {}
+    for name, gradient in gradients:
+        kept[name], apart[name] = gradient.cpu(), 0.0
+        if num_ranks > 1:
+            highest, lowest = gradient.clone(), gradient.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            apart[name] = float((highest - lowest).norm() / gradient.norm().clamp(min=TINY))
+    return kept, Difference.worst(apart)
+
+
+def relative(found: float, expected: float) -> float:
+    """inf where one of the two is no number."""
+    apart = abs(found - expected) / max(abs(expected), TINY)
+    return apart if apart == apart else torch.inf
+
+
+def of_peers(losses: Sequence[tuple[int, float]]) -> float:
+    """The largest relative difference among ranks of one data rank, from every rank's (data rank, loss)."""
+    firsts = dict(reversed(losses))
+    return max(relative(loss, firsts[data_rank]) for data_rank, loss in losses)
+
+
+def twice(batch: MicroBatch) -> MicroBatch:
+    """Twice the tokens: every row again."""
+    rows = range(batch.num_rows)
+    return rows_of(batch, [*rows, *rows])
+
+
+def halves(batch: MicroBatch) -> list[MicroBatch]:
+    """The rows in two micro-batches; a single row is either of them."""
+    middle = batch.num_rows // 2
+    if not middle:
+        return [batch, batch]
+    return [rows_of(batch, range(middle)), rows_of(batch, range(middle, batch.num_rows))]
+
+
+def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
+    """Pass `parts` in one accumulation window, each with the weight of its action tokens; the loss of them together.
+
+    The backend averages over the window, so a part counts as often as there are parts.
+    """
+    assert trial.spec.num_accumulated == len(parts)
+    counts = [int(actor_inputs(part, packing=trial.spec.packs).action_mask_BA.sum()) for part in parts]
+    shares = [count / max(1, sum(counts)) for count in counts]
+    losses = [trial.passed(part, share=share * len(parts)) for part, share in zip(parts, shares, strict=True)]
+    return sum(loss * share for loss, share in zip(losses, shares, strict=True))

@@ -1,0 +1,152 @@
+"""What the doctor tries, each in a process of its own: started by `replay.doctor.probe_process`, which reads what `main` prints."""
+
+import contextlib
+import faulthandler
+import importlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from replay.doctor.probe_process import MARK, probe_arguments
+
+Facts = dict[str, Any]
+
+
+class ProbeError(Exception):
+    """What a probe found to be wrong, in words of its own."""
+
+
+def import_module(name: str) -> Facts:
+    if name == "ring_flash_attn":
+        from actor_init.attention.ring_attention import ring_flash_attn_package
+
+        ring_flash_attn_package()
+        return {}
+    importlib.import_module(name)
+    return {}
+
+
+def devices() -> Facts:
+    """What torch sees, and which attention kernel the defaults take there."""
+    import torch
+
+    facts: Facts = {"torch": torch.__version__, "built_for": torch.version.cuda, "gpus": [], "no_peers": []}
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        facts["gpus"] = [_gpu(torch.cuda.get_device_properties(index)) for index in range(count)]
+        pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+        facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+    with contextlib.suppress(Exception):  # a broken transformers has a line of its own
+        from actor_init.attention.kernel_check import default_kernel
+
+        facts["default_kernel"] = default_kernel(_device())
+    return facts
+
+
+def _gpu(properties: Any) -> Facts:
+    return {
+        "name": properties.name,
+        "bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def kernel(name: str) -> Facts:
+    from actor_init.attention.kernel_check import BOUND, error_of
+
+    return {"error": error_of(name, _device()), "bound": BOUND}
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compile() -> Facts:
+    import torch
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * x
+
+    x = torch.linspace(-3, 3, 1000, device=_device())
+    compiled: torch.Tensor = torch.compile(function)(x)
+    error = float((compiled - function(x)).abs().max())
+    if not error < 1e-5:  # of values up to 3 in fp32; two ways to a sine differ by some 1e-7
+        raise ProbeError(f"the compiled function is off by {error:.2g}")
+    return {}
+
+
+def all_reduce(backend: str) -> Facts:
+    """Two processes, started as `replay --tp 2` starts its own, add up a number each."""
+    from replay.processes.launch import start_processes
+
+    if code := start_processes(2, probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
+        raise ProbeError(f"a rank ended with exit code {code}")
+    return {}
+
+
+def all_reduce_rank(backend: str) -> Facts:
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    for size in (1, 1 << 20):  # of several megabytes, since libraries send small and large ones by other ways
+        total = torch.full((size,), rank + 1.0, device=device)
+        dist.all_reduce(total)
+        if not bool((total == 3).all()):
+            raise ProbeError(f"1 + 2 came to {float(total[0])} on rank {rank}")
+    return {}
+
+
+def one_pass(folder: str) -> Facts:
+    """`replay --max-inputs 1`, in this process, with its log in `folder`."""
+    from replay.cli import main
+
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main(["--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder])
+    if not code:
+        [line] = next(Path(folder).glob("*/rank0.jsonl")).read_text().splitlines()
+        loss = float(json.loads(line)["loss"])
+        if not math.isfinite(loss):
+            raise ProbeError(f"the loss is {loss}")
+        return {"loss": loss}
+    records = [
+        json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()
+    ]
+    lines = [line for line in errors.getvalue().splitlines() if line.startswith("replay: ")]
+    said = [line.removeprefix("replay: ").removesuffix(". --traceback shows where") for line in lines]
+    reasons = [f"{r['error_type']}: {r['error']}" for r in records if r["error"]] + said
+    raise ProbeError(reasons[0] if reasons else f"exit code {code}")
+
+
+PROBES: dict[str, Callable[..., Facts]] = {
+    probe.__name__: probe for probe in (import_module, devices, kernel, compile, all_reduce, all_reduce_rank, one_pass)
+}
+
+
+def main() -> None:
+    """Run the probe that the command line names, print its answer and leave without the interpreter's cleanup."""
+    name, limit, *arguments = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(float(limit), exit=True)  # ends also what hangs in native code
+    answer: Facts
+    try:
+        answer = {"facts": PROBES[name](*arguments)}
+    except BaseException as error:
+        kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
+        answer = {"trouble": f"{kind}{error}"}
+    print(f"\n{MARK}{json.dumps(answer)}", flush=True)
+    os._exit(0 if "facts" in answer else 1)

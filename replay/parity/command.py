@@ -1,0 +1,74 @@
+"""The options of `replay parity`: its own, and those of a replay."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.options import Action, with_options
+
+
+@with_options
+def parity(
+    matrix: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="quick: one process, and one tp, ring and data rank; pairs: every two values of any options together; "
+        "full: the whole product, pairs first; or a TOML file, see docs/parity.md. (default: quick)",
+    ),
+    num_devices: int | None = typer.Option(
+        None, min=1, metavar="N", help="Processes of one run at most. (default: the GPUs, or 2 on a CPU)"
+    ),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Run what a folder of parity's lacks, and report all of it."
+    ),
+    cell_timeout: float = typer.Option(
+        600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one run. (default: 600)"
+    ),
+    time_limit: float | None = typer.Option(
+        None, min=0.0, metavar="X", help="Start no run after X seconds; --continue goes on."
+    ),
+    at_once: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        help="Runs at the same time, with N processes on each GPU, as many as it has memory for; on a CPU, N runs. "
+        "(default: one run, whose passes are timed)",
+    ),
+    first_difference: bool = typer.Option(
+        False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."
+    ),
+    **given: Any,
+) -> Action:
+    """Replay one folder under many configurations, and say which agree within measured noise.
+
+    A replay's own options hold for every run; what they say of an option that the matrix varies chooses among its
+    runs. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, and why.
+    """
+    limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
+    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, given)
+
+
+def _parity(
+    matrix: str | None,
+    num_devices: int | None,
+    go_on: Path | None,
+    limits_given: dict[str, Any],
+    first_difference: bool,
+    given: dict[str, Any],
+) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("parity starts its own processes. Try: replay parity, without a launcher and its WORLD_SIZE")
+    own = {"matrix": matrix, "num_devices": num_devices}
+    typed = [name for name, value in {**own, **given}.items() if value is not None]
+    if go_on is not None and typed:
+        raise UsageError(f"--continue goes on with what that folder says. Leave out --{typed[0].replace('_', '-')}")
+    from replay.parity import runs as work
+
+    limits = work.Limits(**limits_given)
+    if go_on is not None:
+        return work.go_on(go_on, limits, trace=first_difference)
+    return work.begin(matrix or "quick", given, num_devices, limits, trace=first_difference)

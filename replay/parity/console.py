@@ -1,0 +1,42 @@
+"""What `replay parity` says, on a terminal or into a file: a line a run as it ends, then the answer.
+
+command    replay parity --matrix quick
+device     2 processes at most, cpu
+runs       25: 3 references, 10 equivalents, 12 cells
+
+1 of 25, fsdp2 fp32 padded sdpa: the reference, 9.3 s
+2 of 25, fsdp2 fp32 padded sdpa, again: the same again, loss 0, log-probs 0, gradient norm 0, 9.2 s
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from replay.parity import text as parity_wording
+from replay.parity.judge import Judgement
+from replay.parity.state import ParityLog, Row
+from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.text import Pairs
+
+
+class ParityProgress:
+    def __init__(self, log: ParityLog, file: IO[str] | None = None) -> None:
+        self._out = open_console(file)
+        self._log = log
+        print_pairs(self._out, parity_wording.header(log))
+        print_line(self._out)
+
+    def ended(self, number: int, row: Row, judgement: Judgement) -> None:
+        print_line(self._out, parity_wording.ended(number, row, self._log, judgement))
+
+    def finish(self, judgement: Judgement, differences: Pairs, written: Sequence[Path], note: str) -> None:
+        """The noise, a row a run, what is wrong, and where it is written."""
+        out = self._out
+        for columns in (parity_wording.noise_table(judgement), parity_wording.cell_table(self._log, judgement)):
+            print_line(out)
+            print_table(out, columns)
+        print_line(out)
+        print_pairs(out, parity_wording.troubles(self._log, judgement) + differences)
+        print_pairs(out, [("note", note)] if note else [])
+        print_pairs(out, [("written", str(path)) for path in written])
+        print_pairs(out, parity_wording.summary(self._log, judgement))

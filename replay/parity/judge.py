@@ -1,0 +1,187 @@
+"""From the logs of parity's cells to the noise of each dtype, and a verdict on each cell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actor_init.spec import Dtype, UsageError
+from replay.compare.differences import Comparison, compare
+from replay.parity.noise_floor import (
+    CEILINGS,
+    Distance,
+    Noise,
+    Verdict,
+    ceiling_of,
+    distances,
+    judge,
+    noise_of,
+)
+from replay.parity.plan import Role
+from replay.parity.state import Row, State
+from replay.report.text import counted
+from replay.runlog.reader import PastRun
+from replay.runlog.summary import Statistics, summarize
+
+MEASURING = (
+    "kernel",
+    "reduction order",
+    "tp",
+)  # equivalents that round otherwise; the rest may well be equal in each bit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A cell that has run beside its reference."""
+
+    verdict: Verdict
+    distances: Mapping[str, Distance]  # by quantity
+    deciding: Sequence[str]  # the quantities that are beyond their bound, or have none
+    notes: Sequence[str] = ()  # why it was not judged, or what of it was not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    cells: Mapping[str, Judged]  # by name; references of a dtype and cells that did not run are not in it
+    noises: Sequence[Noise]
+    remarks: Sequence[str]  # what is wrong with a reference or an equivalent
+    costs: Mapping[str, Statistics]  # by name, of every run
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.remarks and all(
+            one.verdict in (Verdict.EQUAL, Verdict.WITHIN_NOISE) for one in self.cells.values()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a comparison of two logs came to: no distances if they could not be compared."""
+
+    distances: Mapping[str, Distance] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    lacks_norms: bool = False  # that the other had, or of other windows
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> "Found":
+        unfinished = [
+            f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
+            for quantity in comparison.results
+            if quantity.num_not_finite
+        ]
+        norms = [note for note in comparison.notes if note.startswith("gradient norms")]
+        return cls(distances=distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
+
+
+@dataclass(slots=True)
+class Judge:
+    """Reads each log once, however often it is asked."""
+
+    _runs: dict[str, PastRun] = field(default_factory=dict)
+    _found: dict[tuple[str, str], Found] = field(default_factory=dict)
+    _costs: dict[str, Statistics] = field(default_factory=dict)
+
+    def judge(self, rows: Sequence[Row]) -> Judgement:
+        """What can be said by the cells that are done."""
+        done = {row.cell.name: row for row in rows if row.state is State.DONE}
+        noises: list[Noise] = []
+        remarks: list[str] = []
+        for ground in dict.fromkeys(row.cell.ground for row in rows):
+            noises += self._noises(ground, done)
+        remarks += [_too_far(one, done) for one in noises if one.distrusted]
+        remarks += self._between_dtypes(done)
+        judged = {
+            row.cell.name: self._judged(row, done, noises)
+            for row in done.values()
+            if row.cell.reference != row.cell.name
+        }
+        costs = {name: self._cost(row) for name, row in done.items()}
+        return Judgement(cells=judged, noises=noises, remarks=remarks, costs=costs)
+
+    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
+        """None before an equivalent that rounds otherwise has run."""
+        group, dtype = ground
+        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
+        found: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
+        for row in equivalents:
+            measured = self._compared(row.cell.name, row.cell.reference, done)
+            for quantity, distance in measured.distances.items():
+                found.setdefault(quantity, {})[row.cell.name] = distance
+        if not any(row.cell.varies in MEASURING for row in equivalents):
+            return []
+        ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
+        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
+
+    def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
+        found = self._compared(row.cell.name, row.cell.reference, done)
+        if not found.distances:
+            return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
+        own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
+        verdict, deciding = judge(found.distances, own)
+        if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
+            return Judged(verdict=verdict, distances=found.distances, deciding=deciding)
+        notes = [*found.notes]
+        if verdict is Verdict.NOT_JUDGED:
+            notes.append("no equivalent run measured its noise")
+        if found.lacks_norms and verdict is not Verdict.DIFFERS:
+            verdict = Verdict.NOT_JUDGED
+        return Judged(verdict=verdict, distances=found.distances, deciding=deciding, notes=notes)
+
+    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Found:
+        if reference not in done:
+            return Found(notes=[f"its reference did not run: {reference}"])
+        if (name, reference) not in self._found:
+            try:
+                found = Found.of(compare(self._run(done[reference]), self._run(done[name])))
+            except UsageError as error:
+                found = Found(notes=[str(error)])
+            self._found[name, reference] = found
+        return self._found[name, reference]
+
+    def _ceiling(self, dtype: Dtype, row: Row) -> float:
+        run = self._run(row)
+        return ceiling_of(dtype, run.config, max(record.real_tokens for record in run.records))
+
+    def _run(self, row: Row) -> PastRun:
+        assert row.log is not None
+        if row.cell.name not in self._runs:
+            self._runs[row.cell.name] = PastRun.read(row.log)
+        return self._runs[row.cell.name]
+
+    def _cost(self, row: Row) -> Statistics:
+        if row.cell.name not in self._costs:
+            self._costs[row.cell.name] = summarize(self._run(row).records)
+        return self._costs[row.cell.name]
+
+    def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
+        """A reference of a narrow dtype that is further from fp32's than rounding explains."""
+        plain: dict[Dtype, Row] = {}
+        for row in done.values():
+            if row.cell.reference == row.cell.name and not row.cell.group:
+                plain.setdefault(row.cell.spec.actor.dtype, row)
+        wide = plain.pop(Dtype.FP32, None)
+        remarks: list[str] = []
+        for dtype, row in plain.items() if wide else ():
+            assert wide is not None
+            found = self._compared(row.cell.name, wide.cell.name, done)
+            of_a_number = self._ceiling(dtype, row)
+            for quantity, distance in found.distances.items():
+                ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
+                if distance.value > ceiling:
+                    remarks.append(
+                        f"the reference in {dtype} is {distance.value:.3g} from that in fp32 in its {quantity} at "
+                        f"{distance.where}, and rounding explains {ceiling:.2g}: one of the two is wrong"
+                    )
+        return remarks
+
+
+def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
+    said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
+    where = f"{noise.group}, " if noise.group else ""
+    text = (
+        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for rounding explains {noise.ceiling:.2g}, and no "
+        f"order more than the other equivalents show: {said}"
+    )
+    if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
+        return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"
+    if noise.floor is None or len(noise.distrusted) * 2 > len(noise.measured):
+        return f"{text}. The reference itself may be the one that is wrong"
+    return text

@@ -1,0 +1,165 @@
+"""How far apart equal runs are, from runs that should be equal but for rounding, and what is further apart than that.
+
+A distance is |other - reference|, relative to the reference's value or to the mean of them all, whichever is larger: a
+row of one sure token has a log-prob near 0, and its rounding is not to be taken for a difference.
+
+The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples falls short
+of what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the multiple of
+their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4, for kinds of
+equivalent runs were seen to differ by that much among themselves.
+
+A fault must not become the floor. What rounding explains is about u * sqrt(2 L), for the two additions to the residual
+stream that each of L layers makes in a dtype of unit roundoff u; fp32, which has no wider dtype to sum its products in,
+has sqrt(n) more for sums of n products, over the hidden size or the tokens of a pass (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond that ceiling is not
+trusted, nor one an order above all others that is within an order of the ceiling. Few samples do not lift a bound
+beyond it.
+
+Of gradients, each parameter's is a point, and of log-probs each token's beside their rows' sums. Backward adds to a
+stream as long as forward's, whose rounding it begins with, and the farthest of hundreds is looked at, so for these the
+ceiling is CEILINGS times as high.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+from typing import Any
+
+from actor_init.spec import Dtype
+from replay.compare.differences import Comparison, Point
+from replay.report.false_alarms import factor_for
+
+UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24}
+FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
+LEAST_FACTOR = 4.0
+AN_ORDER = 10.0
+CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}  # of what is the farthest of hundreds of values
+
+
+class Verdict(StrEnum):
+    EQUAL = "EQUAL"
+    WITHIN_NOISE = "WITHIN NOISE"
+    DIFFERS = "DIFFERS"
+    NOT_JUDGED = "NOT JUDGED"  # the noise of its dtype could not be measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """The farthest point of one quantity."""
+
+    value: float
+    source: str  # the input
+    place: int  # of its pass among the reference's
+    num_points: int
+    name: str = ""  # of the parameter
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} at {self.source}" if self.name else self.source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """The noise floor of one quantity in one dtype."""
+
+    dtype: Dtype
+    group: str = ""  # of the runs that it is for
+    quantity: str
+    floor: float | None  # None: no equivalent run can be trusted
+    equivalent: str  # the run that gave it
+    factor: float
+    bound: float
+    ceiling: float
+    measured: Mapping[str, float]  # each equivalent's distance, by its name
+    distrusted: Sequence[str]  # of these, those that are too far for rounding
+
+    @property
+    def ground(self) -> tuple[str, Dtype]:
+        return self.group, self.dtype
+
+
+def distances(comparison: Comparison) -> dict[str, Distance]:
+    """By quantity: loss, log-probs, those of tokens, gradient norm and gradients where they are there."""
+    return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
+
+
+def _farthest(points: Sequence[Point]) -> Distance:
+    sizes = [abs(point.reference) for point in points if math.isfinite(point.reference)]
+    mean = fmean(sizes) if sizes else 0.0
+
+    def distance(point: Point) -> float:
+        size = abs(point.reference) if point.apart is not None else max(abs(point.reference), mean)
+        return point.difference / size if point.difference and size else point.difference and math.inf
+
+    worst = max(points, key=distance)
+    return Distance(
+        value=distance(worst),
+        source=worst.source,
+        place=worst.place,
+        num_points=sum(point.num_values for point in points),
+        name=worst.name,
+    )
+
+
+def noise_of(
+    dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float, *, group: str = ""
+) -> Noise:
+    """`equivalents` are the distances of the runs that should be equal, by their names; `ceiling` is of a number."""
+    ceiling *= CEILINGS.get(quantity, 1.0)
+    measured = {name: one.value for name, one in equivalents.items()}
+    trusted = {name: value for name, value in measured.items() if _is_trusted(name, measured, ceiling)}
+    loudest = max(trusted, key=lambda name: trusted[name], default="")
+    floor = max(trusted[loudest], FP32_SPACING) if trusted else None
+    factor = max(LEAST_FACTOR, factor_for(equivalents[loudest].num_points)) if trusted else LEAST_FACTOR
+    some = floor or FP32_SPACING
+    bound = min(factor * some, max(LEAST_FACTOR * some, ceiling))
+    return Noise(
+        dtype=dtype,
+        group=group,
+        quantity=quantity,
+        floor=floor,
+        equivalent=loudest,
+        factor=bound / some,
+        bound=bound,
+        ceiling=ceiling,
+        measured=measured,
+        distrusted=[name for name in measured if name not in trusted],
+    )
+
+
+def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> bool:
+    others = [value for other, value in measured.items() if other != name]
+    stands_alone = measured[name] > AN_ORDER * max([FP32_SPACING, *others])
+    return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
+
+
+def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
+    """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
+    text = config.get("text_config") or config
+    names = _own_names(text.get("model_type"))
+    hidden_size, num_layers = (text[names.get(name, name)] for name in ("hidden_size", "num_hidden_layers"))
+    summed = max(hidden_size, num_tokens) if dtype is Dtype.FP32 else 1
+    return UNIT_ROUNDOFF[dtype] * math.sqrt(2 * num_layers * summed)
+
+
+def _own_names(model_type: str | None) -> Mapping[str, str]:
+    """What a model's config calls the sizes, where it is not by their usual names: GPT-2's hidden size is n_embd."""
+    if model_type is None:
+        return {}
+    from transformers import CONFIG_MAPPING
+
+    names: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
+    return names
+
+
+def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[Verdict, list[str]]:
+    """A verdict by quantity, and the quantities that decide it. `noises` are those of the cell's dtype, by quantity."""
+    if all(one.value <= FP32_SPACING for one in found.values()):
+        return Verdict.EQUAL, []
+    beyond = [name for name, one in found.items() if name in noises and one.value > noises[name].bound]
+    if beyond:
+        return Verdict.DIFFERS, beyond
+    unknown = [name for name in found if name not in noises]
+    return (Verdict.NOT_JUDGED, unknown) if unknown else (Verdict.WITHIN_NOISE, [])

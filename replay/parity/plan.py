@@ -1,0 +1,266 @@
+"""What parity runs: for each dtype a reference, runs that should equal it but for rounding, and the matrix's cells.
+
+The reference is one process under fsdp2, which is torch's own autograd with nothing split, each row apart as
+transformers pads it, through sdpa (eagerly where the model has no sdpa), uncompiled. A cell of d data ranks that
+accumulates n passes averages a gradient over d * n inputs, so it has a reference that accumulates as many. Every cell
+of a dtype is held against the reference of that dtype: what bf16 rounds away would hide an error in fp32.
+
+Beside the inputs that were asked for, a matrix without a file runs the edge shapes that ship with the project, as
+groups of runs with references and noise of their own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
+from replay.options import run_spec, toggles
+from replay.parity.matrix import DATA, Setting, name_of, num_processes_of, typed
+from replay.spec import RunSpec
+
+PLAIN: Setting = {"backend": BackendName.FSDP2, "compile": Compile.OFF, "tp": 1, "ring": 1}
+NOT_PLAIN = (
+    *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
+    *("grad_accumulation", "deepspeed_config"),
+)
+IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
+
+
+class Role(StrEnum):
+    REFERENCE = "reference"
+    EQUIVALENT = "equivalent"  # its difference from the reference is rounding alone: this is the noise
+    CELL = "cell"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run of the matrix."""
+
+    name: str
+    role: Role
+    spec: RunSpec
+    num_processes: int
+    reference: str  # the name of the cell that it is held against; its own for a reference of the dtype
+    varies: str = ""  # of an equivalent: what
+    group: str = ""  # of the runs that share references and noise; empty: of the inputs that were asked for
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_processes // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+
+    @property
+    def ground(self) -> tuple[str, Dtype]:
+        """Runs of one ground are held against the same reference, and have the same noise."""
+        return self.group, self.spec.actor.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """What this machine and these inputs allow."""
+
+    device: str  # torch's type: cuda, cpu
+    num_devices: int
+    num_inputs: int
+    config: Any  # of the model, as transformers has it
+    must_pack: bool  # a captured row holds several documents, which padded rows cannot keep apart
+    group: str = ""
+
+    @property
+    def kernel(self) -> Attention:
+        """The one that every device has for this model."""
+        from actor_init.attention.kernels import plain_kernel
+
+        return plain_kernel(self.config)
+
+    def plain(self, dtype: Dtype) -> Setting:
+        """The reference's."""
+        return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
+
+    def named(self, setting: Setting, suffix: str = "") -> str:
+        return (f"{self.group}: " if self.group else "") + name_of(setting) + (f", {suffix}" if suffix else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is run, in this order: references, equivalents, cells; and what cannot run, with the reason."""
+
+    cells: list[Cell]
+    refused: dict[str, str]
+
+
+def plan(
+    settings: Sequence[Setting],
+    common: Mapping[str, Any],
+    here: Here,
+    arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
+) -> Plan:
+    """`common` is what was typed, by parameter name: of an axis the one value that is wanted, else for every cell.
+
+    `arrange` orders the settings that can run, or chooses among them. Raises UsageError where none can.
+    """
+    asked = run_spec(common)
+    wanted = {
+        toggle.field: toggle.value_in(asked)
+        for toggle in toggles()
+        if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
+    }
+    refused: dict[str, str] = {}
+    cells: dict[Any, Cell] = {}
+    keys: dict[int, Any] = {}
+    for setting in settings:
+        if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
+            continue
+        backend = setting.get("backend", asked.actor.backend)
+        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _is_served(field, backend)}
+        named = own | dict(setting)
+        before = len(cells)
+        _admit(cells, refused, here, Role.CELL, named, common)
+        if len(cells) > before:
+            keys[id(setting)] = next(reversed(cells))
+    if not cells:
+        reason = next(iter(refused.values()), "the options leave no cell. Try: fewer of them")
+        raise UsageError(f"no cell of the matrix can run here: {reason}")
+    order = [keys[id(one)] for one in arrange([one for one in settings if id(one) in keys])]
+    cells = {key: cells[key] for key in order}
+    ground: dict[Any, Cell] = {}
+    for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
+        windows = {_window_of(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
+        _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
+    names = {cell.name for cell in ground.values()}
+    for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
+        raise UsageError(f"{lacking}, which others would be held against, cannot run: {refused[lacking]}")
+    for key, cell in cells.items():
+        ground.setdefault(key, cell)
+    return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def together(plans: Sequence[Plan]) -> Plan:
+    """One plan of all: references first."""
+    cells = [cell for one in plans for cell in one.cells]
+    refused = {name: reason for one in plans for name, reason in one.refused.items()}
+    return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def _window_of(cell: Cell) -> int:
+    """How many inputs one gradient is averaged over."""
+    return cell.num_data_ranks * cell.spec.actor.num_accumulated
+
+
+def _add_ground(
+    cells: dict[Any, Cell],
+    refused: dict[str, str],
+    here: Here,
+    dtype: Dtype,
+    windows: Sequence[int],
+    common: Mapping[str, Any],
+) -> None:
+    """The reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
+    plain = here.plain(dtype)
+    shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
+    admit = partial(_admit, cells, refused, here, common=shared)
+    admit(Role.REFERENCE, plain)
+    admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
+    admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
+    for kernel in (one for one in (Attention.EAGER, Attention.FLASH) if one is not here.kernel):
+        # eager keeps every token pair's score for backward; a block's at a time is what fits
+        eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}
+        admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
+    if not here.must_pack:
+        admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
+    admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
+    for window in windows:
+        more = {"grad_accumulation": str(window)}
+        admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", more=more)
+
+
+def _admit(
+    cells: dict[Any, Cell],
+    refused: dict[str, str],
+    here: Here,
+    role: Role,
+    setting: Setting,
+    common: Mapping[str, Any],
+    varies: str = "",
+    suffix: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Into `cells` if it is new and can run here, else into `refused` with the reason."""
+    name = here.named(setting, suffix)
+    num_data_ranks = setting.get(DATA, 1)
+    backend = setting.get("backend", common.get("backend", BackendName.DEEPSPEED))
+    shared = {
+        parameter: value
+        for parameter, value in common.items()
+        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
+    }
+    try:
+        own = {"grad_accumulation": "1", **typed(setting), **(more or {})}
+        num_each = here.num_inputs // num_data_ranks
+        if num_each < 1:
+            raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
+        if num_each < int(own["grad_accumulation"]):
+            raise UsageError(
+                f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
+                f"each, and there are {here.num_inputs}"
+            )
+        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
+        spec = run_spec({**shared, **own, **always})
+        spec = replace(spec, actor=spec.actor.settled())
+        _check(spec, num_processes_of(setting), here)
+        key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
+    except UsageError as error:
+        refused[name] = str(error)
+        return
+    plain = here.named(here.plain(spec.actor.dtype))
+    window = num_data_ranks * spec.actor.num_accumulated
+    reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
+    if spec.measure.step and role is Role.REFERENCE:
+        reference = name  # steps on other windows are another training
+    cell = Cell(
+        name=name,
+        role=role,
+        spec=spec,
+        num_processes=num_processes_of(setting),
+        reference=reference,
+        varies=varies,
+        group=here.group,
+    )
+    cells.setdefault(key, cell)
+
+
+def _is_served(field: str, backend: str) -> bool:
+    """Does an option that was typed for all runs hold for those of `backend`? DeepSpeed's settings hold for its own."""
+    return field != "deepspeed_config" or backend == BackendName.DEEPSPEED
+
+
+def _field_of(parameter: str) -> str:
+    return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
+
+
+def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
+    """Raises UsageError for what is known to be refused, so that no process is started for it."""
+    from actor_init.parallel.tensor_parallel import check_divisible
+
+    if num_processes > here.num_devices:
+        what = "GPUs" if here.device == "cuda" else "processes"
+        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --num-devices")
+    if here.must_pack and not spec.actor.packs:
+        raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
+    check_divisible(here.config, spec.actor.parallel.tp)
+    if spec.actor.backend is BackendName.DEEPSPEED:
+        from actor_init.backends.deepspeed_config import refuse
+
+        refuse(spec.actor, here.device)
+
+
+def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
+    """Equal for cells that are the same run, however they were asked for. Raises UsageError if no kernel serves it."""
+    import torch
+
+    from actor_init.attention.kernels import kernel_name
+
+    rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
+    kernel = kernel_name(spec.actor, torch.device(here.device), here.config)
+    return kernel, spec.actor.resolved_zero_stage, rest, num_processes

@@ -1,0 +1,247 @@
+"""`replay parity`: one folder of captures through a matrix of configurations, each in processes of its own."""
+
+import math
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import UsageError
+from replay.options import command_line, run_spec, toggles
+from replay.parity.console import ParityProgress
+from replay.parity.html import page
+from replay.parity.judge import Judge, Judgement
+from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
+from replay.parity.plan import Here, Plan, Role, plan, together
+from replay.parity.shares import shares_of
+from replay.parity.state import FILE, ParityLog, Row, State
+from replay.parity.traced_rerun import Partings
+from replay.processes.devices import Machine
+from replay.processes.launch import visible_gpus
+from replay.processes.pool import Child, Task, run_children
+from replay.report.text import Pairs, counted
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import INTERRUPTED, create_folder, to_json
+from replay.runner.selection import edge_folder
+from replay.runner.session import inputs_folder
+from replay.spec import Passes, RunSpec
+
+SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "name", "details")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
+NOT_OF_A_CELL = ("max_inputs", "log_folder")
+NUM_INPUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    cell: float  # seconds
+    total: float | None  # seconds; no cell is started after it
+    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell
+
+
+def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
+    """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
+
+    `common` is what was typed of a replay's own options. Raises UsageError before anything has run.
+    """
+    _refuse_what_parity_sets(common)
+    spec = run_spec(common)
+    here = _here(spec, num_devices)
+    shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
+    settings = settings_of(matrix, here.num_devices, here.kernel)
+    planned = together(
+        [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
+    )
+    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
+    log = ParityLog.begin(
+        create_folder(spec.measure.log_folder, "parity"),
+        planned,
+        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
+        device=here.device,
+        num_devices=here.num_devices,
+    )
+    return _work(log, limits, trace=trace)
+
+
+def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Here) -> Iterator[Plan]:
+    """The runs of edge shapes: the same model and options on inputs that ship with the project.
+
+    Not under --step, where few tokens make for steps that rounding alone turns.
+    """
+    if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
+        return
+    of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
+    common = {name: value for name, value in shared.items() if name not in of_inputs}
+    common |= {"inputs": "", "model": spec.actor.model or str(inputs_folder(spec.inputs))}
+    chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
+    for group, settings in edge_settings(matrix, here.num_devices, here.kernel).items():
+        folder = edge_folder(EDGES[group])
+        own = [one | {name: value for name, value in chosen.items() if name in shared} for one in map(dict, settings)]
+        try:
+            yield plan(own, common | {"inputs": str(folder)}, replace(_of_edges(here, folder), group=group))
+        except UsageError as error:
+            yield Plan(cells=[], refused={group: str(error)})
+
+
+def _of_edges(here: Here, folder: Path) -> Here:
+    """Raises UsageError where the model lacks the inputs' tokens."""
+    from actor_init.inputs.documents import documents_of
+    from capture.file_format.capture_file import capture_files, read_micro_batch
+
+    batches = [read_micro_batch(path) for path in capture_files(folder)]
+    largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
+    if largest >= size:
+        raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
+    return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
+
+
+def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
+    """The cells of a parity run that have not run yet, and the report of all.
+
+    Raises UsageError without such a run, or where it is another machine's or was made with other versions.
+    """
+    log = ParityLog.read(folder)
+    if any(log.pending()):
+        _refuse_elsewhere(log)
+    return _work(log, limits, trace=trace)
+
+
+def _refuse_elsewhere(log: ParityLog) -> None:
+    """What is run here would be held against what was run there."""
+    machine = Machine(num_devices=log.num_devices, has_gpus=log.device == "cuda")
+    if not machine.is_here:
+        there, here = (
+            counted(one.num_devices, "GPU") if one.has_gpus else "a CPU" for one in (machine, Machine.here())
+        )
+        raise UsageError(f"--continue {log.folder} was begun on {there}, and here is {here}. Go on there")
+    if done := [row.log for row in log.rows if row.log]:
+        PastRun.read(done[0]).refuse_other_versions(log.folder)
+
+
+def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
+    for toggle in toggles():
+        if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
+            raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
+
+
+def _here(spec: RunSpec, num_devices: int | None) -> Here:
+    """Heavy: reads the inputs, and asks torch and transformers."""
+    from actor_init.inputs.documents import documents_of
+    from capture.file_format.capture_file import read_micro_batch
+    from replay.runner.selection import select
+    from replay.runner.session import find_source
+
+    machine = Machine.here(num_devices)
+    if not machine.is_here:
+        found = Machine.here().num_devices
+        raise UsageError(f"--num-devices {num_devices}, and this machine has {found} GPUs. Give at most {found}")
+    wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
+    inputs = select(wanted, 0, 1).inputs
+    if not inputs:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    batches = map(read_micro_batch, inputs)
+    return Here(
+        device="cuda" if machine.has_gpus else "cpu",
+        num_devices=machine.num_devices,
+        num_inputs=len(inputs),
+        config=find_source(spec).config,
+        must_pack=any(documents_of(batch).share_rows for batch in batches),
+    )
+
+
+def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
+    judge, progress = Judge(), ParityProgress(log)
+    began = time.monotonic()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit around us ends the run's processes too
+    differences: Pairs = []
+    interrupted = False
+    try:
+        for are_references in (True, False):  # the others need to know what became of theirs
+            for number, settled in _settle(log, are_references, limits, began):
+                progress.ended(number, settled, judge.judge(log.rows))
+        if trace:
+            differences.extend(Partings(log, limits.cell).of(judge.judge(log.rows)))
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    judgement = judge.judge(log.rows)
+    _report(log, judgement, differences, progress)
+    if interrupted:
+        return INTERRUPTED
+    failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
+    return 0 if judgement.is_clean and judgement.cells and not failed else 1
+
+
+def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
+    """Run what is pending, but for rows whose reference failed. What was interrupted, or out of time, stays pending."""
+    states = {row.cell.name: row.state for row in log.rows}
+    runnable = []
+    for number, row in log.pending():
+        if (row.cell.role is Role.REFERENCE) is not are_references:
+            continue
+        reference = State.DONE if are_references else states[row.cell.reference]
+        if reference is State.DONE:
+            runnable.append((number, row))
+        elif reference is not State.PENDING:
+            trouble = f"not run, for its reference was not: {row.cell.reference}"
+            yield number, log.settle(number, state=State.FAILED, trouble=trouble)
+    tasks = ((number, _task(log, number, row, limits.cell)) for number, row in runnable)
+    gpus = visible_gpus(log.num_devices) if limits.at_once and log.device == "cuda" else []
+    at_once = limits.at_once or 1
+    ran_alone = at_once * max(len(gpus), 1) == 1
+    until = math.inf if limits.total is None else began + limits.total
+    for number, child in run_children(tasks, at_once=at_once, gpus=gpus, until=until):
+        state, trouble, folder = _outcome(child)
+        row = log.settle(number, state=state, trouble=trouble, seconds=child.seconds, ran_alone=ran_alone, log=folder)
+        yield number, row
+
+
+def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
+    home = log.home_of(number)
+    home.mkdir(parents=True, exist_ok=True)
+    logs = home / str(len(list(home.iterdir())))  # a new one for each attempt
+    return Task(
+        arguments=command_line(row.cell.spec),
+        num_processes=row.cell.num_processes,
+        logs=logs,
+        output=logs / "output.txt",
+        limit=limit,
+    )
+
+
+def _outcome(child: Child) -> tuple[State, str, Path | None]:
+    if child.is_refusal:
+        return State.REFUSED, child.trouble, None
+    if child.exit_code not in (0, 1):
+        return State.FAILED, child.trouble, None
+    try:
+        return State.DONE, child.trouble, PastRun.read(child.logs).folder  # damaged inputs make it 1, with every pass
+    except UsageError as error:
+        has_run = any(child.logs.glob("*/run.json"))
+        return State.FAILED, str(error) if has_run else child.trouble, None
+
+
+def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: ParityProgress) -> None:
+    log.finished = all(row.state is not State.PENDING for row in log.rows)
+    log.judgement = {**to_json(judgement), "first_differences": [text for _, text in differences]}
+    log.write()
+    written, note, picture = [log.folder / FILE], "", None
+    if shares := shares_of(log, judgement):
+        drawn = log.folder / "parity.svg"
+        try:
+            from replay.compare.plot import draw_parity
+
+            draw_parity(drawn, shares)
+        except ImportError:
+            note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
+        else:
+            written.append(drawn)
+            picture = drawn.read_text(encoding="utf-8")
+    report = log.folder / "parity.html"
+    report.write_text(page(log, judgement, differences, picture), encoding="utf-8")
+    progress.finish(judgement, differences, [*written, report], note)

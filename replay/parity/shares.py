@@ -1,0 +1,50 @@
+"""What parity's picture shows: how much of its bound each run's distances are."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from replay.parity.judge import Judgement
+from replay.parity.plan import Cell
+from replay.parity.state import ParityLog
+from replay.report.text import counted, engine_text
+
+MAX_RUNS = 60  # more lines than that are no picture
+Shares = Mapping[str, Mapping[str, Sequence[float]]]  # of the runs that a line stands for, by its name and quantity
+
+
+def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
+    """A line a run; of more than MAX_RUNS, a line for each value of an option, as `tp 2 (96 runs)`."""
+    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
+    cells = {row.cell.name: row.cell for row in log.rows}
+    by_run = {
+        name: {
+            quantity: [one.value / bounds[cells[name].ground, quantity]]
+            for quantity, one in judged.distances.items()
+            if (cells[name].ground, quantity) in bounds
+        }
+        for name, judged in judgement.cells.items()
+    }
+    if len(by_run) <= MAX_RUNS:
+        return by_run
+    runs: dict[tuple[int, str], list[str]] = {}
+    for name in by_run:
+        for value in enumerate(_values(cells[name])):
+            runs.setdefault(value, []).append(name)
+    return {
+        f"{value} ({counted(len(names), 'run')})": {
+            quantity: [share for name in names for share in by_run[name].get(quantity, ())]
+            for quantity in dict.fromkeys(quantity for name in names for quantity in by_run[name])
+        }
+        for (_, value), names in sorted(runs.items())
+    }
+
+
+def _values(cell: Cell) -> Iterator[str]:
+    """Of every option that a matrix without a file varies."""
+    actor = cell.spec.actor
+    yield engine_text(actor.backend, actor.resolved_zero_stage)
+    yield actor.dtype
+    yield "packed" if actor.packs else "padded"
+    yield actor.attention
+    yield f"compile {actor.compile}"
+    sizes = {"data": cell.num_data_ranks, "tp": actor.parallel.tp, "ring": actor.parallel.ring}
+    yield " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"

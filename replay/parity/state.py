@@ -1,0 +1,160 @@
+"""The state of a parity run, `logs/<time>-parity/parity.json`: rewritten whole whenever a cell has ended.
+
+{"format": 2, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
+ "refused": {"fsdp2 bf16 packed flash": "flash-attn has no CPU kernel. Try: [...]"},
+ "judgement": {"noise": [...], "cells": {...}, "remarks": [...]},
+ "cells": [{"name": "fsdp2 fp32 padded sdpa", "role": "reference", "state": "done", "seconds": 8.1,
+            "log": "cells/01-fsdp2-fp32-padded-sdpa/20261121-185921-replay", "spec": {...}, ...}]}
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.spec import UsageError
+from capture.file_format.atomic_write import write_atomically
+from replay.options import spec_from_dict, spec_to_dict
+from replay.parity.plan import Cell, Plan, Role
+from replay.runlog.writer import to_json
+
+FORMAT = 2
+FILE = "parity.json"
+
+
+class State(StrEnum):
+    PENDING = "pending"  # not run yet, or interrupted
+    DONE = "done"
+    REFUSED = "refused"  # by the run itself, as what makes no sense or cannot be had here
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A cell and what became of it."""
+
+    cell: Cell
+    state: State = State.PENDING
+    trouble: str = ""
+    seconds: float | None = None
+    ran_alone: bool = True  # else its times say nothing
+    log: Path | None = None  # the run's folder
+
+    @property
+    def is_open(self) -> bool:
+        """It has not run yet, or failed beside others, or for a reference did: alone it might not."""
+        has_run_alone = self.seconds is not None and self.ran_alone
+        return self.state is State.PENDING or (self.state is State.FAILED and not has_run_alone)
+
+
+@dataclass(kw_only=True, slots=True)
+class ParityLog:
+    folder: Path
+    command: str
+    device: str
+    num_devices: int
+    rows: list[Row]
+    refused: dict[str, str]
+    judgement: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
+    finished: bool = False
+    _lines: list[str] = field(init=False)  # the rows as JSON: to spell a thousand takes half a second
+
+    def __post_init__(self) -> None:
+        self._lines = [_line(row, self.folder) for row in self.rows]
+
+    @classmethod
+    def begin(cls, folder: Path, plan: Plan, *, command: str, device: str, num_devices: int) -> Self:
+        log = cls(
+            folder=folder,
+            command=command,
+            device=device,
+            num_devices=num_devices,
+            rows=[Row(cell=cell) for cell in plan.cells],
+            refused=plan.refused,
+        )
+        log.write()
+        return log
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """What is open is pending again. Raises UsageError for what no parity run of this version left."""
+        path = folder / FILE
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            if whole["format"] != FORMAT:
+                raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
+            return cls(
+                folder=folder,
+                command=whole["command"],
+                device=whole["device"],
+                num_devices=whole["num_devices"],
+                rows=[_row_of(one, folder) for one in whole["cells"]],
+                refused=whole["refused"],
+            )
+        except FileNotFoundError:
+            raise UsageError(f"--continue {folder} holds no {FILE}. Give a folder that `replay parity` left") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{path} is damaged: {error!r}. Try: replay parity, from the beginning") from error
+
+    def write(self) -> None:
+        whole = {
+            "format": FORMAT,
+            "command": self.command,
+            "finished": self.finished,
+            "device": self.device,
+            "num_devices": self.num_devices,
+            "refused": self.refused,
+            "judgement": self.judgement,
+        }
+        text = json.dumps(to_json(whole), indent=1, allow_nan=False).removesuffix("\n}")
+        cells = ",\n  ".join(self._lines)
+        write_atomically(self.folder / FILE, f'{text},\n "cells": [\n  {cells}\n ]\n}}\n'.encode())
+
+    def pending(self) -> Iterator[tuple[int, Row]]:
+        """As they are when they are reached."""
+        for number in range(len(self.rows)):
+            if self.rows[number].state is State.PENDING:
+                yield number, self.rows[number]
+
+    def settle(self, number: int, **changes: Any) -> Row:
+        self.rows[number] = replace(self.rows[number], **changes)
+        self._lines[number] = _line(self.rows[number], self.folder)
+        self.write()
+        return self.rows[number]
+
+    def home_of(self, number: int) -> Path:
+        """Where the files of a cell belong."""
+        name = re.sub(r"[^\w.]+", "-", self.rows[number].cell.name).strip("-")
+        return self.folder / "cells" / f"{number + 1:03d}-{name}"
+
+
+def _line(row: Row, folder: Path) -> str:
+    cell = {name: value for name, value in asdict(row.cell).items() if name != "spec"}
+    log = None if row.log is None else str(row.log.relative_to(folder))
+    own = {"state": row.state, "trouble": row.trouble, "seconds": row.seconds, "log": log, "ran_alone": row.ran_alone}
+    return json.dumps(to_json({**cell, **own, "spec": spec_to_dict(row.cell.spec)}), allow_nan=False)
+
+
+def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
+    row = Row(
+        cell=Cell(
+            name=plain["name"],
+            role=Role(plain["role"]),
+            spec=spec_from_dict(plain["spec"]),
+            num_processes=plain["num_processes"],
+            reference=plain["reference"],
+            varies=plain["varies"],
+            group=plain["group"],
+        ),
+        state=State(plain["state"]),
+        trouble=plain["trouble"],
+        seconds=plain["seconds"],
+        ran_alone=plain["ran_alone"],
+        log=None if plain["log"] is None else folder / plain["log"],
+    )
+    return Row(cell=row.cell) if row.is_open else row

@@ -1,0 +1,131 @@
+"""A parity run as text: its progress, the noise, a row a cell, what failed or was refused, and how to go on."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+
+from replay.options import command_line
+from replay.parity.judge import Judged, Judgement
+from replay.parity.noise_floor import Verdict
+from replay.parity.state import ParityLog, Row, State
+from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
+
+QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
+MOST_NAMED = 3
+
+
+def header(log: ParityLog) -> Pairs:
+    roles = Counter(row.cell.role for row in log.rows)
+    pairs: Pairs = [
+        ("command", log.command),
+        ("device", f"{counted(log.num_devices, 'GPU' if log.device == 'cuda' else 'process')} at most, {log.device}"),
+        ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
+    ]
+    if settled := sum(row.state is not State.PENDING for row in log.rows):
+        pairs.append(("going on", f"{settled} of {len(log.rows)} are there"))
+    return pairs
+
+
+def ended(number: int, row: Row, log: ParityLog, judgement: Judgement) -> str:
+    """As `3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s`."""
+    judged = judgement.cells.get(row.cell.name)
+    found = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
+    trouble = [row.trouble] if row.state is not State.DONE else []
+    took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
+    verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else verdict_of(row, judged)
+    said = ", ".join([verdict, *found, *trouble, *took])
+    return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
+
+
+def verdict_of(row: Row, judged: Judged | None) -> str:
+    if row.state is not State.DONE:
+        return "not run" if row.state is State.PENDING else row.state.upper()
+    return judged.verdict if judged else "the reference"
+
+
+def noise_table(judgement: Judgement) -> Columns:
+    noises = judgement.noises
+    return {
+        "dtype": [f"{one.dtype}, {one.group}" if one.group else one.dtype for one in noises],
+        "quantity": [one.quantity for one in noises],
+        "noise floor": ["-" if one.floor is None else f"{one.floor:.3g}" for one in noises],
+        "factor": [f"{one.factor:.3g}" for one in noises],
+        "bound": [f"{one.bound:.3g}" for one in noises],
+        "ceiling": [f"{one.ceiling:.2g}" for one in noises],
+        "given by": [one.equivalent or "-" for one in noises],
+    }
+
+
+def cell_table(log: ParityLog, judgement: Judgement) -> Columns:
+    """A row a run that has been made, in the order of the runs; a distance is the largest, relative, of any input."""
+    made = [row for row in log.rows if row.state is not State.PENDING]
+    rows = [(row, judgement.cells.get(row.cell.name), judgement.costs.get(row.cell.name)) for row in made]
+    return {
+        "run": [row.cell.name for row, _, _ in rows],
+        "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
+        "processes": [str(row.cell.num_processes) for row, _, _ in rows],
+        "pass ms": [milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows],
+        "peak GiB": [gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows],
+        **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
+        "verdict": [verdict_of(row, judged) for row, judged, _ in rows],
+    }
+
+
+def _distance(judged: Judged | None, quantity: str) -> str:
+    found = judged.distances.get(quantity) if judged else None
+    return "-" if found is None else f"{found.value:.3g}"
+
+
+def troubles(log: ParityLog, judgement: Judgement) -> Pairs:
+    """What the table cannot say: where and by how much a run differs, why one failed, what was refused."""
+    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
+    pairs: Pairs = []
+    for row in log.rows:
+        judged = judgement.cells.get(row.cell.name)
+        if judged and judged.verdict is Verdict.DIFFERS:
+            said = [
+                f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
+                f"(bound {bounds[row.cell.ground, name]:.3g})"
+                for name in judged.deciding
+            ]
+            pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
+        pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
+        if row.state is State.FAILED:
+            pairs.append(("FAILED", f"{row.cell.name}: {row.trouble}"))
+    pairs += [("WRONG", remark) for remark in judgement.remarks]
+    return pairs + _refused(log)
+
+
+def _refused(log: ParityLog) -> Pairs:
+    """A line a reason."""
+    reasons = log.refused | {row.cell.name: row.trouble for row in log.rows if row.state is State.REFUSED}
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [("refused", f"{_several(names)}: {reason}") for reason, names in by_reason.items()]
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def commands(log: ParityLog) -> list[str]:
+    """What runs each again, by itself."""
+    return [
+        shlex.join([*(_launcher(row.cell.num_processes)), "replay", *command_line(row.cell.spec)]) for row in log.rows
+    ]
+
+
+def _launcher(num_processes: int) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+
+
+def summary(log: ParityLog, judgement: Judgement) -> Pairs:
+    verdicts = Counter(verdict_of(row, judgement.cells.get(row.cell.name)) for row in log.rows)
+    known = [*Verdict, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
+    text = ", ".join(f"{verdicts[name]} {name}" for name in known if verdicts[name])
+    pairs: Pairs = [("result", text)]
+    if any(row.is_open for row in log.rows):
+        pairs.append(("go on", f"replay parity --continue {log.folder}"))
+    return pairs

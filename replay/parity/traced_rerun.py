@@ -1,0 +1,79 @@
+"""Where a run that differs parts from its reference: both again, traced, and beside them what measures the noise.
+
+Only the inputs of one gradient are run, those of the pass where the two are farthest apart.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from replay.compare.text import parting
+from replay.options import command_line
+from replay.parity.judge import MEASURING, Judgement
+from replay.parity.noise_floor import Verdict
+from replay.parity.plan import Cell
+from replay.parity.state import ParityLog
+from replay.processes.pool import Task, run_child
+from replay.runlog.reader import PastRun
+from replay.tracing.first_difference import FirstDifference, first_difference
+
+
+class Partings:
+    """Finds them, and runs no traced run twice: references and equivalents serve many runs that differ."""
+
+    def __init__(self, log: ParityLog, limit: float) -> None:
+        self._log = log
+        self._limit = limit  # seconds of one run
+        self._rows = {row.cell.name: row for row in log.rows}
+        self._traced: dict[tuple[str, int, int], Path] = {}
+
+    def of(self, judgement: Judgement) -> Iterator[tuple[str, str]]:
+        """A line for each run that differs."""
+        distrusted = {name for noise in judgement.noises for name in noise.distrusted}
+        measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
+        sound = [name for name in judgement.cells if name in measuring - distrusted]
+        for name, judged in judgement.cells.items():
+            if judged.verdict is Verdict.DIFFERS:
+                place = judged.distances[judged.deciding[0]].place
+                try:
+                    said = parting(self._between(self._rows[name].cell, place, sound))
+                except UsageError as error:
+                    said = f"not found: {error}"
+                yield "first", f"{name}: {said}"
+
+    def _between(self, cell: Cell, place: int, sound: Sequence[str]) -> FirstDifference | None:
+        """`place` is that of the farthest pass."""
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # of a gradient
+        first = place // num_inputs * num_inputs
+        others = [self._rows[name].cell for name in sound if name != cell.name]
+        equivalents = [one for one in others if one.ground == cell.ground]
+        reference = self._rows[cell.reference].cell
+        folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
+        return first_difference(folders[0], folders[1], folders[2:])
+
+    def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
+        """The log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
+        if (key := (cell.name, first, num_inputs)) not in self._traced:
+            num_each = num_inputs // cell.num_data_ranks
+            spec = replace(
+                cell.spec,
+                actor=replace(cell.spec.actor, grad_accumulation=num_each),
+                inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
+                measure=replace(cell.spec.measure, trace=True, warmup=0),
+            )
+            traces = self._log.folder / "traces"
+            traces.mkdir(exist_ok=True)
+            home = traces / f"{len(list(traces.iterdir())):03d}"
+            task = Task(
+                arguments=command_line(spec),
+                num_processes=cell.num_processes,
+                logs=home,
+                output=home / "output.txt",
+                limit=self._limit,
+            )
+            child = run_child(task)
+            if child.exit_code != 0:
+                raise UsageError(f"the traced run of {cell.name} failed: {child.trouble}")
+            self._traced[key] = PastRun.read(home).folder
+        return self._traced[key]

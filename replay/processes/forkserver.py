@@ -1,0 +1,72 @@
+"""Programs that begin where their imports have ended: in processes forked from one that has made them.
+
+Most of a short replay is imports. The fork server is Python's own (`multiprocessing`): it imports what `preloaded.py`
+names and nothing else, so that what is forked from it has no threads, no GPU and no state of any run.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from replay.processes.launch import without_launcher
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
+
+
+def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
+    """Run `python program arguments` here, in a session of its own; what it prints is added to the file `output`."""
+    process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output, Path.cwd()))
+    with _environment(_of_the_fork_server()):  # which the first process starts
+        process.start()
+    return process
+
+
+def _of_the_fork_server() -> dict[str, str]:
+    """Its environment: it must not initialise CUDA, which a forked process could not use.
+
+    NVML tells torch of GPUs without that; of none, where none are visible, torch knows without NVML.
+    """
+    import torch
+
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if not torch.cuda.is_available():
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return without_launcher(os.environ) | own
+
+
+def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:
+    import torch
+
+    multiprocessing.set_start_method(None, force=True)  # the fork server made itself the default of what it forks
+    os.setsid()
+    os.chdir(folder)
+    with output.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _replace_environment(environment)
+    if torch.cuda._is_in_bad_fork():  # without NVML, CUDA was asked for GPUs, and is of no use in a forked process
+        os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    _replace_environment(values)
+    try:
+        yield
+    finally:
+        _replace_environment(before)
+
+
+def _replace_environment(values: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)

@@ -1,0 +1,43 @@
+"""What a replay imports, imported: for the fork server of `warm.py` alone.
+
+What fails here fails, and what is printed here is printed, in the run.
+"""
+
+import gc
+import os
+from contextlib import suppress
+from importlib import import_module
+
+import torch
+
+MODULES = (
+    "actor_init.backends.deepspeed_zero",
+    "actor_init.backends.fsdp2",
+    "deepspeed",
+    "flash_attn",
+    "replay.cli",
+    "replay.report.table",
+    "replay.runner.session",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def preload() -> None:
+    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"  # as a World chooses its device
+    for name in MODULES:
+        with suppress(Exception):
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # or the first collection in each fork copies every page
+
+
+terminal = [os.dup(number) for number in (1, 2)]
+nowhere = os.open(os.devnull, os.O_WRONLY)
+for number in (1, 2):
+    os.dup2(nowhere, number)
+preload()
+for number, kept in zip((1, 2), terminal, strict=True):
+    os.dup2(kept, number)
+    os.close(kept)
+os.close(nowhere)

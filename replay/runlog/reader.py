@@ -1,0 +1,153 @@
+"""A run read back from its log. What is not there whole, or not of this format, is refused in one line."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.spec import UsageError
+from replay.options import spec_from_dict
+from replay.report.text import counted, one_line
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, record_of, versions
+from replay.spec import RunSpec
+
+EXAMPLE = "logs/20261121-141757-replay"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastRun:
+    """A run that came to its end, with every pass on every rank."""
+
+    folder: Path
+    spec: RunSpec
+    command: str  # without the launcher
+    facts: dict[str, Any]
+    weights: str  # digest
+    config: dict[str, Any]  # of the model
+    devices: list[str]
+    versions: dict[str, str | None]
+    memory_kind: str
+    records: list[PassRecord]  # by pass and rank
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The run in the folder `path`, or the only one below it. Raises UsageError if a comparison cannot use it."""
+        folder = _folder_of(path)
+        run = _read_run(folder)
+        command = run.get("command", "replay")
+        _check_end(folder, run, command)
+        try:
+            spec = spec_from_dict(run["spec"])
+            found = cls(
+                folder=folder,
+                spec=spec,
+                command=command,
+                facts=run["facts"],
+                weights=run["work"]["weights"],
+                config=run["work"]["config"],
+                devices=run["devices"],
+                versions=run["versions"],
+                memory_kind=run["memory_kind"],
+                records=_read_records(folder, run, spec.inputs.uneven, command),
+            )
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{folder / RUN_FILE} is damaged: {error!r}. Try: {command}, again") from error
+        if failed := [record for record in found.records if record.error is not None]:
+            first = failed[0]
+            raise UsageError(
+                f"{folder}: pass {first.index + 1} failed on rank {first.rank} ({first.source}: {first.error_type}: "
+                f"{first.error}). Runs are compared when every pass succeeded. Try: {command}, without that input"
+            )
+        if not found.records:
+            raise UsageError(f"{folder}: no pass was replayed. Try: replay with other inputs")
+        return found
+
+    @property
+    def num_data_ranks(self) -> int:
+        return len(self.devices) // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+
+    def refuse_other_versions(self, going_on_with: Path) -> None:
+        """Raises UsageError where other versions are installed than the run had: the two are not comparable."""
+        here = versions()
+        other = [name for name in here if here[name] != self.versions.get(name)]
+        if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
+            raise UsageError(f"--continue {going_on_with} has runs of {said}. Go on with those")
+
+
+def _folder_of(path: Path) -> Path:
+    if not path.is_dir():
+        what = "is a file, not the folder of a run" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}. Give one that a run left, such as {EXAMPLE}")
+    if (path / RUN_FILE).is_file():
+        return path
+    runs = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))
+    if not runs:
+        raise UsageError(f"{path} holds no run (no {RUN_FILE}). Give a folder that a run left, such as {EXAMPLE}")
+    if len(runs) > 1:
+        raise UsageError(f"{path} holds {len(runs)} runs. Name one of them, such as {runs[-1]}")
+    return runs[0]
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    path = folder / RUN_FILE
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(str(error))}. Try: the run again") from error
+    if not isinstance(run, dict):
+        raise UsageError(f"{path} holds a {type(run).__name__}, not a run. Give a folder that a run left")
+    if run.get("format") != FORMAT:
+        version = (run.get("versions") or {}).get("micro-replay")
+        wrote = f", by micro-replay {version}" if version else ""
+        form = f"in format {run['format']}" if "format" in run else "before logs had a format"
+        raise UsageError(
+            f"{folder} was written {form}{wrote}; this version compares logs of format {FORMAT}. "
+            f"Try: the version that wrote it, or the run again"
+        )
+    return run
+
+
+def _check_end(folder: Path, run: dict[str, Any], command: str) -> None:
+    """A run that failed may still have all its passes: damaged inputs and a save that failed make it so."""
+    if failure := run.get("failure"):
+        where = f" on rank {failure['rank']}" if failure.get("rank") is not None else ""
+        raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. Try: {command}, again")
+    if run.get("exit_code") is None:
+        raise UsageError(
+            f"{folder}: the log is cut short: it has no end, so the run goes on or was killed. Try: {command}, again"
+        )
+    if run["exit_code"] == INTERRUPTED:
+        raise UsageError(f"{folder}: the log is cut short: the run was interrupted. Try: {command}, again")
+
+
+def _read_records(folder: Path, run: dict[str, Any], may_differ: bool, command: str) -> list[PassRecord]:
+    num_passes = run["statistics"]["num_passes"]
+    records: list[PassRecord] = []
+    for rank in range(len(run["devices"])):
+        path = folder / f"rank{rank}.jsonl"
+        own = _read_lines(path, command)
+        if [(record.index, record.rank) for record in own] != [(index, rank) for index in range(len(own))]:
+            raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
+        if len(own) != num_passes and not (may_differ and len(own) < num_passes):
+            raise UsageError(
+                f"{path} is cut short: it has {len(own)} of {counted(num_passes, 'pass')}. Try: {command}, again"
+            )
+        records += own
+    return sorted(records, key=lambda record: (record.index, record.rank))
+
+
+def _read_lines(path: Path, command: str) -> list[PassRecord]:
+    try:
+        *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(str(error))}. Try: {command}, again") from error
+    if rest:
+        raise UsageError(f"{path} is cut short in line {len(lines) + 1}. Try: {command}, again")
+    records: list[PassRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(record_of(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise UsageError(f"{path} is damaged in line {number}. Try: {command}, again") from error
+    return records

@@ -1,0 +1,137 @@
+"""Statistics over the records of a run.
+
+A pass counts if it counts on every rank: no warm-up, no new graph, no error, not traced. Ranks wait for each other
+within a pass, so one rank's compilation is in everybody's seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+from replay.runlog.records import PassRecord
+
+FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a new graph"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseStatistics:
+    """One phase over all counted passes and ranks."""
+
+    median_seconds: float
+    p95_seconds: float  # statistics.quantiles, inclusive: within what was measured, never beyond
+    peak_allocated_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A value and the input it belongs to."""
+
+    value: float
+    index: int
+    source: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """What a run comes to. Everything but the counts is None or empty where no pass counted."""
+
+    num_passes: int
+    num_counted: int
+    left_out: Mapping[str, int] = field(default_factory=dict)  # reason: passes
+    phases: Mapping[str, PhaseStatistics] = field(default_factory=dict)
+    median_seconds: float | None = None  # forward + backward + step
+    p95_seconds: float | None = None
+    real_tokens_per_second: float | None = None  # of all ranks together; a pass lasts as long as on its slowest rank
+    slowest: Place | None = None  # seconds
+    highest_peak: Place | None = None  # bytes
+    padding_share: float | None = None  # of all tokens that the inputs hold
+    padding_time_share: float | None = None  # of the ranks' time, as if every token that was fed cost the same
+    wait_share: float | None = None  # of the ranks' seconds, spent waiting for the slowest; None with one rank
+
+
+def phase_seconds(record: PassRecord) -> float:
+    return sum(cost.seconds for cost in record.phases.values())
+
+
+def peak_bytes(record: PassRecord) -> int:
+    return max((cost.peak_allocated_bytes for cost in record.phases.values()), default=0)
+
+
+def summarize(records: Sequence[PassRecord]) -> Statistics:
+    """Statistics over the records of all ranks."""
+    passes: dict[int, list[PassRecord]] = {}
+    for record in sorted(records, key=lambda r: (r.index, r.rank)):
+        passes.setdefault(record.index, []).append(record)
+    reasons = {index: reason_to_leave_out(ranks) for index, ranks in passes.items()}
+    left_out = {name: n for name in (FAILED, TRACED, WARMUP, NEW_GRAPH) if (n := list(reasons.values()).count(name))}
+    counted = [ranks for index, ranks in passes.items() if reasons[index] is None]
+    if not counted:
+        return Statistics(num_passes=len(passes), num_counted=0, left_out=left_out)
+
+    flat = [record for ranks in counted for record in ranks]
+    seconds = [phase_seconds(record) for record in flat]
+    pass_seconds = sum(max(phase_seconds(r) + (r.wait_seconds or 0.0) for r in ranks) for ranks in counted)
+    own_inputs = list({(record.index, record.data_rank): record for record in flat}.values())
+    num_real = sum(record.real_tokens for record in own_inputs)
+    return Statistics(
+        num_passes=len(passes),
+        num_counted=len(counted),
+        left_out=left_out,
+        phases=_phase_statistics(flat),
+        median_seconds=median(seconds),
+        p95_seconds=percentile_95(seconds),
+        real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
+        slowest=_place(flat, seconds),
+        highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
+        padding_share=1 - num_real / sum(record.padded_tokens for record in own_inputs),
+        padding_time_share=_padding_time_share(flat),
+        wait_share=_wait_share(flat),
+    )
+
+
+def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
+    """Why a pass, as all its ranks recorded it, is not in the statistics; None if it is."""
+    if any(record.error is not None for record in ranks):
+        return FAILED
+    if any(record.traced for record in ranks):
+        return TRACED
+    if any(record.warmup for record in ranks):
+        return WARMUP
+    return NEW_GRAPH if any(record.new_graphs for record in ranks) else None
+
+
+def percentile_95(values: Sequence[float]) -> float:
+    """Linear between the two nearest of the measured values."""
+    return values[0] if len(values) == 1 else quantiles(values, n=20, method="inclusive")[-1]
+
+
+def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistics]:
+    costs: dict[str, list[tuple[float, int]]] = {}
+    for record in records:
+        for name, cost in record.phases.items():
+            costs.setdefault(name, []).append((cost.seconds, cost.peak_allocated_bytes))
+    return {
+        name: PhaseStatistics(
+            median_seconds=median(seconds for seconds, _ in measured),
+            p95_seconds=percentile_95([seconds for seconds, _ in measured]),
+            peak_allocated_bytes=max(peak for _, peak in measured),
+        )
+        for name, measured in costs.items()
+    }
+
+
+def _place(records: Sequence[PassRecord], values: Sequence[float]) -> Place:
+    value, record = max(zip(values, records, strict=True), key=lambda pair: pair[0])
+    return Place(value=value, index=record.index, source=record.source, rank=record.rank)
+
+
+def _padding_time_share(records: Sequence[PassRecord]) -> float | None:
+    costs = [(phase_seconds(r) * (1 - r.real_tokens / r.fed_tokens), phase_seconds(r)) for r in records if r.fed_tokens]
+    whole = sum(seconds for _, seconds in costs)
+    return sum(padding for padding, _ in costs) / whole if whole else None
+
+
+def _wait_share(records: Sequence[PassRecord]) -> float | None:
+    waits = [(r.wait_seconds, r.seconds) for r in records if r.wait_seconds is not None and r.seconds]
+    return sum(wait for wait, _ in waits) / sum(whole for _, whole in waits) if waits else None

@@ -1,0 +1,237 @@
+"""The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
+
+A run that broke off on one of several ranks also has failure.txt and what `replay/watch/shutdown.py` leaves. run.json is there
+from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
+is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
+
+    {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
+     "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
+     "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
+     "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
+     "statistics": {...}, "verdict": {"outcome": "REPRODUCED", ...}, "exit_code": 0, "seconds": 41.3}
+
+    {"index": 0, "source": "actor_inputs_rank0_20260301_091244_430740.pkl", "rank": 0, "rows": 2, ...,
+     "phases": {"forward": {"seconds": 0.06, "peak_allocated_bytes": 41339551744, ...}}, "loss": 1.71, "error": null}
+"""
+
+import json
+import math
+import os
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+from actor_init.spec import UsageError
+from replay.options import command_line, spec_to_dict
+from replay.runlog.records import PassRecord, PhaseCost
+from replay.runlog.summary import Statistics
+from replay.runner.selection import Selection
+from replay.spec import RunSpec
+from replay.verdict.judge import Verdict
+from replay.watch.blame import Failure
+
+PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
+FORMAT = 1  # of run.json and of the lines; another number where a reader of this one would be misled
+RUN_FILE = "run.json"
+FAILURE_FILE = "failure.txt"
+INTERRUPTED = 130  # the exit code after Ctrl-C
+
+
+def create_folder(logs: Path, name: str) -> Path:
+    """A new folder `<time>-<name>` in `logs`; two runs that start in one second get two folders. For rank 0 to call."""
+    if not name or Path(name).name != name:
+        raise UsageError(f"--name {name!r} is not a folder name. Give a name without slashes")
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    for attempt in count(1):
+        folder = logs / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not logs.is_dir():
+                raise UsageError(f"--log-folder {logs} is not a folder. Try: --log-folder logs") from None
+        except OSError as error:
+            raise UsageError(
+                f"--log-folder {logs}: {error.strerror}. Try: --log-folder with a folder you may write to"
+            ) from None
+        else:
+            return folder
+    raise AssertionError("count() has no end")
+
+
+def versions() -> dict[str, str | None]:
+    """Of python and of every package that decides results; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Logbook:
+    """One rank's line file, and on rank 0 run.json beside it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._run: dict[str, Any] = {}
+        self._began = datetime.now().astimezone()
+        self._begin_of_last = 0
+        self._lines: IO[str] = (folder / f"rank{rank}.jsonl").open("x", encoding="utf-8")
+
+    def begin(
+        self,
+        spec: RunSpec,
+        *,
+        facts: Mapping[str, Any],
+        work: Mapping[str, Any],
+        selection: Selection,
+        memory_kind: str,
+        devices: Sequence[str],
+    ) -> None:
+        """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone.
+
+        `work` is what another run must share to be comparable, beside what its spec and its records say.
+        """
+        assert self.rank == 0
+        self._run = {
+            "status": "running",
+            "started": self._began.isoformat(timespec="seconds"),
+            "command": shlex.join(["replay", *command_line(spec)]),
+            "spec": spec_to_dict(spec),
+            "facts": dict(facts),
+            "work": dict(work),
+            "inputs": {
+                "num_inputs": len(selection.inputs),
+                "dealing": selection.dealing,
+                "num_left_out_passes": selection.num_left_out_passes,
+                "num_left_over": selection.num_left_over,
+                "damaged": [{"path": str(path), "error": error} for path, error in selection.damaged],
+            },
+            "memory_kind": memory_kind,
+            "world_size": len(devices),
+            "devices": list(devices),
+            "versions": versions(),
+        }
+        self._write_run()
+
+    def write(self, record: PassRecord) -> None:
+        """One line, on disk before the next pass begins."""
+        self._begin_of_last = self._lines.tell()
+        self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._lines.flush()
+
+    def write_again(self, record: PassRecord) -> None:
+        """In the place of the latest line."""
+        self._lines.seek(self._begin_of_last)
+        self._lines.truncate()
+        self.write(record)
+
+    def finish(
+        self,
+        statistics: Statistics,
+        *,
+        exit_code: int,
+        verdict: Verdict | None = None,
+        first_non_finite: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Rewrite run.json for a run that has ended. Rank 0 alone."""
+        assert self._run, "begin() comes first"
+        self._run |= {
+            "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
+            "statistics": to_json(statistics),
+            "verdict": verdict and to_json(verdict),
+            "first_non_finite": first_non_finite,
+            "exit_code": exit_code,
+            "seconds": (datetime.now().astimezone() - self._began).total_seconds(),
+        }
+        self._write_run()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _write_run(self) -> None:
+        _replace_run(self.folder, self._run)
+
+
+def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
+    """Say in run.json which rank and input ended a run, and `text` in failure.txt; for any rank to call.
+
+    False if another rank did so before: its failure may be why this one fails, and nothing is written.
+    """
+    try:
+        with (folder / FAILURE_FILE).open("x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        return False
+    path = folder / RUN_FILE
+    run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
+    position = failure.position
+    named = {
+        "kind": failure.kind,
+        "rank": failure.rank,
+        "index": position and position.index,
+        "source": position and position.source,
+        "phase": position and position.phase,
+        "error": failure.error,
+        "ranks": [asdict(sighting) for sighting in failure.sightings],
+    }
+    status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
+    _replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})
+    return True
+
+
+def _replace_run(folder: Path, run: Mapping[str, Any]) -> None:
+    path = folder / RUN_FILE
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(
+        json.dumps(to_json({"format": FORMAT, **run}), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    os.replace(unfinished, path)
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses and mappings as objects, floats that JSON cannot say as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
+    """run.json and all ranks' records, by pass and rank. A line that a killed run left unfinished is passed over."""
+    run: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    records: list[PassRecord] = []
+    for path in folder.glob("rank*.jsonl"):
+        *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+        records += [record_of(json.loads(line)) for line in lines]
+    return run, sorted(records, key=lambda record: (record.index, record.rank))
+
+
+def record_of(line: dict[str, Any]) -> PassRecord:
+    """The record that `write` wrote; "nan" and its like are floats again."""
+    phases = {
+        name: PhaseCost(**{key: _number(key, value) for key, value in cost.items()})
+        for name, cost in line.pop("phases").items()
+    }
+    known = {f.name for f in fields(PassRecord)}
+    assert set(line) <= known, f"{sorted(set(line) - known)} are not fields of PassRecord"
+    return PassRecord(phases=phases, **{key: _number(key, value) for key, value in line.items()})
+
+
+def _number(key: str, value: Any) -> Any:
+    if key == "row_log_probs":
+        return [float(one) for one in value]
+    return float(value) if key in ("seconds", "wait_seconds", "loss", "grad_norm") and value is not None else value

@@ -1,0 +1,163 @@
+"""Seconds and memory peaks of the phases of a pass, on CUDA and on a CPU. The only caller of `synchronize`.
+
+    meter = Meter.for_device(device)
+    meter.start_pass()
+    with meter.phase("forward"):
+        ...
+    costs, host_seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
+
+On CUDA a phase's seconds lie between two events on the stream, so a phase pays for its own kernels although the host
+has run ahead; the host waits for the device once before the pass and once after it. On a CPU they are wall time.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from replay.runlog.records import PhaseCost
+
+
+class Memory(NamedTuple):
+    allocated_bytes: int | None
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+
+
+class Instrument(Protocol):
+    """What a device can be asked."""
+
+    memory_kind: str
+
+    def settle(self) -> None: ...  # wait until the device has nothing left to do
+    def mark(self) -> Any: ...  # a point in the device's time
+    def seconds_between(self, start: Any, end: Any) -> float: ...  # of two marks, after settling
+    def reset_peak(self) -> None: ...
+    def memory(self) -> Memory: ...  # now, and the peak since the reset
+
+
+class CudaInstrument:
+    memory_kind = "cuda allocator"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1000
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def memory(self) -> Memory:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # one call; the single getters flatten it each time
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        return Memory(allocated["current"], allocated["peak"], reserved["peak"])
+
+
+class HostInstrument:
+    """The process's resident set: the peak of a phase where Linux lets it be reset, else the peak since the start."""
+
+    def __init__(self, proc: Path = Path("/proc/self")) -> None:
+        self.clear_refs = proc / "clear_refs"
+        self.status = proc / "status"
+        try:
+            self.clear_refs.write_text("5")
+            self.memory_kind = "resident set (VmHWM)"
+        except OSError:
+            self.memory_kind = "resident set since process start"
+
+    def settle(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def reset_peak(self) -> None:
+        if self.memory_kind == "resident set (VmHWM)":
+            self.clear_refs.write_text("5")  # proc(5): sets VmHWM to the present resident set
+
+    def memory(self) -> Memory:
+        try:
+            lines = self.status.read_text().splitlines()
+        except OSError:
+            unit = 1 if sys.platform == "darwin" else 1024
+            return Memory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None)
+        sizes = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+        return Memory(int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024, None)
+
+
+class Meter:
+    """Measures one pass after the other on one device."""
+
+    def __init__(self, instrument: Instrument) -> None:
+        self._instrument = instrument
+        self._phases: dict[str, tuple[Any, Any, Memory]] = {}
+        self._began = 0.0
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "Meter":
+        match device.type:
+            case "cuda":
+                return cls(CudaInstrument(device))
+            case "cpu":
+                return cls(HostInstrument())
+            case other:
+                raise ValueError(f"a pass can be measured on cuda and cpu, not on {other}")
+
+    @property
+    def memory_kind(self) -> str:
+        """What the bytes of a phase are bytes of."""
+        return self._instrument.memory_kind
+
+    def start_pass(self) -> None:
+        """Nothing the device still had to do before is billed to this pass."""
+        self._phases = {}
+        self._instrument.settle()
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Bill what runs inside to `name`, also if it raises."""
+        assert name not in self._phases, f"{name} was measured twice in one pass"
+        self._instrument.reset_peak()
+        start = self._instrument.mark()
+        try:
+            yield
+        finally:
+            end = self._instrument.mark()
+            self._phases[name] = (start, end, self._instrument.memory())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Bill what runs inside to nobody; between two phases."""
+        self._instrument.settle()
+        start = time.perf_counter()
+        yield
+        self._instrument.settle()
+        self._began += time.perf_counter() - start
+
+    def end_pass(self) -> tuple[dict[str, PhaseCost], float]:
+        """What each phase cost, and the host's seconds since `start_pass`, the device's work included."""
+        self._instrument.settle()
+        host_seconds = time.perf_counter() - self._began
+        costs = {
+            name: PhaseCost(seconds=self._instrument.seconds_between(start, end), **memory._asdict())
+            for name, (start, end, memory) in self._phases.items()
+        }
+        return costs, host_seconds

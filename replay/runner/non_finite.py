@@ -1,0 +1,218 @@
+"""Which tensor of a pass was the first that held a NaN or an infinity, found by running the pass once more.
+
+    parameter model.layers.0.mlp.up_proj.weight
+    output of model.layers.3.mlp.down_proj, row 1, token 17
+    gradient of the output of model.layers.3.self_attn, row 1, token 17
+    gradient of model.embed_tokens.weight
+
+Nothing of it happens in a pass whose numbers are finite. Run again it is without the clock, uncompiled, and moves
+nothing. Rows and tokens are counted from 0, as in a trace: places in the captured micro-batch, padding counted too.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from actor_init.backends import Backend
+from actor_init.inputs.packing import ActorInputs
+from actor_init.parallel.token_rows import token_rows
+from actor_init.spec import ActorSpec, Compile, Dtype
+from actor_init.world import World
+from capture.record.rng_and_outputs import restore_random_states
+from replay.loss import negated_mean
+from replay.runlog.records import PassRecord
+
+MAX_SEARCHES = 4  # of a run: once weights are not finite, no pass is
+NOT_AGAIN = "nothing, when the pass was run again"
+WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
+IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
+NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: --compile off"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Again:
+    """All that it takes to run a pass once more."""
+
+    inputs: ActorInputs
+    trains: bool
+    backward: bool
+    random: Mapping[str, Any]  # the generators' states to begin with; empty: whatever they are
+    num_columns: int  # of the captured rows
+    reverses: bool  # they were fed last row first
+    stepped: bool  # the weights are not those of the pass any more
+
+
+def is_finite(record: PassRecord) -> bool:
+    """An fp16 gradient norm is left aside by who asks: it overflows in good runs."""
+    numbers = [*record.row_log_probs, *(n for n in (record.loss, record.grad_norm) if n is not None)]
+    return record.error is not None or all(map(math.isfinite, numbers))
+
+
+def first_non_finite(records: Iterable[PassRecord]) -> dict[str, Any] | None:
+    """The run's, for run.json."""
+    for record in records:
+        if record.first_non_finite is not None:
+            return {
+                "index": record.index,
+                "source": record.source,
+                "rank": record.rank,
+                "what": record.first_non_finite,
+            }
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Search:
+    """Looks for it on all ranks together. `goes_on` is told of each layer that was looked at."""
+
+    spec: ActorSpec
+    world: World
+    goes_on: Callable[[], None]
+    num_left: int = MAX_SEARCHES
+
+    def is_wanted(self, ranks: Iterable[PassRecord]) -> bool:
+        """The same on every rank, of whose records it is asked."""
+        ranks = list(ranks)
+        if self.num_left == 0 or any(record.first_non_finite is not None for record in ranks):
+            return False
+        return not all(is_finite(self._judged(record)) for record in ranks)
+
+    def _judged(self, record: PassRecord) -> PassRecord:
+        return replace(record, grad_norm=None) if self.spec.dtype is Dtype.FP16 else record
+
+    def is_any(self, loss: Tensor) -> bool:
+        """Is a rank's loss not finite? Waits for the device."""
+        flag = (~torch.isfinite(loss.detach())).float().reshape(1)
+        if self.world.world_size > 1:
+            dist.all_reduce(flag)
+        return bool(flag.item()) and self.num_left > 0
+
+    def run(self, backend: Backend, again: Again) -> str | None:
+        """What this rank holds of it; None where only others do. For all ranks to call, after a pass that is whole."""
+        self.num_left -= 1
+        if again.stepped:
+            return WAS_STEPPED
+        if name := _of_weights(backend, self.goes_on):
+            return f"parameter {name}"
+        if self.spec.compile is Compile.DEEPCOMPILE:
+            return NO_LAYERS
+        own = self._passed(backend, again, backward=False)
+        if not any(self.world.gather(own is not None)):
+            if self.spec.num_accumulated > 1:
+                return IN_WINDOW
+            if again.backward and self.spec.dtype is not Dtype.FP16:
+                own = self._passed(backend, again, backward=True)
+            if not any(self.world.gather(own is not None)):
+                return NOT_AGAIN
+        return own
+
+    def _passed(self, backend: Backend, again: Again, *, backward: bool) -> str | None:
+        eager = torch.compiler.set_stance("force_eager") if self.spec.compile is Compile.BLOCKS else nullcontext()
+        parallel = {"tp": self.spec.parallel.tp, "tp_rank": self.world.mesh.get_local_rank("tp")}
+        eye = _Eye(again=again, parallel=parallel, goes_on=self.goes_on)
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), eager, eye.on(backend.model), torch.set_grad_enabled(backward):
+            if again.random:
+                restore_random_states(again.random)
+            log_probs_BA = backend.forward(again.inputs, trains=again.trains)
+            eye.look("log-probs", log_probs_BA)
+            if backward:
+                eye.is_forward = False
+                backend.backward(negated_mean(log_probs_BA, again.inputs))
+        if backward:
+            for name, gradient in backend.gradients():
+                if eye.first is None and not _all_finite(gradient):
+                    eye.first = f"gradient of {name}"
+                self.goes_on()
+            backend.end_window(step=False)
+        for module in backend.model.modules():
+            if isinstance(module, FSDPModule):  # a forward without a backward leaves its parameters gathered
+                module.reshard()
+        return eye.first
+
+
+@dataclass(kw_only=True, slots=True)
+class _Eye:
+    """Hooks on every module of a model, for one pass."""
+
+    again: Again
+    parallel: dict[str, int]
+    goes_on: Callable[[], None]
+    is_forward: bool = True
+    first: str | None = None
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        named = [(name, module) for name, module in model.named_modules() if name]
+        handles = [module.register_forward_hook(partial(self._sees, name)) for name, module in named]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _sees(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.goes_on()
+        if not self.is_forward:  # a checkpoint's, computed again
+            return
+        for tensor in _tensors_of(output):
+            self.look(f"output of {name}", tensor)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(partial(self._sees_gradient, name))
+
+    def _sees_gradient(self, name: str, gradient: Tensor) -> None:
+        self.goes_on()
+        self.look(f"gradient of the output of {name}", gradient)
+
+    @torch.no_grad()
+    def look(self, what: str, tensor: Tensor) -> None:
+        if self.first is None and (place := self._place(tensor)) is not None:
+            self.first = what + place
+
+    def _place(self, tensor: Tensor) -> str | None:
+        """Where it is not finite, in words; None where it is finite, or not in padding alone."""
+        if not tensor.is_floating_point() or _all_finite(tensor):
+            return None
+        index = self.again.inputs.captured_index
+        held = token_rows(tensor, *index.shape, width=None, **self.parallel)
+        if held is None:
+            return ""
+        own = index[:, held.first_token : held.first_token + held.values_BLF.shape[1]]
+        is_bad = ~torch.isfinite(held.values_BLF).all(dim=-1) & (own >= 0)
+        if not is_bad.any():
+            return None
+        row, token = divmod(int(own[is_bad].min()), self.again.num_columns)
+        if self.again.reverses:
+            row = self.again.inputs.action_mask_BA.shape[0] - 1 - row
+        return f", row {row}, token {token}"
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
+
+
+def _of_weights(backend: Backend, goes_on: Callable[[], None]) -> str | None:
+    """The first parameter that is not finite. All of them are gathered, for all ranks to go through alike."""
+    found = None
+    for name, tensor in backend.weights():
+        if found is None and not _all_finite(tensor):
+            found = name
+        goes_on()
+    return found

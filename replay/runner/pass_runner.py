@@ -1,0 +1,312 @@
+"""One micro-batch through the actor, measured. The only caller of a backend."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actor_init.attention.ring import may_zigzag, ring_slice
+from actor_init.backends import Backend, open_backend
+from actor_init.compiling import num_graphs
+from actor_init.inputs.packing import ActorInputs, actor_inputs, padded_to, sliced
+from actor_init.model import ModelSource, lasting_config
+from actor_init.own_positions import with_own_positions
+from actor_init.spec import ActorSpec, PadTo
+from actor_init.weights import OnProgress, unheard
+from actor_init.world import World
+from capture.file_format.capture_file import read_call
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_rows_reversed
+from capture.record.parameter_sampler import Sample
+from capture.record.rng_and_outputs import restore_random_states
+from replay.compare.comparable import dropouts
+from replay.loss import negated_mean, tokens_for
+from replay.report.text import one_line
+from replay.runlog import gradient_sketches, token_log_probs
+from replay.runlog.records import PassRecord
+from replay.runner.digests import digest_of_inputs
+from replay.runner.meter import Meter
+from replay.runner.non_finite import Again, Search
+from replay.runner.windows import Round, weight_of
+from replay.spec import RunSpec, WindowWeights
+from replay.tracing.writer import RunTrace
+from replay.verdict.job_values import Recorded, recorded_in
+from replay.verdict.replayed_values import Replayed, action_log_probs, gradient_samples, sampled_log_probs
+from replay.verdict.router_loss import without_router_loss
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Phase, Tracker
+
+
+class ReopeningError(RuntimeError):
+    """A pass broke off, and the actor could not be opened again."""
+
+
+class ReopenedActor:
+    """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        source: ModelSource,
+        world: World,
+        load_state: Path | None = None,
+        on_progress: OnProgress = unheard,
+    ) -> None:
+        self._arguments = (spec, source, world, on_progress)
+        self._load_state = load_state
+        self.backend: Backend = self._opened()
+
+    def _opened(self) -> Backend:
+        backend = open_backend(*self._arguments)
+        if self._load_state is not None:
+            backend.load_state(self._load_state)
+        return backend
+
+    def reopen(self) -> None:
+        self.backend.close()
+        del self.backend
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            self.backend = self._opened()
+        except Exception as error:
+            raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
+
+
+class PassRunner:
+    """One pass after the other through the actor, and where the accumulation window stands."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        world: World,
+        source: ModelSource,
+        actor: ReopenedActor,
+        meter: Meter,
+        tracker: Tracker,
+        same_weights: SameWeights,
+        trace: RunTrace | None = None,
+        rounds: Sequence[Round] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.spec = spec
+        self.world = world
+        self.source = source
+        self.actor = actor
+        self.meter = meter
+        self.tracker = tracker
+        self.same_weights = same_weights
+        self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
+        self.replayed = Replayed()  # what the latest pass computed beside its record
+        self.trace = trace
+        self.rounds = rounds
+        self.details_folder = folder if spec.measure.details else None
+        self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
+        self._again: Again | None = None
+        self.num_settled = 0  # inputs after which no accumulation window was left open
+        self._num_in_window = 0
+        self._window_begin = 0
+        self._wanted: dict[str, list[Sample]] = {}  # gradients of the open window, by the parameter's name here
+        self._wants_tokens = False  # the job kept a number for each action token
+        self._broke_off = False
+        self._reverses = spec.inputs.reverse_rows
+        self._is_random = bool(dropouts(lasting_config(source.config)))
+
+    def mend(self) -> None:
+        """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
+        if self._broke_off:
+            self.actor.reopen()
+            if self.trace:
+                self.trace.attach(self.actor.backend)
+            self._broke_off = False
+
+    def with_first_non_finite(self, record: PassRecord) -> PassRecord:
+        """`record` of the latest pass, with what held a nan or an inf first. For all ranks to call."""
+        assert self._again is not None
+        self.tracker.at(Phase.LOOKING)
+        return replace(record, first_non_finite=self.search.run(self.actor.backend, self._again))
+
+    def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
+        """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
+        known: dict[str, Any] = {
+            "index": index,
+            "source": path.name,
+            "rank": self.world.rank,
+            "data_rank": self.world.data_rank,
+            "warmup": index < self.spec.measure.warmup,
+            "traced": self.trace is not None,
+        }
+        self.tracker.begins(index, path.name, place_in_window=self._num_in_window)
+        self.recorded, self.replayed = None, Replayed()
+        try:
+            call = read_call(path)
+            batch = call.micro_batch()
+            known |= {
+                "rows": batch.num_rows,
+                "padded_tokens": batch.num_padded_tokens,
+                "real_tokens": batch.num_real_tokens,
+                "row_tokens": batch.attention_mask_BS.sum(dim=1).tolist(),
+                "input_digest": digest_of_inputs(batch),
+                "trains": batch.trains,
+            }
+            weights = self.same_weights.check(call.weights)
+            recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
+            self.recorded = without_router_loss(recorded, call, self.source.config)
+            self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+            batch = tokens_for(self.spec.measure.loss, with_own_positions(batch, self.source.config))
+            random = call.random if self._is_random else {}
+            self._wants_tokens = any(name.endswith("_values") for name in call.outputs)
+            if not self._num_in_window:
+                self._window_begin, self._wanted = index, {}
+            if call.step is not None and call.step.gradients is not None:
+                for name, sample in self.same_weights.by_own_name(call.step.gradients).items():
+                    self._wanted.setdefault(name, []).append(sample)
+            measured = self._measured(index, with_rows_reversed(batch) if self._reverses else batch, random)
+            record = PassRecord(**known, **measured)
+            if self.trace:
+                self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
+            self.num_settled = index + 1 if not self._num_in_window else self.num_settled
+            return record, None
+        except SystemExit as error:
+            left = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+            return PassRecord(**known, error=str(left), error_type="SystemExit"), left
+        except Exception as error:
+            return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
+
+    def _weight(self, index: int) -> float:
+        """What the pass weighs in the gradient of its window, beside its mean loss."""
+        is_shared = self.spec.actor.num_accumulated * self.world.num_data_ranks > 1
+        if not is_shared or self.spec.measure.window is not WindowWeights.TOKENS or index >= len(self.rounds):
+            return 1.0
+        size = self.spec.actor.num_accumulated
+        return weight_of(self.rounds, index, self.world.data_rank, self._window_begin, size)
+
+    def _samples_gradients(self, index: int) -> bool:
+        """Did the job keep samples of this window's gradient? Every rank knows, from all that were dealt."""
+        return any(one.has_gradients for one in self.rounds[self._window_begin : index + 1])
+
+    def _measured(self, index: int, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
+        """`random` are the generators' states to begin with; empty: whatever they are."""
+        backward = batch.trains and self.spec.measure.backward
+        last_of_window = backward and self._num_in_window + 1 == self.spec.actor.num_accumulated
+        step = last_of_window and self.spec.measure.step
+        weight, gradient = self._weight(index), None
+        inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
+        self._again = Again(
+            inputs=inputs,
+            trains=batch.trains,
+            backward=backward,
+            random=random,
+            num_columns=batch.sequences_BS.shape[1],
+            reverses=self._reverses,
+            stepped=step,
+        )
+        named: str | None = None
+        graphs_before = num_graphs()
+        if self.trace:
+            self.trace.begin(inputs)
+        self.world.meet()
+        if random:
+            restore_random_states(random)
+        try:
+            self.tracker.at(Phase.FORWARD)
+            self.meter.start_pass()
+            with torch.set_grad_enabled(batch.trains):
+                with self.meter.phase("forward"):
+                    log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
+                    if self.trace:
+                        self.trace.end_forward(log_probs_BA)
+                    loss = negated_mean(log_probs_BA, inputs)
+                self.tracker.at(Phase.WAITING)
+                if self.world.world_size > 1:
+                    with self.meter.phase("wait"):
+                        self.world.meet()
+                if backward:
+                    self.tracker.at(Phase.BACKWARD)
+                    with self.meter.phase("backward"):
+                        self.actor.backend.backward(loss if weight == 1 else loss * weight)
+                grad_norm = None
+                if self.trace and last_of_window:
+                    self.trace.end_window()
+                if last_of_window and self._samples_gradients(index):
+                    with self.meter.paused():
+                        gradient = gradient_samples(self.actor.backend.gradients(), self._wanted)
+                if last_of_window and self.details_folder is not None:
+                    with self.meter.paused():
+                        gradient_sketches.keep(self.details_folder, index, self.actor.backend.gradients(), self.world)
+                if step and self.search.is_any(loss):
+                    named = self.search.run(self.actor.backend, replace(self._again, stepped=False, backward=False))
+                if step:
+                    self.tracker.at(Phase.STEP)
+                    with self.meter.phase("step"):
+                        grad_norm = self.actor.backend.end_window(step=True)
+            self.tracker.at(Phase.SETTLING)
+            phases, seconds = self.meter.end_pass()
+            self.tracker.at(Phase.ENDING)
+            if last_of_window and not step:
+                grad_norm = self.actor.backend.end_window(step=False)
+        except (Exception, SystemExit):
+            self._num_in_window = 0
+            self._broke_off = True
+            raise
+        self._num_in_window = 0 if last_of_window else self._num_in_window + backward
+        order = -1 if self._reverses else 1
+        self.replayed = Replayed(
+            token_log_probs=sampled_log_probs(
+                log_probs_BA, inputs.action_mask_BA, batch.sequences_BS.shape[1], is_reversed=self._reverses
+            ),
+            action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
+            if self._wants_tokens or self.details_folder is not None
+            else (),
+            gradient=gradient,
+        )
+        if self.details_folder is not None:
+            token_log_probs.keep(self.details_folder, index, self.world.rank, self.replayed.action_log_probs)
+        wait = phases.pop("wait", None)
+        return {
+            "fed_tokens": inputs.input_ids.numel() * self.spec.actor.parallel.ring,
+            "phases": phases,
+            "seconds": seconds,
+            "wait_seconds": wait.seconds if wait else None,
+            "loss": loss.item(),
+            "row_log_probs": log_probs_BA.detach().double().sum(dim=1).tolist()[::order],
+            "row_action_tokens": inputs.action_mask_BA.sum(dim=1).tolist()[::order],
+            "weight": weight,
+            "grad_norm": grad_norm,
+            "new_graphs": num_graphs() - graphs_before,
+            "first_non_finite": named,
+        }
+
+
+def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
+    """`batch` on the device, padded and sliced as the toggles say. Raises CaptureError if it is no input of the model.
+
+    For all ranks to call.
+    """
+    check_vocabulary(batch, source)
+    inputs = actor_inputs(batch, packing=spec.packs)
+    if spec.pad_to is PadTo.LONGEST:
+        inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
+    if spec.parallel.ring > 1:
+        assert inputs.cu_seq_lens is not None
+        ring = ring_slice(
+            inputs.cu_seq_lens,
+            world.ring_group,
+            head_stride=spec.parallel.ring_head_stride,
+            may_zigzag=may_zigzag(source.config),
+        )
+        inputs = sliced(inputs, ring)
+    return inputs.to(world.device)
+
+
+def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
+    """Raises CaptureError for token ids that the model does not have."""
+    largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
+    if largest >= size:
+        raise CaptureError(
+            f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
+            "these inputs belong to another model. Name it with --model"
+        )

@@ -1,0 +1,199 @@
+"""Measure how far rounding alone moves the numbers of these inputs: replay some by another kernel, in another order.
+
+Two replays that differ in nothing else are as far apart as a right replay may be from the job. What was measured is
+kept in `rounding.json` beside the inputs, for the next replay of the same inputs, weights and options.
+"""
+
+import gc
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from actor_init.model import ModelSource, lasting_config
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.spec import Attention, Dtype
+from actor_init.world import World
+from capture.file_format.atomic_write import write_atomically
+from replay.runlog.writer import versions
+from replay.runner.digests import digest_of_weights
+from replay.runner.job_defaults import DTYPES
+from replay.runner.meter import Meter
+from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.selection import Selection
+from replay.spec import RunSpec
+from replay.verdict.findings import TOKENS_RMS, Floor, difference, roundoff
+from replay.verdict.gradient_findings import difference_of_norms, scale_of
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.verdict.judge import Pass
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+NUM_PASSES = 4  # of each data rank at least, in whole windows
+FILE = "rounding.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Again:
+    """What it takes to replay some of a run's inputs once more."""
+
+    world: World
+    spec: RunSpec
+    source: ModelSource
+    selection: Selection
+    tracker: Tracker
+
+    def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
+        """The first `num_passes` inputs as `spec` says, of all ranks. Raises what their forward or backward raises."""
+        actor = ReopenedActor(spec.actor, self.source, self.world)
+        meter = Meter.for_device(self.world.device)
+        rounds = self.selection.rounds
+        same_weights = SameWeights(self.source)
+        runner = PassRunner(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
+        found: list[Pass] = []
+        try:
+            for index, path in enumerate(self.selection.inputs[:num_passes]):
+                record, error = runner.replay(index, path)
+                if error is not None:
+                    raise error
+                found += self.world.gather((record, runner.recorded, runner.replayed))
+        finally:
+            actor.backend.close()
+            del actor, runner
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return found
+
+
+def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
+    """The same numbers but for rounding: another kernel, the last row first, the job's dtype where it is coarser."""
+    job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
+    coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
+    actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
+    is_plain = actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
+    other = replace(
+        actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
+    )
+    measure = replace(spec.measure, trace=False, details=False)
+    return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=True), measure=measure)
+
+
+def _roundoff(dtype: Dtype) -> float:
+    return roundoff(str(TORCH_DTYPES[dtype]).removeprefix("torch."))
+
+
+def num_passes_for(spec: RunSpec, num_inputs: int) -> int:
+    size = spec.actor.num_accumulated
+    return min(num_inputs, max(size, -(-NUM_PASSES // size) * size))
+
+
+def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Floor]:
+    """By quantity; from `folder`'s file where it was measured before. For all ranks to call."""
+    number = num_passes_for(again.spec, len(again.selection.inputs))
+    first = [one for one in passes if one[0].index < number]
+    key = _key(again, first)
+    known = again.world.from_first(_read(folder).get(key) if again.world.rank == 0 else None)
+    if known is None:
+        floors = floors_of(first, again.passes(other_order(again.spec, first), number))
+        if again.world.rank == 0:
+            _write(folder, key, floors)
+        return floors
+    return {name: Floor(**values) for name, values in known.items()}
+
+
+def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
+    """Under --step, by pass: how far two replays are apart after all the steps before it. For all ranks to call."""
+    others = again.passes(other_order(again.spec, passes), len(again.selection.inputs))
+    indices = sorted({record.index for record, _, _ in passes})
+    return {index: floors_of([one for one in passes if one[0].index <= index], others) for index in indices}
+
+
+def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor]:
+    """How far two replays of the same inputs are apart, by quantity."""
+    apart: dict[str, list[float]] = {}
+    by_place = {(record.index, record.rank): (record, replayed) for record, _, replayed in others}
+    for record, _, replayed in passes:
+        if (record.index, record.rank) not in by_place:
+            continue
+        other, replayed_again = by_place[record.index, record.rank]
+        if record.loss is not None and other.loss is not None:
+            apart.setdefault(LOSS, []).append(difference(record.loss, other.loss))
+        rows = zip(record.row_log_probs, other.row_log_probs, record.row_action_tokens, strict=True)
+        apart.setdefault(LOG_PROBS, []).extend(
+            difference(here / tokens, there / tokens) for here, there, tokens in rows if tokens
+        )
+        tokens = zip(replayed.token_log_probs, replayed_again.token_log_probs, strict=False)
+        apart.setdefault(TOKENS, []).extend(
+            difference(here, there) for here, there in tokens if here is not None and there is not None
+        )
+        if record.grad_norm is not None and other.grad_norm is not None:
+            apart.setdefault(GRAD_NORM, []).append(difference_of_norms(record.grad_norm, other.grad_norm))
+        one, two = replayed.gradient, replayed_again.gradient
+        if one is not None and two is not None:
+            for place in one.values.keys() & two.values.keys():
+                scale = scale_of(one, place[0])
+                pairs = zip(one.values[place], two.values[place], strict=True)
+                apart.setdefault(GRADIENT, []).extend(abs(a - b) / scale if scale else 0.0 for a, b in pairs)
+    found = {name: Floor(value=max(values), num_values=len(values)) for name, values in apart.items() if values}
+    if tokens_apart := apart.get(TOKENS):
+        rms = math.sqrt(sum(one * one for one in tokens_apart) / len(tokens_apart))
+        found[TOKENS_RMS] = Floor(value=rms, num_values=len(tokens_apart))
+    return {name: one for name, one in found.items() if math.isfinite(one.value)}
+
+
+def in_fp32(spec: RunSpec) -> RunSpec:
+    measure = replace(spec.measure, trace=False, details=False)
+    attention = spec.actor.attention if spec.actor.attention in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
+    return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
+
+
+def is_worth_it(spec: RunSpec, passes: Sequence[Pass]) -> bool:
+    """Is there something to judge that a coarse dtype could hide, or that grows from step to step?"""
+    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
+    has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
+    is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
+    is_repeatable = not any(record.error for record, _, _ in passes) and not spec.inputs.reverse_rows
+    has_steps = spec.measure.step and any(one is not None and one.optimizer is not None for _, one, _ in passes)
+    return has_claims and (is_coarse or has_steps) and is_repeatable
+
+
+def _key(again: Again, passes: Sequence[Pass]) -> str:
+    world, spec = again.world, again.spec
+    measured = [
+        digest_of_weights(again.source.weights),
+        lasting_config(again.source.config),
+        str([replace(one.actor, model=None) for one in (spec, other_order(spec, passes))]),
+        str((spec.measure.loss, spec.measure.window, spec.measure.backward)),
+        str((world.world_size, world.device.type)),
+        str(
+            [
+                (record.input_digest, recorded is not None and recorded.optimizer is not None)
+                for record, recorded, _ in passes
+            ]
+        ),
+        versions(),
+    ]
+    return hashlib.blake2b(json.dumps(measured, default=str).encode(), digest_size=12).hexdigest()
+
+
+def _read(folder: Path) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    try:
+        found = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(folder: Path, key: str, floors: Mapping[str, Floor]) -> None:
+    """A folder that cannot be written to has it measured again the next time."""
+    values = {name: {"value": one.value, "num_values": one.num_values} for name, one in floors.items()}
+    try:
+        write_atomically(folder / FILE, json.dumps({**_read(folder), key: values}, indent=1).encode())
+    except OSError:
+        return

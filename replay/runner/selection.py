@@ -1,0 +1,265 @@
+"""Which captures a data rank replays, in which order. Every rank computes the same rounds and takes its own column."""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain, groupby, islice
+from pathlib import Path
+
+from actor_init.inputs.packing import num_action_tokens
+from actor_init.spec import UsageError
+from capture.file_format.capture_file import capture_files, rank_in_name, read_call
+from capture.file_format.micro_batch import CaptureError, MicroBatch
+from replay.loss import tokens_for
+from replay.runner.windows import Captured, Round, WindowOrder
+from replay.spec import InputsSpec, LossName, Passes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What one data rank replays, and what it does not.
+
+    Files are read only as far as needed: with --max-inputs, what comes after the last chosen file is not looked at.
+    """
+
+    inputs: list[Path]
+    num_left_out_passes: int  # of the kind that --passes does not ask for
+    num_left_over: int  # inputs that stay because the data ranks hold unequal numbers
+    damaged: list[tuple[Path, str]]
+    dealing: str  # one sentence: how the inputs came to the data ranks
+    rounds: Sequence[Round] = ()  # of each input; what is left over and replayed all the same has none
+    grad_accumulation: int = 1  # what was asked for, else what makes windows of the job's
+
+
+@dataclass(kw_only=True, slots=True)
+class Reader:
+    """Reads captures one by one and keeps count of those that are not wanted or cannot be read."""
+
+    passes: Passes
+    loss: LossName
+    num_left_out: int = 0
+    damaged: list[tuple[Path, str]] = field(default_factory=list)
+
+    def read(self, paths: Iterable[Path]) -> Iterator[Captured]:
+        for path in paths:
+            try:
+                call = read_call(path)
+                batch = call.micro_batch()
+            except CaptureError as error:
+                self.damaged.append((path, str(error)))
+                continue
+            if self.passes is Passes.ALL or batch.trains == (self.passes is Passes.TRAIN):
+                yield Captured(
+                    path=path,
+                    trains=batch.trains,
+                    rank=batch.origin.rank,
+                    forward=batch.origin.step,
+                    world_size=batch.origin.world_size,
+                    num_tokens=_num_tokens(batch, self.loss),
+                    optimizer_step=call.optimizer_step,
+                    window=None if call.step is None else call.step.passes,
+                    has_gradients=call.step is not None and call.step.gradients is not None,
+                )
+            else:
+                self.num_left_out += 1
+
+
+def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
+    """0 for what cannot be fed to a model: its pass will say why."""
+    try:
+        return num_action_tokens(tokens_for(loss, batch))
+    except CaptureError:
+        return 0
+
+
+def default_folder() -> Path:
+    """The sample inputs that ship with the project."""
+    return _shipped("sample")
+
+
+def edge_folder(name: str) -> Path:
+    """One of the folders of edge shapes that ship with the project."""
+    return _shipped("edges") / name
+
+
+def _shipped(name: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    checkout, installed = package.parent / "inputs" / name, package / name
+    return checkout if checkout.is_dir() else installed
+
+
+def select(
+    spec: InputsSpec,
+    data_rank: int,
+    num_data_ranks: int,
+    *,
+    loss: LossName = LossName.STAND_IN,
+    grad_accumulation: int | None = 1,
+) -> Selection:
+    """The inputs of `data_rank` out of `num_data_ranks`. Raises UsageError where there is nothing to replay.
+
+    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave
+    out the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
+    otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank. With
+    --uneven, inputs that found no partners come after the rounds.
+
+    Captures that know the steps of the job's optimizer come step by step, unless shuffled, and without a
+    `grad_accumulation` so many passes of a data rank make a window as make it the job's.
+    """
+    reader = Reader(passes=spec.passes, loss=loss)
+    order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
+    rest: list[list[Captured]] = []
+    if spec.input_file is not None:
+        found = list(reader.read([_existing_file(spec.input_file)]))
+        rounds = [tuple(found * num_data_ranks)] * (len(found) * spec.epochs)
+        rounds = rounds[spec.skip_inputs :]
+        dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
+    else:
+        paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
+        rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks, order)
+    num_left_over = sum(len(captures) for captures in rest)
+    if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
+        raise UsageError(_nothing_to_replay(spec, reader.num_left_out, num_left_over, num_data_ranks))
+    inputs = [members[data_rank].path for members in rounds]
+    if spec.uneven and spec.input_file is None:
+        end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
+        more = [captured.path for captured in rest[data_rank]] if rest else []
+        inputs = [*inputs, *more][spec.skip_inputs : end]
+        dealing += "; uneven: none is left over" if num_left_over else ""
+        num_left_over = 0
+    return Selection(
+        inputs=inputs,
+        num_left_out_passes=reader.num_left_out,
+        num_left_over=num_left_over,
+        damaged=reader.damaged,
+        dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
+        rounds=[_round(members) for members in rounds],
+        grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
+    )
+
+
+def _round(members: Sequence[Captured]) -> Round:
+    return Round(
+        trains=members[0].trains,
+        num_tokens=[one.num_tokens for one in members],
+        has_gradients=any(one.has_gradients for one in members),
+    )
+
+
+def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
+    """Passes of each data rank that make a window of the job's; 1 where none can be made."""
+    num_passes = order.num_passes or 1
+    return 1 if num_passes % num_data_ranks else num_passes // num_data_ranks
+
+
+def _existing_file(path: Path) -> Path:
+    if path.is_dir():
+        raise UsageError(f"--input-file {path} is a folder. Try: replay --inputs {path}")
+    if not path.is_file():
+        raise UsageError(f"--input-file {path} does not exist. Try: replay inspect {path.parent}")
+    return path
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if folder.is_file():
+        raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
+    if not folder.is_dir():
+        raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
+    paths = capture_files(folder)
+    if not paths:
+        raise UsageError(
+            f"--inputs {folder} holds no captures (*.pkl). Capture some with `capture.recording`, or try: replay"
+        )
+    return paths
+
+
+def _dealt(
+    spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int, order: WindowOrder
+) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
+    """The rounds, what stays over of each data rank's inputs, and a sentence about it."""
+    paths = list(paths)
+    if spec.shuffle_inputs:
+        random.Random(spec.random_seed).shuffle(paths)
+        read, said = reader.read(paths), f"shuffled with seed {spec.random_seed}"
+    else:
+        read, said = _in_order(reader, paths, order)
+    captures: Iterable[Captured] = _repeated(read, spec.epochs)
+    dealing = f"{said}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else said
+    columns: list[int] | None = None
+    if num_data_ranks > 1 and not spec.shuffle_inputs:
+        captures = list(captures)
+        ranks = {c.rank for c in captures}
+        if len(ranks) == num_data_ranks and None not in ranks:
+            column_of = {rank: column for column, rank in enumerate(sorted(r for r in ranks if r is not None))}
+            columns = [column_of[c.rank] for c in captures if c.rank is not None]
+            dealing = "in recorded order, each data rank what one rank captured"
+    table = _Rounds(captures, columns, num_data_ranks)
+    end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
+    rounds = list(table) if spec.uneven else list(islice(table, spec.skip_inputs, end))
+    return rounds, table.left_over() if table.exhausted else [], dealing
+
+
+def _in_order(reader: Reader, paths: list[Path], order: WindowOrder) -> tuple[Iterator[Captured], str]:
+    """Step by step where the first capture knows its step, else as the files are sorted; and how that is called."""
+    captures = reader.read(paths)
+    first = next(captures, None)
+    if first is None or first.optimizer_step is None:
+        return chain([] if first is None else [first], captures), "rank by rank in recorded order"
+    behind = paths[paths.index(first.path) + 1 :]
+    streams = [reader.read(list(own)) for _, own in groupby(behind, key=rank_in_name)]
+    return order.ordered(merge([first], *streams, key=_place)), "in the order of the job's steps"
+
+
+def _place(captured: Captured) -> tuple[int, int]:
+    return captured.optimizer_step or 0, captured.rank or 0
+
+
+def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured]:
+    """Each file is read once, and none before it is needed."""
+    seen: list[Captured] = []
+    for captured in captures:
+        seen.append(captured)
+        yield captured
+    for _ in range(num_times - 1):
+        yield from seen
+
+
+class _Rounds:
+    """Rounds of one input a data rank, all of one kind; what finds no partners stays waiting."""
+
+    def __init__(self, captures: Iterable[Captured], columns: list[int] | None, num_data_ranks: int) -> None:
+        self.captures = captures
+        self.columns = columns  # the data rank of each capture; None: in turn
+        self.waiting: dict[bool, list[deque[Captured]]] = {
+            trains: [deque() for _ in range(num_data_ranks)] for trains in (True, False)
+        }
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[tuple[Captured, ...]]:
+        for i, captured in enumerate(self.captures):
+            queues = self.waiting[captured.trains]
+            shortest = min(range(len(queues)), key=lambda column: len(queues[column]))
+            queues[shortest if self.columns is None else self.columns[i]].append(captured)
+            if all(queues):
+                yield tuple(queue.popleft() for queue in queues)
+        self.exhausted = True
+
+    def left_over(self) -> list[list[Captured]]:
+        """By data rank, once every capture has been looked at."""
+        return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
+
+
+def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:
+    if num_left_over and not spec.skip_inputs:
+        inputs = "input does" if num_left_over == 1 else "inputs do"
+        return (
+            f"{num_left_over} {spec.passes} {inputs} not suffice for {num_data_ranks} data ranks. "
+            f"Start fewer processes, or give a folder with more inputs"
+        )
+    if spec.skip_inputs:
+        return f"--skip-inputs {spec.skip_inputs} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
+    other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
+    where = spec.input_file or spec.inputs or "the sample"
+    return f"{where} holds no {spec.passes} pass, but {num_left_out} of kind {other}. Try: --passes {other}"

@@ -1,0 +1,317 @@
+"""One run: open the actor, feed it the inputs one by one, write down what each pass did."""
+
+import gc
+import shutil
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actor_init.model import ModelSource, find_model, lasting_config
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.spec import PadTo, UsageError
+from actor_init.world import World
+from capture.file_format.actor_config import read_actor_config
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.micro_batch import CaptureError
+from capture.record.job_facts import device_name
+from capture.record.job_facts import versions as loaded_versions
+from capture.record.rng_and_outputs import environment
+from replay.compare.comparable import dropouts
+from replay.report.table import Console
+from replay.report.text import Pairs, counted, engine_text, one_line
+from replay.runlog.summary import summarize
+from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
+from replay.runner import rounding_floor as rounding
+from replay.runner.checkpoint import SavingError, loaded_source, not_saved, refuse_folders, save
+from replay.runner.digests import digest_of_weights
+from replay.runner.job_defaults import settled
+from replay.runner.meter import Meter
+from replay.runner.non_finite import first_non_finite
+from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.runner.selection import Selection, default_folder, select
+from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
+from replay.tracing.writer import RunTrace
+from replay.verdict.findings import Setting
+from replay.verdict.judge import Outcome, Pass, Verdict, judge
+from replay.verdict.optimizer_settings import differences
+from replay.verdict.text import verdict_lines, weights_line
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Phase
+from replay.watch.stacks import outlast
+from replay.watch.watcher import Watch, watching
+
+
+def run(spec: RunSpec, *, show_traceback: bool) -> int:
+    """Replay what `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
+
+    Raises UsageError for what cannot be had here.
+    """
+    with World.from_env(spec.actor.parallel) as world:
+        return run_in(world, spec, show_traceback=show_traceback)
+
+
+def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
+    """`run` in a world that is already open, and stays open."""
+    selection = select(
+        spec.inputs,
+        world.data_rank,
+        world.num_data_ranks,
+        loss=spec.measure.loss,
+        grad_accumulation=spec.actor.grad_accumulation,
+    )
+    first = _first_call(selection)
+    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    source = loaded_source(spec, find_source(spec), world)
+    refuse_folders(spec.state, world)
+    folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
+    with watching(world, folder, spec.measure.timeout, show_traceback=show_traceback) as watch:
+        return _run_watched(world, spec, selection, first, source, folder, watch, show_traceback)
+
+
+def _run_watched(
+    world: World,
+    spec: RunSpec,
+    selection: Selection,
+    first: Call | None,
+    source: ModelSource,
+    folder: Path,
+    watch: Watch,
+    show_traceback: bool,
+) -> int:
+    try:
+        actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, watch.tracker.goes_on)
+    except Exception as reason:
+        if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    outlast(spec.measure.timeout)
+    meter = Meter.for_device(world.device)
+    logbook = Logbook(folder, world.rank)
+    devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
+    console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
+    num_inputs = world.gather(len(selection.inputs))
+    same_weights = SameWeights(source)
+    setting = _setting(spec, source, world, actor.backend.facts())
+    if console:
+        facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
+        logbook.begin(
+            spec,
+            facts=facts,
+            work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
+            selection=selection,
+            memory_kind=meter.memory_kind,
+            devices=devices,
+        )
+        header = _header(spec, source, facts, selection, devices, num_inputs)
+        header |= _first_look(same_weights, setting.dropout, first)
+        header |= _first_step(spec, selection)
+        console.header(header, num_passes=len(selection.inputs))
+    world.gather(None)  # no rank fails before run.json is there
+    trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
+    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, same_weights, trace, selection.rounds, folder)
+    passes: list[Pass] = []
+    saved: Pairs = []
+    ended: BaseException | None = None
+    try:
+        for index, path in enumerate(selection.inputs):
+            record, error = runner.replay(index, path)
+            logbook.write(record)
+            if error and show_traceback:
+                traceback.print_exception(error)
+            if error and world.world_size > 1:
+                watch.stop_all(error)
+            watch.tracker.at(Phase.GATHERING)
+            ranks = world.gather((record, runner.recorded, runner.replayed))
+            if runner.search.is_wanted([own for own, _, _ in ranks]):
+                logbook.write_again(record := runner.with_first_non_finite(record))
+                ranks = world.gather((record, runner.recorded, runner.replayed))
+            passes += ranks
+            if console:
+                console.passed([own for own, _, _ in ranks])
+            if error and spec.measure.step:
+                break  # the weights of the steps so far are lost
+            del error  # its frames hold the pass's tensors
+            runner.mend()
+        watch.tracker.has_passed(len(selection.inputs), Phase.OUT_OF_INPUTS)
+        watch.meet()
+        watch.tracker.has_passed(len(selection.inputs), Phase.SAVING)
+        if not any(record.error for record, _, _ in passes):
+            saved = save(spec, source, world, actor.backend, runner.num_settled, len(passes) // world.world_size)
+        watch.tracker.has_passed(len(selection.inputs), Phase.CLOSING)
+    except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
+        if isinstance(reason, SavingError) and world.world_size > 1:
+            raise  # the others wait for this rank
+        ended = reason
+    records = [record for record, _, _ in passes]
+    remarks: Pairs = []
+    opinion: Verdict | None = None
+    if ended is None:
+        actor.backend.close()
+        if rounding.is_worth_it(spec, passes) and (spec.measure.noise_floor or spec.measure.second_opinion):
+            del actor, runner, trace
+            again = rounding.Again(world=world, spec=spec, source=source, selection=selection, tracker=watch.tracker)
+            setting, opinion, remarks = _rounded(again, passes, setting)
+    verdict = judge(passes, setting)
+    if opinion is not None and _is_worse(opinion, verdict):
+        verdict = replace(opinion, environment=verdict.environment)
+    is_refused = verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+    is_strict = spec.measure.verdict is VerdictRule.STRICT
+    failed = ended or selection.damaged or any(record.error for record in records)
+    exit_code = 1 if failed or (is_refused and is_strict) else 0
+    if isinstance(ended, KeyboardInterrupt):
+        exit_code = INTERRUPTED
+    if console:
+        statistics = summarize(records)
+        first_bad = first_non_finite(records)
+        logbook.finish(statistics, exit_code=exit_code, verdict=verdict, first_non_finite=first_bad)
+        console.finish(
+            records,
+            statistics,
+            selection,
+            folder,
+            memory_kind=meter.memory_kind,
+            verdict=[*verdict_lines(verdict), *remarks],
+            saved=saved or not_saved(spec.state),
+        )
+    logbook.close()
+    if ended:
+        raise ended
+    return exit_code
+
+
+def _rounded(again: rounding.Again, passes: Sequence[Pass], setting: Setting) -> tuple[Setting, Verdict | None, Pairs]:
+    """`setting` with the floors of rounding that were measured, and the second opinion if one was asked for.
+
+    What cannot be measured is said, and leaves the bounds of the formulas. For all ranks to call.
+    """
+    remarks: Pairs = []
+    opinion: Verdict | None = None
+    spec = again.spec
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        if spec.measure.noise_floor and spec.measure.step:
+            setting = replace(setting, step_floors=rounding.grown(again, passes))
+        elif spec.measure.noise_floor:
+            setting = replace(setting, floors=rounding.measured(again, passes, inputs_folder(spec.inputs)))
+        if spec.measure.second_opinion:
+            fp32 = again.passes(rounding.in_fp32(spec), len(again.selection.inputs))
+            # so far is this run itself from the more precise one
+            floors = rounding.floors_of(passes, fp32)
+            opinion = judge(fp32, replace(setting, floors=floors))
+            remarks.append(("in fp32", verdict_lines(opinion)[0][1]))
+    except Exception as error:
+        if again.world.world_size > 1:
+            raise  # the other ranks wait for this one
+        remarks.append(("rounding", f"not measured: {type(error).__name__}: {one_line(str(error))}"))
+    return setting, opinion, remarks
+
+
+def _is_worse(one: Verdict, other: Verdict) -> bool:
+    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED, Outcome.CANNOT_TELL)
+    return order.index(one.outcome) < order.index(other.outcome)
+
+
+def find_source(spec: RunSpec) -> ModelSource:
+    folder = inputs_folder(spec.inputs)
+    try:
+        captured = read_actor_config(folder) if spec.actor.model is None else None
+    except CaptureError as error:
+        raise UsageError(str(error)) from error
+    return find_model(spec.actor, captured, str(_shown(folder / "actor.json")))
+
+
+def inputs_folder(spec: InputsSpec) -> Path:
+    if spec.input_file is not None:
+        return spec.input_file.parent
+    return spec.inputs if spec.inputs is not None else default_folder()
+
+
+def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[str, Any]) -> Setting:
+    dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
+    kernel = {"attention": str(facts["attention_kernel"]), "dtype": dtype}
+    return Setting(
+        dtype=dtype,
+        num_layers=source.config.get_text_config().num_hidden_layers,
+        num_data_ranks=world.num_data_ranks,
+        grad_accumulation=spec.actor.num_accumulated,
+        steps=spec.actor if spec.measure.step else None,
+        dropout=dropouts(lasting_config(source.config)),
+        environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
+    )
+
+
+def _first_call(selection: Selection) -> Call | None:
+    try:
+        return read_call(selection.inputs[0]) if selection.inputs else None
+    except CaptureError:  # the pass will say so
+        return None
+
+
+def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call | None) -> dict[str, str]:
+    """Wrong weights are said before the first pass, and whose random numbers it draws."""
+    if first is None:
+        return {}
+    whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
+    weights = {} if first.weights is None else {"recorded": weights_line(same_weights.check(first.weights))}
+    return weights | ({"dropout": f"{', '.join(dropout)}, {whose}"} if dropout else {})
+
+
+def _first_step(spec: RunSpec, selection: Selection) -> dict[str, str]:
+    """Under --step, whether the job's first step was taken with other settings than the replay's will be."""
+    if not spec.measure.step:
+        return {}
+    for path in selection.inputs[: spec.actor.num_accumulated]:
+        try:
+            step = read_call(path).step
+        except CaptureError:  # the pass will say so
+            return {}
+        if step is not None:
+            found = differences(step, spec.actor, 0)
+            return {"optimizer": f"other than the job's: {'; '.join(found)}" if found else "as the job's"}
+    return {}
+
+
+def _header(
+    spec: RunSpec,
+    source: ModelSource,
+    facts: dict[str, Any],
+    selection: Selection,
+    devices: list[str],
+    num_inputs: list[int],
+) -> dict[str, str]:
+    layers = source.config.get_text_config().num_hidden_layers
+    toggles = [
+        spec.actor.dtype.value,
+        "packed" if spec.actor.packs else "padded",
+        f"attention {facts['attention_kernel']}",
+        f"optimizer {facts['optimizer']}",
+        *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
+        *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),
+        *([f"ring {ring}"] if (ring := spec.actor.parallel.ring) > 1 else []),
+        *([f"padded to the {spec.actor.pad_to}"] if spec.actor.pad_to is PadTo.LONGEST else []),
+        *([f"compile {spec.actor.compile.value}"] if spec.actor.compile != "off" else []),
+        *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
+        *([f"gradient accumulation {n}"] if (n := spec.actor.num_accumulated) > 1 else []),
+        *(["window mean-of-means"] if spec.measure.window is WindowWeights.MEAN_OF_MEANS else []),
+    ]
+    num_each = counted(num_inputs[0], "input") + (" a rank" if len(devices) > 1 else "")
+    if len(set(num_inputs)) > 1:
+        num_each = f"{', '.join(map(str, num_inputs))} inputs by rank"
+    return {
+        "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
+        f"weights {facts['weights']}",
+        "backend": f"{engine_text(spec.actor.backend, facts['zero_stage'])}, {', '.join(toggles)}",
+        "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
+        "inputs": f"{num_each} from {_shown(inputs_folder(spec.inputs))}, {selection.dealing}",
+    }
+
+
+def _shown(path: Path) -> Path:
+    """As one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,102 @@
+"""The options of `replay suite`."""
+
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from actor_init.spec import Dtype, UsageError
+from replay.options import Action
+from replay.suite.plan import SuiteSpec, skipped
+
+
+def suite(
+    context: typer.Context,
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="FOLDER", help="Go on with what is missing in this folder of logs/."
+    ),
+    dataset: Path | None = typer.Option(  # noqa: B008
+        None,
+        envvar="DATASET",
+        help="Captures, or a .jsonl or .parquet with a column text. Default: the sample.",
+    ),
+    model: str | None = typer.Option(None, envvar="MODEL", help="As of `replay`. For texts a folder with a tokenizer."),
+    num_layers: int | None = typer.Option(None, min=1, help="Build only the first N transformer layers."),
+    dtype: Dtype = typer.Option(Dtype.BF16, help="Compute dtype; master weights are fp32."),  # noqa: B008
+    gradient_checkpointing: bool = typer.Option(
+        False, "--gradient-checkpointing", help="Recompute each block's activations in backward."
+    ),
+    learning_rate: float = typer.Option(1e-4, min=0, help="Of AdamW."),
+    steps: int = typer.Option(20, min=2, help="Optimizer steps of each configuration."),
+    max_samples: int | None = typer.Option(
+        None,
+        min=1,
+        envvar="MAX_SAMPLES",
+        help="Train on the first N inputs, over and over. Default: at most 8.",
+    ),
+    num_gpus: int | None = typer.Option(
+        None, min=1, envvar="NUM_GPUS", help="Use N GPUs, or N processes on a CPU. Default: all; 2 on a CPU."
+    ),
+    tp: int = typer.Option(2, min=2, envvar="TP_SIZE", help="Ranks that share each layer's weights, where any do."),
+    ring: int = typer.Option(2, min=2, envvar="RING_SIZE", help="Ranks that share each packed row, where any do."),
+    skip: list[str] = typer.Option(  # noqa: B008
+        [], metavar="NAME", help="Leave out this configuration. May be given again."
+    ),
+    skip_deepspeed: bool = typer.Option(False, "--skip-deepspeed", envvar="SKIP_DEEPSPEED", help="Those of DeepSpeed."),
+    skip_fsdp2: bool = typer.Option(False, "--skip-fsdp2", envvar="SKIP_FSDP2", help="Those of FSDP2."),
+    skip_tp: bool = typer.Option(False, "--skip-tp", envvar="SKIP_TP", help="Those with tensor parallelism."),
+    skip_ring: bool = typer.Option(False, "--skip-ring", envvar="SKIP_RING", help="Those with ring attention."),
+    output_dir: Path | None = typer.Option(  # noqa: B008
+        None, envvar="OUTPUT_DIR", help="Where the folder inputs, on which all train, is made. Default: with the logs."
+    ),
+    log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
+    limit: float = typer.Option(1800.0, min=1, metavar="X", help="Seconds that one configuration may take."),
+) -> Action:
+    """Train the same model on the same inputs under each standard configuration, and judge the losses.
+
+    ddp (the reference), deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring, fsdp2-tp-ring, deepspeed-autotp. Exit code 0:
+    each loss falls, none is further from deepspeed's and ddp's than its bound; 1: one is, or failed.
+    """
+    if go_on is not None:
+        typed = [name for name in context.params if _is_typed(context, name) and name != "go_on"]
+        if typed:
+            option = f"--{typed[0].replace('_', '-')}"
+            raise UsageError(f"--continue goes on as the suite was begun. Try: replay suite, with {option}")
+        return partial(_continue_suite, go_on)
+    groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
+    spec = SuiteSpec(
+        dataset=dataset,
+        model=model,
+        num_layers=num_layers,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        learning_rate=learning_rate,
+        steps=steps,
+        max_samples=max_samples,
+        num_gpus=num_gpus,
+        tp=tp,
+        ring=ring,
+        output_dir=output_dir,
+        limit=limit,
+        skip=skipped(skip, [group for group, is_given in groups.items() if is_given]),
+    )
+    return partial(_suite, spec, log_folder)
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _suite(spec: SuiteSpec, log_folder: Path) -> int:
+    from replay.suite.runs import run_suite
+    from replay.suite.state import Suite
+
+    return run_suite(Suite.begin(spec, log_folder))
+
+
+def _continue_suite(folder: Path) -> int:
+    from replay.suite.runs import run_suite
+    from replay.suite.state import Suite
+
+    return run_suite(Suite.read(folder))

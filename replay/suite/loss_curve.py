@@ -1,0 +1,167 @@
+"""A training as a curve of steps, and the judgement on it. Plain data in, plain data out.
+
+The bounds on the distance from plain DDP are absolute, in nats of a step's mean loss; that from DeepSpeed is relative.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from replay.compare.differences import Point, Quantity
+from replay.report.text import counted
+from replay.runlog.reader import PastRun
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import peak_bytes
+
+FROM_DEEPSPEED = 0.05
+INITIAL_FROM_DDP = 0.001  # before the first step: the same weights
+FROM_DDP = {  # (max, mean) over the steps
+    "fsdp2-tp": (0.02, 0.001),
+    "deepspeed-autotp": (0.5, 0.15),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step over all ranks; a line of <name>.jsonl."""
+
+    step: int  # from 1
+    loss: float  # mean over its micro-batches
+    norm: float  # of the gradient, over all ranks, before clipping
+    seconds: float  # of its passes, each on its slowest rank
+    memory_bytes: int  # highest peak of a rank; see memory_kind in the run's run.json
+    inputs: list[str]  # digests of its micro-batches, sorted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """What one training comes to."""
+
+    steps: Sequence[Step]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Median; the first step pays for allocating and compiling."""
+        return median(step.seconds for step in self.steps[1:] or self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(step.memory_bytes for step in self.steps)
+
+    def why_it_does_not_fall(self, steps_an_epoch: int) -> str:
+        """Empty if the mean of the last pass through the inputs is below that of the first, over the same inputs.
+
+        Where no input comes twice, it is the last quarter of the steps and the first.
+        """
+        num_steps = len(self.losses)
+        repeats = 2 * steps_an_epoch <= num_steps
+        span = steps_an_epoch if repeats else max(1, num_steps // 4)
+        first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
+        if last < first:
+            return ""
+        found = f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
+        return found if repeats else f"{found}, on other inputs. Try: --steps {2 * steps_an_epoch}"
+
+
+def curve_of(run: PastRun) -> Curve:
+    """The steps of a run with --step. A window that the end cut short is no step."""
+    size = run.spec.actor.num_accumulated
+    windows: dict[int, list[PassRecord]] = {}
+    for record in run.records:
+        windows.setdefault(record.index // size, []).append(record)
+    return Curve(steps=[_step(number, window) for number, window in windows.items() if _norms(window)])
+
+
+def _norms(window: Sequence[PassRecord]) -> list[float]:
+    return [record.grad_norm for record in window if record.grad_norm is not None]
+
+
+def _step(number: int, window: Sequence[PassRecord]) -> Step:
+    """Ranks that share a micro-batch share its loss: the mean over all of them is that over micro-batches."""
+    by_pass: dict[int, list[float]] = {}
+    by_data_rank: dict[tuple[int, int], str] = {}
+    for record in window:
+        assert record.seconds is not None
+        assert record.input_digest is not None
+        by_pass.setdefault(record.index, []).append(record.seconds)
+        by_data_rank[record.index, record.data_rank] = record.input_digest
+    return Step(
+        step=number + 1,
+        loss=fmean(record.loss for record in window if record.loss is not None),
+        norm=_norms(window)[0],
+        seconds=sum(max(ranks) for ranks in by_pass.values()),
+        memory_bytes=max(map(peak_bytes, window)),
+        inputs=sorted(by_data_rank.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """One configuration's curve beside those it is held against, where they ran."""
+
+    curve: Curve
+    from_ddp: Quantity | None
+    from_deepspeed: Quantity | None
+    faults: Sequence[str] = ()  # no training, or another
+    beyond: Sequence[str] = ()  # bounds that rounding too may break
+
+    @property
+    def complaints(self) -> list[str]:
+        """None: it passed."""
+        return [*self.faults, *self.beyond]
+
+
+def judge(
+    name: str,
+    curve: Curve,
+    *,
+    steps_an_epoch: int,
+    ddp: Curve | None,
+    deepspeed: Curve | None,
+    is_standard: bool,
+) -> Judgement:
+    """`ddp` and `deepspeed` are None where they did not run, or are this one."""
+    faults, beyond = [], []
+    if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
+        faults.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
+    elif reason := curve.why_it_does_not_fall(steps_an_epoch):
+        faults.append(reason)
+    for other, held_against in (("ddp", ddp), ("deepspeed", deepspeed)):
+        if held_against is not None:
+            faults += _other_inputs(curve, held_against, other)
+    from_ddp = _difference(ddp, curve) if ddp is not None else None
+    from_deepspeed = _difference(deepspeed, curve) if deepspeed is not None and is_standard else None
+    if from_ddp is not None:
+        beyond += _beyond(from_ddp.points[0].difference, INITIAL_FROM_DDP, "initial difference from ddp")
+        for_max, for_mean = FROM_DDP.get(name, (math.inf, math.inf))
+        beyond += _beyond(from_ddp.max_difference, for_max, "max difference from ddp")
+        beyond += _beyond(from_ddp.mean_difference, for_mean, "mean difference from ddp")
+    if from_deepspeed is not None and not from_deepspeed.max_relative <= FROM_DEEPSPEED:
+        beyond.append(f"{from_deepspeed.max_relative:.2%} from deepspeed, bound {FROM_DEEPSPEED:.0%}")
+    return Judgement(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
+
+
+def _difference(reference: Curve, other: Curve) -> Quantity:
+    points = [
+        Point(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
+        for a, b in zip(reference.steps, other.steps, strict=False)
+    ]
+    return Quantity.of("loss", points)
+
+
+def _beyond(value: float, bound: float, what: str) -> list[str]:
+    return [] if value < bound or math.isinf(bound) else [f"{what} {value:.3g}, bound {bound:g}"]
+
+
+def _other_inputs(curve: Curve, other: Curve, name: str) -> list[str]:
+    differing = [a.step for a, b in zip(curve.steps, other.steps, strict=False) if a.inputs != b.inputs]
+    return [f"step {differing[0]} was on other inputs than {name}'s"] if differing else []

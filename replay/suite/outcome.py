@@ -1,0 +1,79 @@
+"""What became of each configuration of a suite, and of the suite. Plain data in, plain data out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from replay.suite.loss_curve import Curve, Judgement, judge
+from replay.suite.plan import DDP, DEEPSPEED, Planned
+
+
+class Status(StrEnum):
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Why a configuration has no curve."""
+
+    reason: str
+    is_refusal: bool = False  # its replay said beforehand that it cannot be had
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A judgement on a configuration's curve, or the reason why there is none."""
+
+    planned: Planned
+    status: Status
+    reason: str = ""
+    judgement: Judgement | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """For suite.json; each step is in <name>.jsonl."""
+        found: dict[str, Any] = {"status": self.status, "reason": self.reason}
+        if self.judgement is None:
+            return found
+        curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
+        found |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
+        found |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
+        found |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
+        if from_ddp is not None:
+            initial = from_ddp.points[0].difference
+            of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
+            found["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
+        if from_deepspeed is not None:
+            found["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
+        return found
+
+
+def outcomes(
+    plan: Sequence[Planned],
+    curves: Mapping[str, Curve],
+    troubles: Mapping[str, Trouble],
+    *,
+    steps_an_epoch: int,
+) -> list[Outcome]:
+    """In the order of `plan`. What has neither a curve nor a trouble was not come to."""
+    found = []
+    for one in plan:
+        trouble = troubles.get(one.name, Trouble(reason=one.reason or "not come to", is_refusal=True))
+        if curve := curves.get(one.name):
+            judgement = judge(
+                one.name,
+                curve,
+                steps_an_epoch=steps_an_epoch,
+                ddp=curves.get(DDP) if one.name != DDP else None,
+                deepspeed=curves.get(DEEPSPEED) if one.name != DEEPSPEED else None,
+                is_standard=one.configuration.is_standard,
+            )
+            status = Status.FAILED if judgement.complaints else Status.PASSED
+            found.append(Outcome(planned=one, status=status, judgement=judgement))
+        else:
+            may_refuse = one.name not in troubles or not one.configuration.is_standard
+            status = Status.NOT_RUN if trouble.is_refusal and may_refuse else Status.FAILED
+            found.append(Outcome(planned=one, status=status, reason=trouble.reason))
+    return found

@@ -1,0 +1,143 @@
+"""What `replay suite` trains: the configurations, and how many processes and passes a step give each the same batches.
+
+With --shuffle-inputs all data ranks together go through one order of inputs, whatever their number. So a step of `d`
+data ranks that accumulate `a` passes each takes the next d x a inputs, and is the same step wherever d x a is the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, lcm
+from pathlib import Path
+
+from actor_init.spec import ActorSpec, BackendName, Dtype, ParallelSpec, UsageError
+from replay.processes.devices import Machine
+from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec
+
+DDP, DEEPSPEED = "ddp", "deepspeed"  # what the others are held against
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    name: str
+    backend: BackendName
+    zero_stage: int | None = None
+    tp: bool = False
+    ring: bool = False
+    is_standard: bool = True  # one of the five that the suite is there for
+
+    @property
+    def groups(self) -> set[str]:
+        return {self.backend.value, *(["tp"] if self.tp else []), *(["ring"] if self.ring else [])}
+
+
+CONFIGURATIONS = (
+    Configuration(name=DDP, backend=BackendName.DDP, is_standard=False),
+    Configuration(name=DEEPSPEED, backend=BackendName.DEEPSPEED, zero_stage=2),
+    Configuration(name="fsdp2", backend=BackendName.FSDP2),
+    Configuration(name="fsdp2-tp", backend=BackendName.FSDP2, tp=True),
+    Configuration(name="fsdp2-ring", backend=BackendName.FSDP2, ring=True),
+    Configuration(name="fsdp2-tp-ring", backend=BackendName.FSDP2, tp=True, ring=True),
+    Configuration(name="deepspeed-autotp", backend=BackendName.DEEPSPEED, tp=True, is_standard=False),
+)
+
+
+def skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
+    """The configurations of these names, and all that a group (deepspeed, fsdp2, tp, ring) is part of."""
+    return frozenset(names) | {one.name for one in CONFIGURATIONS if not one.groups.isdisjoint(groups)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteSpec:
+    """What was asked for. Raises UsageError on nonsense."""
+
+    dataset: Path | None = None
+    model: str | None = None
+    num_layers: int | None = None
+    dtype: Dtype = Dtype.BF16
+    gradient_checkpointing: bool = False
+    learning_rate: float = 1e-4
+    steps: int = 20
+    max_samples: int | None = None
+    num_gpus: int | None = None
+    tp: int = 2
+    ring: int = 2
+    output_dir: Path | None = None
+    limit: float = 1800.0  # seconds for one configuration
+    skip: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in CONFIGURATIONS]
+        if unknown := sorted(self.skip - set(names)):
+            raise UsageError(f"--skip {unknown[0]} is no configuration. Give one of {', '.join(names)}")
+        if set(names) <= self.skip:
+            raise UsageError("every configuration is skipped. Skip fewer, and mind SKIP_... in the environment")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A configuration on this machine. Not run, for `reason`, if there is one."""
+
+    configuration: Configuration
+    num_processes: int
+    num_data_ranks: int
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.configuration.name
+
+
+def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
+    """Each configuration with as many of the machine's devices as it can use."""
+    found = []
+    for one in CONFIGURATIONS:
+        share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
+        num_data_ranks = machine.num_devices // share or (0 if machine.has_gpus else 1)
+        reason = ""
+        if not num_data_ranks:
+            limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"
+            reason = f"needs {share} GPUs, {limit} {machine.num_devices}"
+        if one.name in spec.skip:
+            reason = "skipped"
+        found.append(
+            Planned(
+                configuration=one,
+                num_processes=num_data_ranks * share,
+                num_data_ranks=num_data_ranks,
+                reason=reason,
+            )
+        )
+    return found
+
+
+def num_inputs_a_step(plan: list[Planned]) -> int:
+    """The fewest that every number of data ranks divides, skipped configurations too: leaving one out changes none."""
+    return lcm(*(one.num_data_ranks for one in plan if one.num_data_ranks))
+
+
+def run_spec_of(
+    one: Planned, spec: SuiteSpec, *, inputs: Path, num_inputs: int, inputs_a_step: int, loss: LossName
+) -> RunSpec:
+    """The replay of one configuration. Raises UsageError if it makes no sense."""
+    of = one.configuration
+    num_passes = spec.steps * inputs_a_step
+    return RunSpec(
+        actor=ActorSpec(
+            backend=of.backend,
+            model=spec.model,
+            num_layers=spec.num_layers,
+            dtype=spec.dtype,
+            zero_stage=of.zero_stage,
+            gradient_checkpointing=spec.gradient_checkpointing,
+            learning_rate=spec.learning_rate,
+            grad_accumulation=inputs_a_step // one.num_data_ranks,
+            parallel=ParallelSpec(tp=spec.tp if of.tp else 1, ring=spec.ring if of.ring else 1),
+        ),
+        inputs=InputsSpec(
+            inputs=inputs,
+            max_inputs=num_passes // one.num_data_ranks,
+            epochs=ceil(num_passes / num_inputs),
+            shuffle_inputs=True,
+        ),
+        measure=MeasureSpec(loss=loss, step=True, name=of.name),
+    )

@@ -1,0 +1,105 @@
+"""`replay suite`: trains one model under each configuration, in processes of its own, and judges the curves."""
+
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from actor_init.spec import UsageError
+from replay.options import command_line
+from replay.processes.pool import Task, run_child
+from replay.report.table import print_suite, print_suite_lines
+from replay.runlog.reader import PastRun
+from replay.suite import text as suite_wording
+from replay.suite.loss_curve import curve_of
+from replay.suite.outcome import Outcome, Status, Trouble, outcomes
+from replay.suite.plan import DDP, Planned, run_spec_of
+from replay.suite.state import Suite
+
+TERMINATED = 143
+
+
+def run_suite(suite: Suite) -> int:
+    """0 if every configuration that ran passed, else 1. What was finished before is not run again.
+
+    Raises UsageError, and leaves nothing, for what no configuration can do.
+    """
+    print_suite_lines(suite_wording.header(suite))
+    troubles: dict[str, Trouble] = {}
+    try:
+        with _sigterm_exits():
+            for one in suite.plan:
+                if one.reason or suite.curve(one.name) is not None:
+                    continue
+                print_suite_lines(suite_wording.begins(one, suite.inputs_a_step))
+                if trouble := train(suite, one):
+                    troubles[one.name] = trouble
+                print_suite_lines(suite_wording.ended(suite.curve(one.name), trouble))
+    except (KeyboardInterrupt, SystemExit):
+        suite.write("interrupted", _results(judged(suite, troubles)))
+        print_suite_lines(suite_wording.interrupted(suite))
+        raise
+    found = judged(suite, troubles)
+    has_failed = any(one.status is Status.FAILED for one in found)
+    suite.write("failed" if has_failed else "passed", _results(found))
+    print_suite(suite_wording.table(found), suite_wording.verdict(suite, found))
+    return 1 if has_failed else 0
+
+
+def train(suite: Suite, one: Planned) -> Trouble | None:
+    """Train one configuration and write its curve, or return why there is none.
+
+    Raises UsageError for what the plainest configuration refuses, since all others would.
+    """
+    spec = run_spec_of(
+        one,
+        suite.spec,
+        inputs=suite.inputs.folder,
+        num_inputs=suite.inputs.num_inputs,
+        inputs_a_step=suite.inputs_a_step,
+        loss=suite.inputs.loss,
+    )
+    logs, output = suite.room_for(one.name)
+    task = Task(
+        arguments=command_line(spec),
+        num_processes=one.num_processes,
+        logs=logs,
+        output=output,
+        limit=suite.spec.limit,
+    )
+    child = run_child(task)
+    if trouble := child.trouble:
+        is_refusal = child.is_refusal
+        if is_refusal and one.name == DDP and suite.is_untouched:
+            suite.discard()
+            raise UsageError(trouble)
+        return Trouble(reason=trouble, is_refusal=is_refusal)
+    try:
+        curve = curve_of(PastRun.read(logs))
+    except UsageError as error:
+        return Trouble(reason=str(error))
+    if len(curve.steps) != suite.spec.steps:
+        return Trouble(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
+    suite.write_curve(one.name, curve)
+    return None
+
+
+def judged(suite: Suite, troubles: Mapping[str, Trouble]) -> list[Outcome]:
+    curves = {one.name: curve for one in suite.plan if (curve := suite.curve(one.name)) is not None}
+    steps_an_epoch = suite.inputs.steps_an_epoch(suite.inputs_a_step)
+    return outcomes(suite.plan, curves, troubles, steps_an_epoch=steps_an_epoch)
+
+
+def _results(found: Sequence[Outcome]) -> dict[str, Any]:
+    return {one.planned.name: one.summary() for one in found}
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Else the replay under way would live on: it has a process group of its own."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,160 @@
+"""A suite on disk: what was asked for, its inputs, and what is finished.
+
+LOGS/<time>-suite/suite.json     what was asked for and on what machine; at the end the results
+                  inputs/        what all configurations train on, unless --output-dir says where
+                  <name>.log     what a configuration printed
+                  <name>.jsonl   a line a step, there once all of them are done
+                  runs/<name>/   its replay's own log
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.spec import Dtype, UsageError
+from capture.file_format.atomic_write import write_atomically
+from replay.processes.devices import Machine
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import create_folder, to_json
+from replay.spec import LossName
+from replay.suite.inputs import SuiteInputs, prepare_inputs
+from replay.suite.loss_curve import Curve, Step
+from replay.suite.plan import Planned, SuiteSpec, num_inputs_a_step, planned
+
+SUITE_FILE = "suite.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    folder: Path
+    spec: SuiteSpec
+    machine: Machine
+    inputs: SuiteInputs
+
+    @classmethod
+    def begin(cls, spec: SuiteSpec, logs: Path) -> Self:
+        """Raises UsageError, and leaves nothing, if there is nothing to train on, or there are too few GPUs."""
+        machine = Machine.here(spec.num_gpus)
+        if not machine.is_here:
+            found = Machine.here().num_devices
+            raise UsageError(f"--num-gpus {spec.num_gpus}, but this machine has {found}. Try: --num-gpus {found}")
+        inputs_a_step = num_inputs_a_step(planned(spec, machine))
+        folder = create_folder(logs, "suite").resolve()
+        try:
+            inputs = prepare_inputs(spec, (spec.output_dir or folder).resolve() / "inputs", inputs_a_step)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        begun = cls(folder=folder, spec=spec, machine=machine, inputs=inputs)
+        begun.write("running", {})
+        return begun
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises UsageError if `folder` is no suite that can go on here."""
+        path = folder / SUITE_FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT:
+                raise ValueError(f"it is of format {values['format']}")
+            found = cls(
+                folder=folder.resolve(),
+                spec=_spec_of(values["spec"]),
+                machine=Machine(**values["machine"]),
+                inputs=_inputs_of(values["inputs"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is damaged, or of another version"
+            raise UsageError(
+                f"--continue {folder}: {path} cannot be read: {reason}. Give a folder that a suite left in logs/"
+            ) from error
+        if not found.machine.is_here:
+            kind = "GPUs" if found.machine.has_gpus else "CPU processes"
+            begun_with = f"{found.machine.num_devices} {kind}"
+            raise UsageError(f"the suite was begun with {begun_with}, which are not here. Try: replay suite")
+        if not found.inputs.folder.is_dir():
+            raise UsageError(f"--continue {folder}: its inputs in {found.inputs.folder} are gone. Try: replay suite")
+        runnable = [one.name for one in found.plan if not one.reason]
+        done = [name for name in runnable if found._curve_file(name).exists()]
+        if done and len(done) < len(runnable):
+            PastRun.read(found._logs_of(done[0])).refuse_other_versions(found.folder)
+        return found
+
+    @property
+    def plan(self) -> list[Planned]:
+        return planned(self.spec, self.machine)
+
+    @property
+    def inputs_a_step(self) -> int:
+        return num_inputs_a_step(self.plan)
+
+    def write(self, status: str, results: Mapping[str, Any]) -> None:
+        """`results` by configuration."""
+        whole = {
+            "format": FORMAT,
+            "status": status,
+            "spec": {**asdict(self.spec), "skip": sorted(self.spec.skip)},
+            "machine": self.machine,
+            "inputs": self.inputs,
+            "inputs_a_step": self.inputs_a_step,
+            "configurations": results,
+        }
+        text = json.dumps(to_json(whole), indent=2, allow_nan=False)
+        write_atomically(self.folder / SUITE_FILE, f"{text}\n".encode())
+
+    def curve(self, name: str) -> Curve | None:
+        """Of a configuration that is finished."""
+        path = self._curve_file(name)
+        if not path.exists():
+            return None
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return Curve(steps=[_step_of(json.loads(line)) for line in lines])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is damaged. Remove it, and: replay suite --continue {self.folder}") from error
+
+    def write_curve(self, name: str, curve: Curve) -> None:
+        lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
+        write_atomically(self._curve_file(name), "".join(f"{line}\n" for line in lines).encode())
+
+    def room_for(self, name: str) -> tuple[Path, Path]:
+        """Where a configuration logs its run, and the file for what it prints; an earlier try's are put aside."""
+        logs, output = self._logs_of(name), self.folder / f"{name}.log"
+        for earlier in (path for path in (logs, output) if path.exists()):
+            tries = (earlier.with_name(f"{earlier.name}.{number}") for number in count(1))
+            earlier.rename(next(path for path in tries if not path.exists()))
+        return logs, output
+
+    def _curve_file(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+    def _logs_of(self, name: str) -> Path:
+        """Holds its replay's own log."""
+        return self.folder / "runs" / name
+
+    @property
+    def is_untouched(self) -> bool:
+        return not any(self.folder.glob("*.jsonl"))
+
+    def discard(self) -> None:
+        for folder in (self.inputs.folder, self.folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _spec_of(values: dict[str, Any]) -> SuiteSpec:
+    paths = {name: Path(values[name]) for name in ("dataset", "output_dir") if values[name] is not None}
+    return SuiteSpec(**{**values, **paths, "dtype": Dtype(values["dtype"]), "skip": frozenset(values["skip"])})
+
+
+def _inputs_of(values: dict[str, Any]) -> SuiteInputs:
+    return SuiteInputs(**{**values, "folder": Path(values["folder"]), "loss": LossName(values["loss"])})
+
+
+def _step_of(line: dict[str, Any]) -> Step:
+    """ "nan" and its like are floats again."""
+    return Step(**{**line, **{name: float(line[name]) for name in ("loss", "norm", "seconds")}})

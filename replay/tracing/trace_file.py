@@ -1,0 +1,95 @@
+"""The files of a traced run, beside its log: sketches, never code.
+
+    trace/parameters.safetensors          by rank 0 before the first pass: a sketch of every parameter
+    trace/pass000003-rank1.safetensors    by each rank after each pass: what it fed, and of every traced tensor a row
+                                          for each token it fed; on rank 0, where a window ends, parameters' gradients
+
+A tensor's key is its kind, name and what it is there, as in `forward/model.layers.1.mlp.down_proj/input`; the header's
+metadata is one JSON object, of which `format` is the version, `order` the keys as the pass came upon them, and `seen`
+what of the model was traced: modules, blocks (where they are compiled), no layer.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actor_init.spec import UsageError
+from replay.tracing.first_difference import Kind
+
+FORMAT = 1
+FOLDER = "trace"
+PARAMETERS = "parameters.safetensors"
+FED = "fed"  # int64 [T, 4], of each real token: see FED_COLUMNS
+PREDICTED = "predicted"  # int64 [N, 2], of each action token: see PREDICTED_COLUMNS
+FED_PLACES, PREDICTED_PLACES = "fed_places", "predicted_places"  # int64, in the flattened captured [B, S]
+FED_COLUMNS = ("attention_mask", "input_ids", "position_ids", "documents")  # the last: its place in its document
+PREDICTED_COLUMNS = ("action_mask", "labels")  # the token that predicts it, and what is predicted
+LOG_PROBS = "log_probs"
+
+
+class Key(NamedTuple):
+    """Names one traced tensor."""
+
+    kind: Kind
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        kind, name, what = text.split("/")
+        return cls(Kind(kind), name, what)
+
+
+def pass_file(index: int, rank: int) -> str:
+    return f"pass{index:06}-rank{rank}.safetensors"
+
+
+def write_trace(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Whole or not at all. Raises OSError."""
+    unfinished = path.with_suffix(".tmp")
+    text = json.dumps({"format": FORMAT, **about})
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, unfinished, metadata={"trace": text})
+    os.replace(unfinished, path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceFile:
+    """One file, of which tensors are read as they are asked for."""
+
+    path: Path
+    about: dict[str, Any]
+    order: list[Key]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises UsageError for what is not there, damaged, or of another format."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})["trace"])
+            if about["format"] != FORMAT:
+                raise UsageError(
+                    f"{path} is in format {about['format']}; this version compares traces of format {FORMAT}. "
+                    "Try: the run again"
+                )
+            return cls(path=path, about=about, order=[Key.parse(text) for text in about["order"]])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again, with --trace") from error
+
+    def tensor(self, key: Key | str) -> Tensor:
+        """Raises UsageError where the file is damaged."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(str(key))
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{self.path} is damaged: {error}. Try: the run again, with --trace") from error
+        return tensor

@@ -1,0 +1,369 @@
+"""The gradient of a job's optimizer step beside that of a replay's window: norm, sampled elements, what has none."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.report.text import counted
+from replay.runlog.records import PassRecord
+from replay.verdict.findings import (
+    Finding,
+    Setting,
+    dtypes_of,
+    finding,
+    not_judged,
+    other_settings,
+    other_weighting,
+)
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded
+from replay.verdict.optimizer_settings import differences
+from replay.verdict.replayed_values import GradientSamples, Replayed
+
+SAME_WEIGHTS = 1e-4  # how far shares of a window may be apart that are the same
+LEAST_RMS = 1e-3  # of a parameter's gradient, as a share of all parameters': below it is rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One pass of a window, on one of the ranks that shared it."""
+
+    record: PassRecord
+    recorded: Recorded
+    replayed: Replayed
+    findings: Sequence[Finding]  # its own
+    follows_a_norm: bool  # the job's very pass before it, by the same rank, has a gradient norm of its own
+
+    @property
+    def loss(self) -> Finding | None:
+        return next((one for one in self.findings if one.name == LOSS), None)
+
+
+def windows_of(members: Sequence[Member]) -> list[list[Member]]:
+    """The passes by the gradient that they went into, one a data rank and index; what is cut short is left out."""
+    windows: list[list[Member]] = []
+    window: list[Member] = []
+    seen: set[tuple[int, int]] = set()
+    for member in members:
+        place = member.record.index, member.record.data_rank
+        if place in seen or not member.record.trains:
+            continue
+        seen.add(place)
+        if window and member.record.index > window[-1].record.index and window[-1].record.grad_norm is not None:
+            windows.append(window)
+            window = []
+        window.append(member)
+    return windows + ([window] if window else [])
+
+
+def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
+    """Why the weights are not the job's after the step `number` of a replay with --step; empty where they should be."""
+    assert setting.steps is not None
+    steps = [one.recorded.optimizer for one in window if one.recorded.optimizer is not None]
+    if not steps:
+        return ["the replay has stepped since, so its weights are known before the first step alone"]
+    if reason := _why_not_comparable(window, steps, setting):
+        return [reason]
+    return differences(steps[-1], setting.steps, number)
+
+
+def window_findings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
+    """What the job recorded of its gradient, beside the replay's; empty where it recorded nothing.
+
+    number  of the window among the replay's
+    """
+    return [*_of_gradient(window, setting), *_of_settings(window, setting, number)]
+
+
+def _of_settings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
+    if setting.steps is None or all(one.recorded.optimizer is None for one in window):
+        return []
+    found = why_steps_differ(window, setting, number)
+    return [other_settings(found)] if found else []
+
+
+def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
+    steps = [one.recorded.optimizer for one in window if one.recorded.optimizer is not None]
+    noted = _noted(window, steps)
+    if not steps and not noted:
+        return []
+    if not any(one.gradients is not None or one.grad_norm is not None for one in steps) and not noted:
+        return []
+    here = window[-1].record.grad_norm
+    why_not = _why_not_comparable(window, steps, setting)
+    if why_not is not None or here is None:
+        reason = why_not or "the replay ran no backward, or its window was cut short"
+        found = [not_judged(GRAD_NORM, there, reason, here) for _, there in noted[:1]]
+        samples = _sampled(steps)
+        if samples:
+            found.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
+        return found
+    doubt = _doubt(window, steps)
+    weighting = _weighting(window, noted, here) if doubt is None else None
+    if weighting is not None:
+        doubt = weighting.doubt
+    dtypes = [dtype for one in window for dtype in dtypes_of(one.recorded, setting)]
+    gradient = _gradient(window)
+    found = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
+    found = [*_worst(found), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
+    return found if weighting is None else [*found, weighting]
+
+
+def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
+    """The job's global norms, by rank. Parts of one are put together."""
+    parts = [one.grad_norm for one in steps if one.is_part_of_norm and one.grad_norm is not None]
+    if parts:
+        return [(0, math.sqrt(sum(part * part for part in parts)))]
+    found: dict[int, float] = {}
+    for one in window:
+        rank = one.recorded.rank or 0
+        claims = [claim.values[0] for claim in one.recorded.claims if claim.name == GRAD_NORM]
+        step = one.recorded.optimizer
+        if claims:
+            found[rank] = claims[0]
+        elif step is not None and step.grad_norm is not None:
+            found[rank] = step.grad_norm
+    return sorted(found.items())
+
+
+def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep], setting: Setting) -> str | None:
+    """The replay's window has to be the job's: the same passes, of all its ranks."""
+    first = window[0].recorded
+    world_size = first.world_size or 1
+    if not steps:  # an older capture: one norm for each pass
+        is_whole = len(window) == world_size == len({one.recorded.rank for one in window})
+        return None if is_whole and setting.grad_accumulation == 1 else "how many passes it was of was not recorded"
+    by_rank: dict[int, list[int | None]] = {}
+    for one in window:
+        by_rank.setdefault(one.recorded.rank or 0, []).append(one.recorded.step)
+    wanted = {one.recorded.rank or 0: list(one.recorded.optimizer.passes) for one in window if one.recorded.optimizer}
+    if len(wanted) == world_size and by_rank == wanted:
+        return None
+    size = world_size * len(steps[-1].passes)
+    num_here = len(window)
+    ranks = f" of {world_size} ranks" if world_size > 1 else ""
+    return (
+        f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
+        f"Try: --grad-accumulation {max(size // setting.num_data_ranks, 1)}, without --max-inputs"
+    )
+
+
+def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | None:
+    """Why another gradient would not be the job's mistake, as far as the replay can know."""
+    if any(one.loss is None or one.loss.doubt is not None for one in window):
+        return "the gradient is of the job's objective, which the replay may not compute"
+    if any(share is None for step in steps for share in step.shares):
+        return "the job differentiated another loss than the one that its model returned"
+    if not steps and not all(one.follows_a_norm for one in window):
+        return "one gradient norm does not tell how many passes it was accumulated over"
+    if len(window) > 1 and job_weights(window) is None:
+        by_tokens = [one.recorded.num_tokens for one in window]
+        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_WEIGHTS:
+            return "what each pass weighed in the job is not known. Try: --window mean-of-means"
+    return None
+
+
+def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], here: float) -> Finding | None:
+    """Where the job is known to have weighed its passes otherwise than the replay. Only shares count, not their sum."""
+    weights = job_weights(window) if len(window) > 1 else None
+    if weights is None:
+        return None
+    there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
+    if _apart(there, ours) <= SAME_WEIGHTS:
+        return None
+    norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
+    if _apart(there, _equal(window)) <= SAME_WEIGHTS:
+        why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
+    else:
+        why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
+    return other_weighting(there, ours, why)
+
+
+def _as_shares(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [one / total for one in weights] if total else list(weights)
+
+
+def _equal(window: Sequence[Member]) -> list[float]:
+    return [1 / len(window)] * len(window)
+
+
+def job_weights(window: Sequence[Member]) -> list[float] | None:
+    """What each pass's mean loss weighed in the job's gradient, ranks averaged; None where it is not known."""
+    shares: dict[tuple[int, int], float | None] = {}
+    for one in window:
+        if (step := one.recorded.optimizer) is not None:
+            for forward, share in zip(step.passes, step.shares, strict=True):
+                shares[one.recorded.rank or 0, forward] = share
+    found: list[float] = []
+    for one in window:
+        share = shares.get((one.recorded.rank or 0, one.recorded.step if one.recorded.step is not None else -1))
+        if share is None:
+            return None
+        tokens = one.recorded.num_tokens
+        divisor = one.recorded.divisor
+        found.append(share * (1.0 if divisor is None else tokens / divisor) / (one.recorded.world_size or 1))
+    return found
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def _gradient(window: Sequence[Member]) -> GradientSamples | None:
+    """The replay's, with the places that every rank of the job had samples of."""
+    found = [one.replayed.gradient for one in window if one.replayed.gradient is not None]
+    if not found:
+        return None
+    values = {(name, place): value for one in found for (name, place), value in one.values.items()}
+    return GradientSamples(norms=found[0].norms, sizes=found[0].sizes, values=values)
+
+
+def _norm(
+    there: float,
+    rank: int,
+    here: float,
+    gradient: GradientSamples | None,
+    steps: Sequence[OptimizerStep],
+    window: Sequence[Member],
+    setting: Setting,
+    dtypes: Sequence[str],
+    doubt: str | None,
+) -> Finding:
+    num_frozen = max(one.recorded.num_frozen for one in window)
+    if num_frozen and gradient is not None and doubt is None:
+        trained = _trained(steps, num_frozen)
+        if trained is None:
+            doubt = f"the job did not train {counted(num_frozen, 'parameter')}, and not all that it trained is known"
+        else:
+            here = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if _is_among(name, trained)))
+    elif num_frozen:
+        doubt = doubt or f"the job did not train {counted(num_frozen, 'parameter')}"
+    bound = setting.bound(GRAD_NORM, dtypes, 1, window[-1].record.index)
+    where = f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None
+    return finding(
+        GRAD_NORM, there, here, difference=difference_of_norms(there, here), bound=bound, doubt=doubt, where=where
+    )
+
+
+def difference_of_norms(there: float, here: float) -> float:
+    """Relative to the recorded one, however small."""
+    if there == here or (math.isnan(there) and math.isnan(here)):
+        return 0.0
+    if not (math.isfinite(there) and math.isfinite(here)) or not there:
+        return math.inf
+    return abs(here - there) / abs(there)
+
+
+def _trained(steps: Sequence[OptimizerStep], num_frozen: int) -> set[str] | None:
+    """Names of all parameters that the job trained; None where not all were sampled."""
+    fingerprints = [one.gradients for one in steps if one.gradients is not None]
+    names = {sample.name for one in fingerprints for sample in one.samples}
+    names |= {name for one in steps for name in one.without_gradient}
+    num_parameters = max((one.num_parameters for one in fingerprints), default=0)
+    return names if len(names) + num_frozen >= num_parameters > 0 else None
+
+
+def _is_among(name: str, job_names: set[str]) -> bool:
+    return name in job_names or any(job.endswith(f".{name}") for job in job_names)
+
+
+def _sampled(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    return {
+        sample.name: max(sample.values, key=abs)
+        for step in steps
+        if step.gradients is not None
+        for sample in step.gradients.samples
+        if sample.values
+    }
+
+
+def _elements(
+    gradient: GradientSamples | None,
+    steps: Sequence[OptimizerStep],
+    setting: Setting,
+    index: int,
+    dtypes: Sequence[str],
+    doubt: str | None,
+) -> list[Finding]:
+    """Each sampled parameter's elements, relative to the root mean square of its gradient; the worst parameter.
+
+    A parameter without any gradient in the job counts as one of zeros.
+    """
+    if gradient is None or not any(step.gradients is not None or step.without_gradient for step in steps):
+        return []
+    bound = setting.bound(GRADIENT, dtypes, 1, index)
+    if any(not step.is_unclipped for step in steps):
+        doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
+    found = []
+    for step in steps:
+        for sample in step.gradients.samples if step.gradients is not None else ():
+            name = _own(sample.name, gradient.norms)
+            here = gradient.values.get((name, sample.start)) if name is not None else None
+            if name is None or here is None or len(here) != len(sample.values) or not here:
+                continue
+            scale = scale_of(gradient, name)
+            worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
+            apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
+            where = f"{name}, element {sample.start + worst}"
+            found.append(
+                finding(
+                    GRADIENT,
+                    sample.values[worst],
+                    here[worst],
+                    difference=apart,
+                    bound=bound,
+                    doubt=doubt,
+                    where=where,
+                    counts=True,
+                )
+            )
+        for job_name in step.without_gradient:
+            name = _own(job_name, gradient.norms)
+            if name is None:
+                continue
+            rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
+            is_there = rms >= scale_of(gradient, name) > 0
+            found.append(
+                finding(
+                    GRADIENT,
+                    0.0,
+                    rms,
+                    difference=1.0 if is_there else 0.0,
+                    bound=bound,
+                    doubt=doubt,
+                    where=f"{name}, which has no gradient in the job",
+                    counts=True,
+                )
+            )
+    if not found:
+        return []
+    return [replace(max(found, key=lambda one: one.share), num_values=len(found))]
+
+
+def scale_of(gradient: GradientSamples, name: str) -> float:
+    """The root mean square of a parameter's gradient, or what is rounding beside all other parameters'."""
+    everything = math.sqrt(sum(n * n for n in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
+    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * everything)
+
+
+def _own(job_name: str, names: Mapping[str, float]) -> str | None:
+    """The job may have had the model inside others, so its names may be longer."""
+    parts = job_name.split(".")
+    return next((name for begin in range(len(parts)) if (name := ".".join(parts[begin:])) in names), None)
+
+
+def _distance(there: float, here: float) -> float:
+    if math.isnan(there) and math.isnan(here):
+        return 0.0
+    apart = abs(there - here)
+    return apart if math.isfinite(apart) else (0.0 if there == here else math.inf)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
+
+
+def _worst(found: Sequence[Finding]) -> list[Finding]:
+    """All ranks have one norm: the farthest off stands for them."""
+    return [max(found, key=lambda one: one.share)] if found else []

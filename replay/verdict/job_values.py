@@ -1,0 +1,202 @@
+"""What a capture says that its job computed, as numbers that a replay computes too; and why some of them may not be.
+
+A claim is one quantity of one pass: the loss, the log-probs of each row, the gradient norm. What nobody can know from
+the file, such as the objective of a loss that the loop computed, is the claim's `doubt`: then equal numbers are worth
+something, and different ones prove nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actor_init.inputs.packing import num_action_tokens
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.loss import tokens_for
+from replay.spec import LossName
+
+LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
+ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
+TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
+WEIGHTING = "weighting of passes"
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherValue:
+    """The first element that is another one."""
+
+    name: str
+    index: int  # in the flattened parameter
+    recorded: float
+    found: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsFound:
+    """What samples of the job's weights say of this model's.
+
+    doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
+    """
+
+    compared: tuple[str, ...] = ()  # parameters
+    differing: tuple[str, ...] = ()  # of those
+    num_parameters: int = 0  # of the job's model
+    first: OtherValue | None = None
+    is_sharded: bool = False  # the job's other ranks kept the other samples
+    doubt: str | None = None
+
+    @property
+    def are_same(self) -> bool:
+        return bool(self.compared) and not self.differing and self.doubt is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One value for the pass, one for each row, or one for each of some tokens.
+
+    num_tokens  that each value is of; None where the job does not say
+    doubt       why a replay's other numbers would prove nothing, and its equal ones little
+    stored_as   dtype in which the job kept a value, coarser perhaps than what it computed in
+    """
+
+    name: str
+    values: Sequence[float]
+    num_tokens: Sequence[int] | None = None
+    doubt: str | None = None
+    stored_as: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """Of one pass, by one rank of the job."""
+
+    rank: int | None
+    step: int | None
+    world_size: int | None
+    trains: bool
+    claims: Sequence[Claim]
+    weights: WeightsFound
+    num_frozen: int  # parameters that the job did not train
+    dtypes: Sequence[str]  # all that the job is known to have computed in; none where it is not known
+    settings: Mapping[str, str] = field(default_factory=dict)  # versions and environment
+    optimizer_step: int | None = None  # steps that the job's optimizer had taken
+    optimizer: OptimizerStep | None = None  # the step after this pass, if it was the last before one
+    num_tokens: int = 0  # that the replay's loss is the mean over
+    divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
+
+
+def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsFound) -> Recorded:
+    """`batch` as it was captured, with its action mask; `loss` is what the replay computes."""
+    return Recorded(
+        rank=call.origin.rank,
+        step=call.origin.step,
+        world_size=call.origin.world_size,
+        trains=call.trains,
+        claims=[
+            *_losses(call, batch, loss),
+            *_log_probs(call, batch, loss),
+            *_token_log_probs(call),
+            *_grad_norms(call),
+        ],
+        weights=weights,
+        num_frozen=call.weights.num_frozen if call.weights is not None else 0,
+        dtypes=dtypes_of(call),
+        settings={**call.origin.versions, **call.environment},
+        optimizer_step=call.optimizer_step,
+        optimizer=call.step,
+        num_tokens=num_action_tokens(tokens_for(loss, batch)),
+        divisor=_given_divisor(call),
+    )
+
+
+def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
+    """The model's own loss: of labels, as Hugging Face's causal LMs have it, the mean over those after the first token.
+
+    With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that.
+    """
+    found: list[Claim] = []
+    if isinstance(value := call.outputs.get("loss"), float):
+        doubt, tokens = _doubt_of_loss(call, batch, loss), None
+        if doubt is None:
+            assert batch.labels_BS is not None
+            tokens = int((batch.labels_BS[:, 1:] != IGNORED_LABEL).sum())
+            if not tokens:  # the model's is nan, the replay's 0
+                return []
+            value *= _divisor(call, tokens) / tokens
+        counted = None if tokens is None else [tokens]
+        stored = call.outputs.get("loss_dtype")
+        stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
+        found.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
+    if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in found):
+        why = "the loss was noted by the loop, which may have another objective than the replay's"
+        found.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
+    return found
+
+
+def _doubt_of_loss(call: Call, batch: MicroBatch, loss: LossName) -> str | None:
+    if batch.labels_BS is None:
+        return "the model was given no labels, so its loss is of an objective that the replay does not compute"
+    if loss is LossName.STAND_IN and batch.action_mask_BA is not None:
+        return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
+    if "shift_labels" in call.tensors or call.call_facts.get("output_router_logits"):
+        return "the model's loss is not the mean over its labels alone"
+    return None
+
+
+def _divisor(call: Call, tokens: int) -> float:
+    given = _given_divisor(call)
+    return float(tokens) if given is None else given
+
+
+def _given_divisor(call: Call) -> float | None:
+    """Of the sum of a pass's losses, where the job said one."""
+    if (given := call.tensors.get("num_items_in_batch")) is not None:
+        return float(given.item())
+    fact = call.call_facts.get("num_items_in_batch")
+    return float(fact) if isinstance(fact, int | float) else None
+
+
+def _token_log_probs(call: Call) -> list[Claim]:
+    values = call.outputs.get("token_log_probs")
+    return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
+
+
+def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
+    found: list[Claim] = []
+    for kept_as in ("log_probs_row_sums", "output_row_sums"):
+        sums = call.outputs.get(kept_as)
+        if not isinstance(sums, list) or len(sums) != batch.num_rows:
+            continue
+        doubt, tokens = None, None
+        if loss is LossName.STAND_IN and batch.action_mask_BA is not None:
+            tokens = batch.action_mask_BA.sum(dim=1).tolist()
+        else:
+            doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"
+        found.append(Claim(name=LOG_PROBS, values=sums, num_tokens=tokens, doubt=doubt))
+        values = call.outputs.get(kept_as.replace("row_sums", "values"))
+        shape = call.outputs.get(kept_as.replace("row_sums", "shape"))
+        mask = batch.action_mask_BA
+        if isinstance(values, list) and mask is not None and shape == list(mask.shape):
+            found.append(Claim(name=ACTION_TOKENS, values=values, doubt=doubt))
+    return found
+
+
+def _grad_norms(call: Call) -> list[Claim]:
+    value = call.outputs.get("grad_norm")
+    if not isinstance(value, float):
+        return []
+    doubt = "the job may have scaled its loss for fp16" if call.step is None and "float16" in dtypes_of(call) else None
+    return [Claim(name=GRAD_NORM, values=[value], doubt=doubt)]
+
+
+def dtypes_of(call: Call) -> list[str]:
+    """Of the weights, of the logits, of autocast, of accelerate, and TF32."""
+    environment = call.environment
+    said = [sample.dtype for sample in call.weights.samples] if call.weights is not None else []
+    said += [logits] if (logits := str(call.outputs.get("logits_dtype"))) in FLOATS else []
+    mixed = (environment.get("autocast", "off"), environment.get("ACCELERATE_MIXED_PRECISION", "no"))
+    said += [HALVES[name] for name in mixed if name in HALVES]
+    has_tf32 = environment.get("torch.float32_matmul_precision", "highest") != "highest"
+    return sorted({*said, *(["tf32"] if has_tf32 and environment.get("device") != "CPU" else [])})

@@ -1,0 +1,342 @@
+"""Did the replay do what training did? Plain data in, plain data out.
+
+    {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "windows": {...}, "first": null,
+     "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]}, "passes": [...]}
+
+First come the weights: with other ones no number means anything. Then each number that the job recorded of a pass, and
+of the gradient of each of its steps, is held against the replay's, within a bound: it agrees, differs, or is not judged
+for a reason that is said. DIFFERS is said only where nothing else explains a number: the weights are known to be the
+job's, and there is no doubt that both computed the same quantity. Where there is, the outcome is UNSETTLED.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from replay.runlog.records import PassRecord
+from replay.verdict.findings import Finding, Floor, Setting, Status, findings_of, roundoff, weights_that_stay
+from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
+from replay.verdict.job_values import GRAD_NORM, Recorded, WeightsFound
+from replay.verdict.replayed_values import Replayed
+
+OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
+NOT_OPEN = (OTHER_WEIGHTS, FAILED)
+
+Pass = tuple[PassRecord, Recorded | None, Replayed]  # None: the file could not be read
+
+
+class Outcome(StrEnum):
+    REPRODUCED = "REPRODUCED"
+    DIFFERS = "DIFFERS"
+    UNSETTLED = "UNSETTLED"  # a recorded number is another one here, and whose fault that is cannot be told
+    CANNOT_TELL = "CANNOT TELL"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassVerdict:
+    """What is said of one pass, or of the gradient of the window that it ends."""
+
+    index: int
+    source: str
+    rank: int
+    outcome: Outcome
+    reason: str | None
+    findings: Sequence[Finding]
+    optimizer_step: int | None = None  # of the job, whose gradient this is; None: this is of a pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    outcome: Outcome
+    reason: str | None  # of those of which one cannot tell, or that are unsettled
+    counts: Mapping[Outcome, int]  # passes
+    window_counts: Mapping[Outcome, int]  # gradients of the job's steps
+    first: PassVerdict | None  # that differs, or is unsettled
+    worst: Sequence[Finding]  # of each quantity that agrees or differs, the one nearest to its bound
+    open: Sequence[Finding]  # of each quantity that was recorded and not judged, one with the reason
+    weights: WeightsFound | None  # of the first pass with other ones, else of all passes together
+    environment: Mapping[str, tuple[str, str]]  # what differs: in the job, here
+    dtypes: tuple[str, str]  # the bounds are the looser of these two
+    floors: Mapping[str, Floor] = field(default_factory=dict)  # measured
+    passes: Sequence[PassVerdict] = ()
+    windows: Sequence[PassVerdict] = ()
+
+
+def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
+    """`passes`: of all ranks, by pass and rank."""
+    known = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
+    norms = {(one.rank, one.step) for _, one, _ in known if any(c.name == GRAD_NORM for c in one.claims)}
+    members = [_member(one, norms, setting) for one in known]
+    grouped = windows_of(members)
+    weights = _weights([(record, recorded) for record, recorded, _ in known])
+    if setting.steps is not None:
+        weights = _after_steps(weights, members, grouped, setting)
+    judged = [
+        _verdict_on(one.record, _outcome(one.findings, one, weights[id(one.recorded)], setting), one.findings)
+        for one in members
+    ]
+    judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
+    windows = [
+        one
+        for number, window in enumerate(grouped)
+        if (one := _of_window(window, number, members, weights, setting)) is not None
+    ]
+    windows = _none_judged(windows) or windows
+    everything = [*judged, *windows]
+    outcomes = Counter(one.outcome for one in everything)
+    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
+    outcome = next((one for one in order if outcomes[one]), Outcome.CANNOT_TELL)
+    others = [found for found in weights.values() if found.first is not None]
+    has_reason = outcome is Outcome.UNSETTLED or outcomes[Outcome.CANNOT_TELL] or not judged
+    return Verdict(
+        outcome=outcome,
+        reason=_reason(everything, outcome) if has_reason else None,
+        counts=dict(Counter(one.outcome for one in judged)),
+        window_counts=dict(Counter(one.outcome for one in windows)),
+        first=next((one for one in everything if one.outcome is outcome), None)
+        if outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+        else None,
+        worst=_worst(everything),
+        open=_open(everything),
+        weights=others[0] if others else _merged(list(weights.values())) if weights else None,
+        environment=_environment([recorded for _, recorded, _ in known], setting),
+        dtypes=(max((d for _, r, _ in known for d in r.dtypes), key=roundoff, default="unknown"), setting.dtype),
+        floors=setting.floors,
+        passes=judged,
+        windows=windows,
+    )
+
+
+def _none_judged(windows: Sequence[PassVerdict]) -> list[PassVerdict] | None:
+    """The job's gradients were recorded and none of them could be judged: its losses alone must not reassure."""
+    is_open = [
+        one.outcome is Outcome.CANNOT_TELL
+        and one.reason not in NOT_OPEN
+        and any(finding.status is Status.NOT_JUDGED for finding in one.findings)
+        for one in windows
+    ]
+    if not any(is_open) or any(one.outcome is not Outcome.CANNOT_TELL for one in windows):
+        return None
+    return [
+        replace(one, outcome=Outcome.UNSETTLED) if is_it else one for one, is_it in zip(windows, is_open, strict=True)
+    ]
+
+
+def _member(
+    one: tuple[PassRecord, Recorded, Replayed], norms: Set[tuple[int | None, int | None]], setting: Setting
+) -> Member:
+    record, recorded, replayed = one
+    return Member(
+        record=record,
+        recorded=recorded,
+        replayed=replayed,
+        findings=findings_of(record, recorded, replayed, setting),
+        follows_a_norm=recorded.step is not None and (recorded.rank, recorded.step - 1) in norms,
+    )
+
+
+def _staying(window: Sequence[Member], members: Sequence[Member], weights: Mapping[int, WeightsFound]) -> list[Finding]:
+    """Is the job's model the same in bf16 after a step that should have moved it?"""
+    last = window[-1].recorded
+    step = last.optimizer
+    rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
+    if step is None or step.gradients is None or not rate:
+        return []
+    moves = any(value for sample in step.gradients.samples for value in sample.values)
+    if not moves or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
+        return []
+    after = [one.recorded for one in members if one.recorded.optimizer_step == (last.optimizer_step or 0) + 1]
+    found = [weights[id(one)] for one in (*after[:1], last)]
+    if not after or not all(one.are_same for one in found):
+        return []
+    return [weights_that_stay(len(found[0].compared), rate)]
+
+
+def _of_window(
+    window: Sequence[Member],
+    number: int,
+    members: Sequence[Member],
+    weights: Mapping[int, WeightsFound],
+    setting: Setting,
+) -> PassVerdict | None:
+    """What is said of the gradient of one window; None where the job recorded nothing of it."""
+    findings = [*window_findings(window, setting, number), *_staying(window, members, weights)]
+    if not findings:
+        return None
+    last = window[-1]
+    same = _merged([weights[id(one.recorded)] for one in window])
+    found = _outcome(findings, last, same, setting)
+    return replace(_verdict_on(last.record, found, findings), optimizer_step=last.recorded.optimizer_step or 0)
+
+
+def _verdict_on(record: PassRecord, found: tuple[Outcome, str | None], findings: Sequence[Finding]) -> PassVerdict:
+    outcome, reason = found
+    return PassVerdict(
+        index=record.index, source=record.source, rank=record.rank, outcome=outcome, reason=reason, findings=findings
+    )
+
+
+def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightsFound]:
+    """By recorded pass. What was sampled between two steps of the job's optimizer is of the same weights, and so is
+    what a sharded job's ranks sampled in one pass.
+    """
+    by_step: dict[Any, list[WeightsFound]] = {}
+    for _, recorded in known:
+        by_step.setdefault(_same_weights_key(recorded), []).append(recorded.weights)
+    merged = {key: _merged(members) if len(members) > 1 else members[0] for key, members in by_step.items()}
+    found: dict[int, WeightsFound] = {}
+    for _, recorded in known:
+        found[id(recorded)] = merged[_same_weights_key(recorded)]
+        if recorded.weights.is_sharded and len(by_step[_same_weights_key(recorded)]) == 1:
+            found[id(recorded)] = _merged([recorded.weights])
+    steps = {id(recorded): recorded.step or 0 for _, recorded in known}
+    others = [(steps[key], name) for key, one in found.items() for name in one.differing]
+    return {key: _beside(one, steps[key], others) for key, one in found.items()}
+
+
+def _after_steps(
+    weights: Mapping[int, WeightsFound],
+    members: Sequence[Member],
+    windows: Sequence[Sequence[Member]],
+    setting: Setting,
+) -> dict[int, WeightsFound]:
+    """Under --step: what began with the job's weights has them after each step that is the job's, too."""
+    found = dict(weights)
+    first = _merged([weights[id(one.recorded)] for one in windows[0]]) if windows else None
+    ends = [window[-1].record.index for window in windows]
+    reasons = [why_steps_differ(window, setting, number) for number, window in enumerate(windows)]
+    for one in members:
+        num_steps = sum(end < one.record.index for end in ends)
+        if not num_steps or first is None:
+            continue
+        reason = next((said[0] for said in reasons[:num_steps] if said), None)
+        doubt = first.doubt if reason is None else reason
+        found[id(one.recorded)] = replace(first, doubt=doubt)
+    return found
+
+
+def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
+    """Equal for passes that were done with the same weights."""
+    if recorded.optimizer_step is not None:
+        return "step", recorded.optimizer_step
+    return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", id(recorded))
+
+
+def _beside(weights: WeightsFound, step: int, others: Sequence[tuple[int, str]]) -> WeightsFound:
+    """A pass's weights, in view of parameters that were not the job's in the pass of some step, this one or another.
+
+    Of those that this pass has no sample of: what was another one before is another one here too, unless something else
+    that was is the job's by now, so that the job has moved its weights in between.
+    """
+    unseen = [(at, name) for at, name in others if name not in weights.compared]
+    if not unseen or not weights.are_same:
+        return weights
+    before = tuple(dict.fromkeys(name for at, name in unseen if at <= step))
+    if before and not any(name in weights.compared for _, name in others):
+        return replace(weights, differing=before)
+    return replace(weights, doubt=f"in another pass {unseen[0][1]} is not the job's, and this one has no sample of it")
+
+
+def _merged(members: Sequence[WeightsFound]) -> WeightsFound:
+    doubt = next((one.doubt for one in members if one.doubt is not None), None)
+    compared = tuple(dict.fromkeys(name for one in members for name in one.compared))
+    if doubt is None and not compared:
+        doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
+    return WeightsFound(
+        compared=compared,
+        differing=tuple(dict.fromkeys(name for one in members for name in one.differing)),
+        num_parameters=max(one.num_parameters for one in members),
+        first=next((one.first for one in members if one.first is not None), None),
+        is_sharded=members[0].is_sharded,
+        doubt=doubt,
+    )
+
+
+def _outcome(
+    findings: Sequence[Finding], of: Member, weights: WeightsFound, setting: Setting
+) -> tuple[Outcome, str | None]:
+    record, recorded = of.record, of.recorded
+    if record.error is not None:
+        return Outcome.CANNOT_TELL, FAILED
+    if weights.differing:
+        return Outcome.CANNOT_TELL, OTHER_WEIGHTS
+    if not findings:
+        why = "nothing was recorded of what the job computed. Record with reproduce=True, or a ring"
+        return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
+    wrong = [one for one in findings if one.status is Status.DIFFERS]
+    unsettled = [one for one in findings if one.status is Status.UNSETTLED]
+    if (wrong or unsettled) and setting.dropout and recorded.trains:
+        return (
+            Outcome.CANNOT_TELL,
+            f"the model trains with {', '.join(setting.dropout)}, so its numbers differ by chance",
+        )
+    if wrong and not weights.are_same:
+        doubt = weights.doubt or "weights could not be compared"
+        return Outcome.UNSETTLED, f"{wrong[0].name} is off by {wrong[0].difference:.2g}, but {doubt}"
+    if wrong:
+        return Outcome.DIFFERS, None
+    if unsettled:
+        return Outcome.UNSETTLED, unsettled[0].doubt
+    if any(one.agrees and one.counts for one in findings):
+        return Outcome.REPRODUCED, None
+    return Outcome.CANNOT_TELL, findings[0].doubt
+
+
+def _of_inputs(judged: Sequence[PassVerdict], data_ranks: Sequence[int]) -> list[PassVerdict]:
+    """tp and ring peers had the same input: the one that is farthest off counts."""
+    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
+    kept: dict[tuple[int, int], PassVerdict] = {}
+    for one, data_rank in zip(judged, data_ranks, strict=True):
+        other = kept.setdefault((one.index, data_rank), one)
+        if order.index(one.outcome) < order.index(other.outcome):
+            kept[one.index, data_rank] = one
+    return list(kept.values())
+
+
+def _reason(judged: Sequence[PassVerdict], outcome: Outcome) -> str:
+    """What leaves the outcome unsettled; else other weights before all else, then what is true of most passes."""
+    if outcome is Outcome.UNSETTLED:
+        return next(str(one.reason) for one in judged if one.outcome is outcome)
+    reasons = Counter(one.reason for one in judged if one.reason is not None)
+    if not reasons:
+        return "no pass was replayed"
+    return OTHER_WEIGHTS if OTHER_WEIGHTS in reasons else str(reasons.most_common(1)[0][0])
+
+
+def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    for one in judged:
+        for finding in one.findings if one.outcome is not Outcome.CANNOT_TELL else ():
+            if finding.difference is None or not (finding.agrees or finding.status is Status.DIFFERS):
+                continue
+            if finding.name not in found or finding.share > found[finding.name].share:
+                found[finding.name] = finding
+    return list(found.values())
+
+
+def _open(judged: Sequence[PassVerdict]) -> list[Finding]:
+    """Of each quantity that was recorded and not judged in some pass, the first; with weights that are the job's."""
+    found: dict[str, Finding] = {}
+    for one in judged:
+        for finding in one.findings if one.reason != OTHER_WEIGHTS else ():
+            if finding.status in (Status.NOT_JUDGED, Status.UNSETTLED):
+                found.setdefault(finding.name, finding)
+    return list(found.values())
+
+
+def _environment(known: Sequence[Recorded], setting: Setting) -> dict[str, tuple[str, str]]:
+    """Settings that both have and that differ; several values in the job are all named."""
+    there: dict[str, list[str]] = {}
+    for recorded in known:
+        coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}
+        for name, value in {**recorded.settings, **coarsest}.items():
+            if value not in there.setdefault(name, []):
+                there[name].append(value)
+    shared = [name for name in there if name in setting.environment]
+    return {
+        name: (", ".join(there[name]), setting.environment[name])
+        for name in shared
+        if there[name] != [setting.environment[name]]
+    }

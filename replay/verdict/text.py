@@ -1,0 +1,102 @@
+"""A verdict as text.
+
+verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
+           ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
+weights    as the job's in 291 of its 291 parameters, sampled
+here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
+"""
+
+from collections import Counter
+
+from replay.report.text import Pairs, counted
+from replay.verdict.findings import Finding, Status
+from replay.verdict.job_values import WeightsFound
+from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
+
+SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
+
+
+def verdict_lines(verdict: Verdict) -> Pairs:
+    lines: Pairs = [("verdict", f"{verdict.outcome}: {_explained(verdict)}")]
+    lines += [("not judged", _open_line(one)) for one in verdict.open]
+    if verdict.weights is not None and verdict.weights.num_parameters:
+        others = next((f" (pass {one.index + 1})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), "")
+        lines.append(("weights", weights_line(verdict.weights) + others))
+    if verdict.environment and any(one.findings for one in verdict.passes):
+        said = [f"{name} {here} ({there} in the job)" for name, (there, here) in verdict.environment.items()]
+        lines.append(("here", ", ".join(said)))
+    return lines
+
+
+def weights_line(found: WeightsFound) -> str:
+    """What is known of the weights from one pass's samples."""
+    if (first := found.first) is not None:
+        share = f"{len(found.differing)} of {counted(len(found.compared), 'sampled parameter')}"
+        return (
+            f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
+            f"{first.recorded:.6g} in the job, {first.found:.6g} here"
+        )
+    if not found.compared:
+        return found.doubt or "this rank holds no samples of the job's sharded weights"
+    doubt = "" if found.doubt is None else f", but {found.doubt}"
+    return f"as the job's in {len(found.compared)} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
+
+
+def _explained(verdict: Verdict) -> str:
+    num_passes = sum(verdict.counts.values())
+    share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
+    if num_windows := sum(verdict.window_counts.values()):
+        share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {counted(num_windows, 'gradient')}"
+    both = Counter(verdict.counts) + Counter(verdict.window_counts)
+    for outcome, number in both.items():
+        if outcome is not verdict.outcome:
+            why = f" ({verdict.reason})" if outcome is Outcome.CANNOT_TELL and verdict.reason else ""
+            share += f", {number} {outcome}{why}"
+    match verdict.outcome:
+        case Outcome.CANNOT_TELL:
+            return str(verdict.reason)
+        case Outcome.REPRODUCED:
+            return f"{share}; {_largest(verdict)}; computed in {_dtypes(verdict)}"
+        case _:
+            first = verdict.first
+            assert first is not None
+            wrong = max(first.findings, key=lambda one: SEVERITY.index(one.status))
+            why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
+            return f"{_place(first, wrong)}: {_apart(wrong)}{why}; {share}; computed in {_dtypes(verdict)}"
+
+
+def _largest(verdict: Verdict) -> str:
+    return ", ".join(f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst)
+
+
+def _place(first: PassVerdict, wrong: Finding) -> str:
+    """Which number of which pass, or of which of the job's steps."""
+    name = wrong.name if wrong.where is None else f"{wrong.name} ({wrong.where})"
+    if first.optimizer_step is None:
+        return f"{name} of pass {first.index + 1}, {first.source}"
+    return f"{name} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
+
+
+def _apart(finding: Finding) -> str:
+    if finding.said is not None:
+        return finding.said
+    if finding.difference is None or finding.bound is None:
+        here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+        return f"{finding.recorded:.6g} in the job, {here} here, not judged"
+    return (
+        f"{finding.recorded:.6g} in the job, {finding.replayed:.6g} here, {finding.difference:.2g} apart, "
+        f"bound {finding.bound:.2g}"
+    )
+
+
+def _open_line(finding: Finding) -> str:
+    if finding.said is not None:
+        return f"{finding.name}: {finding.said}: {finding.doubt}"
+    here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+    where = "" if finding.where is None else f" ({finding.where})"
+    return f"{finding.name}{where}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}"
+
+
+def _dtypes(verdict: Verdict) -> str:
+    there, here = verdict.dtypes
+    return here if there == here else f"{there} in the job, {here} here"

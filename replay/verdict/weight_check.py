@@ -1,0 +1,103 @@
+"""Whether the weights that a replay was given are those that a job had: a capture's samples beside the weights' own.
+
+They are taken from the folder's files or computed from their names, never from the actor: so no sharding matters, and
+nothing is gathered.
+"""
+
+import math
+from functools import cached_property
+
+from torch import Tensor
+
+from actor_init.model import ModelSource, parameter_shapes
+from capture.record.parameter_sampler import Fingerprint, Sample
+from replay.report.text import counted
+from replay.verdict.job_values import OtherValue, WeightsFound
+
+BF16_EPS, FP16_SMALLEST = 2**-7, 2**-24
+
+
+class SameWeights:
+    """Holds fingerprints against one model's weights."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self._source.config)
+
+    def check(self, fingerprint: Fingerprint | None) -> WeightsFound:
+        if fingerprint is None:
+            return WeightsFound(doubt="the capture holds no samples of the weights")
+        compared: list[str] = []
+        first: OtherValue | None = None
+        differing: list[str] = []
+        foreign: list[str] = []
+        for sample in fingerprint.samples:
+            name = self._own_name(sample)
+            if name is None:
+                foreign.append(sample.name)
+                continue
+            found = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
+            if found is None:
+                continue
+            compared.append(name)
+            other = first_other(sample, found)
+            differing += [] if other is None else [name]
+            first = first or other
+        return WeightsFound(
+            compared=tuple(compared),
+            differing=tuple(differing),
+            num_parameters=fingerprint.num_parameters,
+            first=first,
+            is_sharded=fingerprint.is_sharded,
+            doubt=self._doubt(fingerprint, foreign, bool(compared)),
+        )
+
+    def by_own_name(self, fingerprint: Fingerprint) -> dict[str, Sample]:
+        """The samples by the names that their parameters have in this model; those of others are left out."""
+        named = {self._own_name(sample): sample for sample in fingerprint.samples}
+        return {name: sample for name, sample in named.items() if name is not None}
+
+    def _own_name(self, sample: Sample) -> str | None:
+        """The job may have had the model inside others, so its names may be longer."""
+        parts = sample.name.split(".")
+        for begin in range(len(parts)):
+            if self._shapes.get(name := ".".join(parts[begin:])) == sample.shape:
+                return name
+        return None
+
+    def _doubt(self, fingerprint: Fingerprint, foreign: list[str], has_compared: bool) -> str | None:
+        if fingerprint.left_out:
+            kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
+            return f"{kinds} of {counted(fingerprint.num_parameters, 'parameter')} could not be sampled"
+        if foreign:
+            shown = f"{foreign[0]} and {len(foreign) - 1} more" if foreign[1:] else foreign[0]
+            return f"this model has no parameter of the name and shape of the job's {shown}"
+        if not has_compared and not fingerprint.is_sharded:
+            return f"weights {self._source.weights.describe()} cannot be sampled"
+        return None
+
+
+def first_other(sample: Sample, found: Tensor) -> OtherValue | None:
+    """Of one dtype, values are equal or not; of two, equal to the precision of bf16."""
+    is_one_dtype = sample.dtype == str(found.dtype).removeprefix("torch.")
+    pairs = zip(sample.values, found.double().tolist(), strict=True)
+    for number, (recorded, here) in enumerate(pairs):
+        if not (_equal(recorded, here) if is_one_dtype else _close(recorded, here)):
+            return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, found=here)
+    return None
+
+
+def _equal(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _close(a: float, b: float) -> bool:
+    """The one may be the other rounded to bf16 or fp16, to nearest or towards zero: a relative 2**-7, or what fp16
+    takes for 0.
+    """
+    if _equal(a, b):
+        return True
+    return abs(a - b) <= max(abs(a), abs(b)) * BF16_EPS + FP16_SMALLEST < math.inf

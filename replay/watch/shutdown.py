@@ -1,0 +1,62 @@
+"""The end of a run that broke off: one rank speaks, every rank leaves its stacks, none is left behind."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from actor_init.world import World
+from replay.runlog.writer import claim_failure
+from replay.watch.blame import Failure
+from replay.watch.side_channel import Peers
+from replay.watch.stacks import StackFile, write_flight_recorder
+
+PATIENCE_SECONDS = 1.5  # with ranks that leave no stack; the watchdog of one that is held strikes within it
+
+
+class Ending:
+    """What a rank does when a run breaks off. All of it ends in os._exit: closing a process group waits for others."""
+
+    def __init__(self, world: World, folder: Path, stacks: StackFile, peers: Peers) -> None:
+        """Every rank calls this together."""
+        self.world = world
+        self.folder = folder
+        self.stacks = stacks
+        self.peers = peers
+        self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
+
+    def speak(self, failure: Failure, *, exit_code: int = 1) -> NoReturn:
+        """Say on stderr, in failure.txt and run.json what happened, unless another rank did, and end with all."""
+        text = failure.text(self.folder)
+        first = self.world.rank if failure.rank is None else failure.rank
+        if claim_failure(self.folder, failure, text):
+            sys.stdout.flush()
+            print(text, file=sys.stderr, flush=True)
+            self.peers.send({"kind": "ended", "first": first, "exit_code": exit_code})
+        self.follow(first, exit_code)
+
+    def follow(self, first: int, exit_code: int) -> NoReturn:
+        """Leave the stacks and end. Rank `first` goes before the others: launchers name the first to end, too."""
+        self.stacks.write()
+        write_flight_recorder(self.folder, self.world.rank, self.world.device)
+        self.peers.send({"kind": "done"})
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        done: set[int] = set()
+        while self._missing(first, done) and (left := deadline - time.monotonic()) > 0:
+            for rank, message in self.peers.receive(left):
+                if rank is not None and isinstance(message, dict) and message["kind"] in ("done", "left"):
+                    done.add(rank)
+        for rank in set(self.peers.by_rank) - done:
+            self._kill(rank)
+        os._exit(exit_code)
+
+    def _missing(self, first: int, done: set[int]) -> set[int]:
+        return set(self.peers.by_rank) - done | {first} & set(self.peers.by_rank)
+
+    def _kill(self, rank: int) -> None:
+        host, process = self._processes[rank]
+        if host == socket.gethostname():
+            os.kill(process, signal.SIGKILL)
