@@ -23,8 +23,8 @@ def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action
 
 
 def _inspect(folder: Path) -> int:
+    from replay.inspection.console import print_inspection
     from replay.inspection.folder_facts import inspect_folder
-    from replay.report.table import print_inspection
 
     facts = inspect_folder(folder)
     print_inspection(facts)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import BackendName
+from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
-from replay.report.table import Console, print_inspection
 from replay.report.text import engine_text
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
+from replay.runner.console import Console
 from replay.runner.selection import Selection
 from tests.made_records import GIB, cost, record
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
+from replay.compare.console import print_comparison
 from replay.compare.differences import Comparison, compare
-from replay.report.table import print_comparison
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import to_json
 from replay.tracing.first_difference import Parted

@@ -21,12 +21,12 @@ from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
 from replay.compare.comparable import dropouts
-from replay.report.table import Console
 from replay.report.text import Pairs, counted, engine_text, one_line
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor as rounding
 from replay.runner.checkpoint import SavingError, loaded_source, not_saved, refuse_folders, save
+from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import settled
 from replay.runner.meter import Meter

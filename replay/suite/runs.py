@@ -9,9 +9,9 @@ from typing import Any
 from actor_init.spec import UsageError
 from replay.options import command_line
 from replay.processes.pool import Task, run_child
-from replay.report.table import print_suite, print_suite_lines
 from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
+from replay.suite.console import print_suite, print_suite_lines
 from replay.suite.loss_curve import curve_of
 from replay.suite.outcome import Outcome, Status, Trouble, outcomes
 from replay.suite.plan import DDP, Planned, run_spec_of

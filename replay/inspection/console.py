@@ -1,0 +1,43 @@
+"""Prints the answer to `replay inspect`."""
+
+from typing import IO
+
+from replay.inspection import text as wording
+from replay.inspection.folder_facts import FolderFacts
+from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.text import damaged_files
+
+
+def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
+    """The answer to `replay inspect`.
+
+    folder     inputs/sample
+    model      llama, layers 4, hidden 64, vocabulary 264
+    files      40 of format 1
+    time       2026-11-21T11:20:04.571116+00:00 to 2026-11-21T11:20:09.133124+00:00
+    versions   python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0
+
+    passes   files  ranks  rows        row length  padded    real  share  action
+    train       32  0, 1      2  82 / 623.5 / 978  37,446  27,142  72.5%  21,556
+    rollout      8  0, 1      4              1024  32,768  13,571  41.4%  10,778
+
+    longest    actor_inputs_rank0_20261121_112004_571116_00000000.pkl: 4 rows of 1024, 1,522 tokens real
+
+    Trouble that a recording noted comes first:
+
+    trouble    rank 0, step 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
+    """
+    out = open_console(file)
+    if facts.troubles or facts.in_memory is not None:
+        print_pairs(out, wording.troubles(facts))
+        print_line(out)
+    print_pairs(out, wording.folder_facts(facts))
+    if facts.kinds:
+        print_line(out)
+        print_table(out, wording.kind_table(facts))
+    if stand_outs := wording.stand_outs(facts):
+        print_line(out)
+        print_pairs(out, stand_outs)
+    if facts.damaged:
+        print_line(out)
+        print_pairs(out, damaged_files(facts.damaged))

@@ -1,0 +1,66 @@
+"""The console's words for a folder of captures."""
+
+from replay.inspection.folder_facts import FolderFacts, Spread
+from replay.report.text import Columns, Pairs, counted
+
+
+def folder_facts(facts: FolderFacts) -> Pairs:
+    pairs = [("folder", str(facts.folder)), ("model", facts.model)]
+    pairs.append(("files", ", ".join(f"{number} {what}" for what, number in facts.num_by_format.items())))
+    if facts.first_time is not None and facts.last_time is not None:
+        pairs.append(("time", f"{facts.first_time} to {facts.last_time}"))
+    if facts.versions:
+        pairs.append(("versions", ", ".join(facts.versions)))
+    return pairs
+
+
+def troubles(facts: FolderFacts) -> Pairs:
+    """Ranks that died without a word, then what went wrong first; last what follows from another rank's end.
+
+    A death is dated by who found its ring, so its time says nothing.
+    """
+    pairs: Pairs = [] if facts.in_memory is None else [("trouble", facts.in_memory)]
+    order = {"died": 0}
+    for trouble in sorted(
+        facts.troubles, key=lambda one: (order.get(one.found.what, 1 + one.found.follows_another), one.found.time)
+    ):
+        found = trouble.found
+        step = "before any forward" if found.step is None else f"step {found.step}"
+        text = f"rank {trouble.rank}, {step}, {found.time}: {found.what}, {found.where}"
+        if found.message:
+            text += f": {found.message}"
+        saved = f"; {counted(len(found.files), 'file')} for it"
+        if found.num_unreached:
+            saved += f", {counted(found.num_unreached, 'pass')} not on the host in time"
+        pairs.append(("trouble", text + saved))
+    if number := sum({trouble.rank: trouble.num_others for trouble in facts.troubles}.values()):
+        pairs.append(("trouble", f"{number} more like these, for which nothing was written"))
+    return pairs
+
+
+def stand_outs(facts: FolderFacts, most: int = 10) -> Pairs:
+    pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in facts.longest]
+    pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in facts.odd[:most]]
+    if len(facts.odd) > most:
+        pairs.append(("odd", f"{len(facts.odd) - most} more"))
+    return pairs
+
+
+def kind_table(facts: FolderFacts) -> Columns:
+    """A row for the training passes and one for the rollout passes; a spread is least / median / most."""
+    kinds = facts.kinds
+    return {
+        "passes": [kind.name for kind in kinds],
+        "files": [str(kind.num_files) for kind in kinds],
+        "ranks": [", ".join("unknown" if rank is None else str(rank) for rank in kind.ranks) for kind in kinds],
+        "rows": [_spread(kind.rows) for kind in kinds],
+        "row length": [_spread(kind.row_length) for kind in kinds],
+        "padded": [f"{kind.padded_tokens:,}" for kind in kinds],
+        "real": [f"{kind.real_tokens:,}" for kind in kinds],
+        "share": [f"{kind.real_tokens / kind.padded_tokens:.1%}" for kind in kinds],
+        "action": [f"{kind.action_tokens:,}" for kind in kinds],
+    }
+
+
+def _spread(spread: Spread) -> str:
+    return str(spread.least) if spread.least == spread.most else f"{spread.least} / {spread.median:g} / {spread.most}"

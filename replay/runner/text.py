@@ -1,0 +1,124 @@
+"""The console's words for a run: its passes, what failed, the summary of time and memory."""
+
+from collections.abc import Sequence
+
+from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import TRACED, Place, Statistics
+from replay.runner.selection import Selection
+
+
+def pass_table(records: Sequence[PassRecord]) -> Columns:
+    """A row a pass and rank; a column only where there is something to say."""
+    records = sorted(records, key=lambda r: (r.index, r.rank))
+    phases = [name for name in PHASES if any(name in r.phases for r in records)]
+    columns: Columns = {"pass": [str(r.index + 1) for r in records]}
+    if len({r.rank for r in records}) > 1:
+        columns["rank"] = [str(r.rank) for r in records]
+    columns["input"] = [r.source for r in records]
+    columns["rows"] = [str(r.rows) for r in records]
+    columns["padded"] = [f"{r.padded_tokens:,}" for r in records]
+    columns["real"] = [f"{r.real_tokens:,}" for r in records]
+    for name in phases:
+        seconds = [r.phases[name].seconds if name in r.phases else None for r in records]
+        columns[f"{name} ms"] = [milliseconds(s) for s in seconds]
+    if any(r.wait_seconds is not None for r in records):
+        columns["wait ms"] = [milliseconds(r.wait_seconds) for r in records]
+    for name in phases:
+        peaks = [r.phases[name].peak_allocated_bytes if name in r.phases else None for r in records]
+        columns[f"{name} GiB"] = [gibibytes(peak) for peak in peaks]
+    columns["loss"] = ["-" if r.loss is None else f"{r.loss:.5f}" for r in records]
+    if any(r.grad_norm is not None for r in records):
+        columns["grad norm"] = ["-" if r.grad_norm is None else f"{r.grad_norm:.4g}" for r in records]
+    if any(r.new_graphs for r in records):
+        columns["new graphs"] = [str(r.new_graphs) for r in records]
+    if any(notes := [_note(r) for r in records]):
+        columns["note"] = notes
+    return columns
+
+
+def _note(record: PassRecord) -> str:
+    marks = ["warm-up"] if record.warmup else []
+    marks += ["rollout"] if record.trains is False else []
+    marks += [f"failed: {record.error_type}"] if record.error is not None else []
+    return ", ".join(marks)
+
+
+def progress(ranks: Sequence[PassRecord]) -> str:
+    """One pass: what it took on its slowest rank, the first rank's loss and input."""
+    slowest = {name: max((r.phases[name].seconds for r in ranks if name in r.phases), default=None) for name in PHASES}
+    parts = [f"{name} {milliseconds(s)} ms" for name, s in slowest.items() if s is not None]
+    parts += [] if ranks[0].loss is None else [f"loss {ranks[0].loss:.5f}"]
+    parts += ["warm-up"] if ranks[0].warmup else []
+    parts += [f"failed on rank {r.rank}: {r.error_type}" for r in ranks if r.error is not None]
+    return ", ".join([*parts, ranks[0].source])
+
+
+def failures(records: Sequence[PassRecord]) -> Pairs:
+    return [
+        ("failed", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.error_type}: {r.error}")
+        for r in records
+        if r.error is not None
+    ]
+
+
+def counts(statistics: Statistics) -> Pairs:
+    text = f"{statistics.num_counted} of {counted(statistics.num_passes, 'pass')}"
+    if statistics.left_out:
+        text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
+    if not statistics.num_counted:
+        way_out = "the run without --trace" if TRACED in statistics.left_out else "more inputs, or --warmup 0"
+        text += f". No pass counted, so there are no statistics. Try: {way_out}"
+    return [("counted", text)]
+
+
+def phase_table(statistics: Statistics) -> Columns:
+    """Median and p95 of each phase and of the whole pass, and the highest peak of each. Needs a counted pass."""
+    assert statistics.highest_peak is not None
+    phases = statistics.phases.values()
+    return {
+        "": [*statistics.phases, "pass"],
+        "median ms": [milliseconds(s) for s in (*(p.median_seconds for p in phases), statistics.median_seconds)],
+        "p95 ms": [milliseconds(s) for s in (*(p.p95_seconds for p in phases), statistics.p95_seconds)],
+        "peak GiB": [gibibytes(b) for b in (*(p.peak_allocated_bytes for p in phases), statistics.highest_peak.value)],
+    }
+
+
+def summary(statistics: Statistics, memory_kind: str) -> Pairs:
+    """What a run comes to, beside the phases; nothing is said of what was not measured."""
+    pairs: Pairs = []
+    if statistics.real_tokens_per_second is not None:
+        pairs.append(("speed", f"{statistics.real_tokens_per_second:,.0f} real tokens/s"))
+    if statistics.padding_share is not None:
+        fed = statistics.padding_time_share
+        of_time = "" if fed is None else f"; {fed:.1%} of the ranks' time went to padding that was fed"
+        pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens{of_time}"))
+    if statistics.wait_share is not None:
+        pairs.append(("waiting", f"{statistics.wait_share:.1%} of the ranks' time, for the slowest rank"))
+    if (slowest := statistics.slowest) is not None:
+        pairs.append(("slowest", f"{milliseconds(slowest.value)} ms, {_where(slowest)}"))
+    if (peak := statistics.highest_peak) is not None:
+        pairs.append(("peak", f"{gibibytes(peak.value)} GiB, {memory_kind}, {_where(peak)}"))
+    return pairs
+
+
+def _where(place: Place) -> str:
+    return f"pass {place.index + 1}, rank {place.rank}, {place.source}"
+
+
+def left_behind(selection: Selection) -> Pairs:
+    """The inputs that were not replayed, and why."""
+    pairs: Pairs = []
+    if number := selection.num_left_out_passes:
+        pairs.append(("left out", f"{counted(number, 'pass')} of the other kind, met on the way (see --passes)"))
+    if number := selection.num_left_over:
+        pairs.append(("left over", f"{counted(number, 'input')}: the data ranks hold unequal numbers"))
+    if number := len(selection.damaged):
+        pairs.append(("damaged", f"{counted(number, 'file')}, named above"))
+    return pairs
+
+
+def not_finite(records: Sequence[PassRecord]) -> Pairs:
+    """What held a NaN or an infinity first, in each pass that was looked through."""
+    found = [record for record in records if record.first_non_finite is not None]
+    return [("not finite", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.first_non_finite}") for r in found]
