@@ -51,7 +51,7 @@ def write_log(
         spec,
         facts=FACTS | (facts or {}),
         work=WORK | (work or {}),
-        selection=SELECTION,
+        inputs=SELECTION.described(),
         memory_kind=memory_kind,
         devices=["H200"] * len(ranks),
     )

@@ -15,8 +15,8 @@ from replay import cli
 from replay.cli import app
 from replay.runlog.writer import read_log
 from replay.runner.session import run_in
-from replay.tracing.first_difference import FirstDifference, Kind, first_difference
-from replay.tracing.trace_file import TraceFile
+from replay.tracing.first_difference import FirstDifference, first_difference
+from replay.tracing.trace_file import Kind, TraceFile
 from tests.made_logs import passed, write_log
 from tests.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.tracing_faults import FAULTS, change_border, in_module

@@ -2,7 +2,9 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -10,9 +12,46 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
+# of the folders in a package, from the ground up: a file imports from its own floor's folder and from lower floors
 ROOMS = {
+    "capture": (
+        ("file_format",),
+        ("record", "importers"),
+        ("folder_tools", "search"),
+        ("run", "integrations"),
+        ("cli",),
+        ("", "__main__"),
+    ),
+    "actor_init": (
+        ("spec", "presets"),
+        ("weights", "world", "compiling", "optimizer"),
+        ("sketching",),
+        ("model",),
+        ("parallel",),
+        ("attention",),
+        ("inputs",),
+        ("own_positions", "dropout_settings", "actor", "tracing"),
+        ("saving",),
+        ("backends",),
+    ),
+    "replay": (
+        ("spec",),
+        ("options", "loss"),
+        ("report",),
+        ("processes",),
+        ("runlog",),
+        ("tracing", "watch", "verdict"),
+        ("compare", "inspection", "doctor"),
+        ("runner",),
+        ("diagnose", "parity", "suite"),
+        ("subcommands",),
+        ("cli",),
+        ("", "__main__"),
+    ),
+}
+LIBRARIES = {
     "typer": {"replay/cli.py", "replay/options.py", "replay/subcommands.py"}
-    | {f"replay/{name}_command.py" for name in ("diagnose", "parity", "suite")},
+    | {f"replay/{name}/command.py" for name in ("diagnose", "parity", "suite")},
     "rich": {"replay/report/table.py"},
     "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
@@ -24,8 +63,8 @@ INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who im
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = (
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
-    *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
-    *("replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
+    *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
+    *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
 )
 INSTALLED = set(packages_distributions())  # names that can be imported
 
@@ -56,8 +95,8 @@ def complaints(name: str, source: str) -> list[str]:
         library = dotted.partition(".")[0]
         if FLOORS.get(library, 0) > FLOORS[floor]:
             found.append(f"{name} imports {dotted} from a floor above")
-        if library in ROOMS and name not in ROOMS[library]:
-            found.append(f"{name} imports {dotted}, which belongs in {sorted(ROOMS[library])}")
+        if library in LIBRARIES and name not in LIBRARIES[library]:
+            found.append(f"{name} imports {dotted}, which belongs in {sorted(LIBRARIES[library])}")
         allowed = {"capture", "torch", *sys.stdlib_module_names, *INTEGRATIONS.get(name, ())}
         if floor == "capture" and library not in allowed:
             found.append(f"{name} imports {dotted}; capture rides in other people's jobs with torch alone")
@@ -67,7 +106,46 @@ def complaints(name: str, source: str) -> list[str]:
             here = f"actor_init.backends.{Path(name).stem.partition('_')[0]}"  # a backend may have several modules
             if not name.endswith("__init__.py") and not dotted.startswith(here):
                 found.append(f"{name} imports {dotted}: the backends know nothing of each other")
+        found += upwards(name, dotted)
     return found
+
+
+def upwards(name: str, dotted: str) -> list[str]:
+    """Complain of an import from a room on a higher floor of the same package, or from another one on its own."""
+    package, *rest = name.removesuffix(".py").split("/")
+    if dotted.partition(".")[0] != package or package not in ROOMS:
+        return []
+    floors = {room: number for number, rooms in enumerate(ROOMS[package]) for room in rooms}
+    here = rest[0] if rest[0] != "__init__" else ""
+    there = dotted.split(".")[1] if "." in dotted else ""
+    there = there if there in floors else ""
+    if here == there or (floors[there] < floors[here]):
+        return []
+    return [f"{name} imports {dotted}: {there or package} is not on a floor below {here or package}"]
+
+
+def circles() -> list[list[str]]:
+    """Files of one package that import each other, round and round."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    edges = {
+        name: {found for found in map(partial(_module, names), imported(ast.parse(path.read_text()))) if found}
+        for name, path in names.items()
+    }
+    try:
+        tuple(TopologicalSorter({name: found - {name} for name, found in edges.items()}).static_order())
+    except CycleError as error:
+        return [error.args[1]]
+    return []
+
+
+def _module(names: Mapping[str, Path], dotted: str) -> str | None:
+    while dotted and dotted not in names:
+        dotted = dotted.rpartition(".")[0]
+    return dotted or None
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles() == []
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -96,6 +174,10 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("replay/report/text.py", "from rich.table import Table"),
         ("replay/runner/session.py", "import typer"),
         ("replay/compare/command.py", "from matplotlib.figure import Figure"),
+        ("replay/report/text.py", "from replay.runlog.records import PassRecord"),
+        ("replay/verdict/judge.py", "from replay.watch.blame import Failure"),
+        ("replay/runlog/writer.py", "from replay.runner.selection import Selection"),
+        ("capture/file_format/capture_file.py", "from capture.record.recorder import Recorder"),
         ("replay/runner/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
     ],
 )
@@ -110,6 +192,6 @@ def test_what_help_and_the_doctor_need_imports_nothing_heavy_at_the_top(name: st
     assert heavy == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "replay").rglob("*.py")), ids=name_of)
-def test_no_module_of_replay_hides_another_when_the_folder_is_run(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted((ROOT / "replay").iterdir()), ids=name_of)
+def test_nothing_in_replay_hides_another_package_when_the_folder_is_run(path: Path) -> None:
     assert path.stem not in sys.stdlib_module_names | INSTALLED

@@ -10,10 +10,11 @@ import pytest
 from actor_init.spec import UsageError
 from replay.options import spec_from_dict
 from replay.runlog.summary import summarize
-from replay.runlog.writer import Logbook, claim_failure, create_folder, read_log, versions
+from replay.runlog.writer import Logbook, create_folder, read_log, versions
 from replay.runner.selection import Selection
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
 from replay.watch.blame import failed
+from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
 from tests.made_records import cost, record
 
@@ -46,7 +47,12 @@ def logbook(tmp_path: Path) -> Logbook:
     facts = {"zero_stage": 1}
     work = {"weights": "random, seed 0", "config": {"vocab_size": 264}}
     book.begin(
-        SPEC, facts=facts, work=work, selection=SELECTION, memory_kind="cuda allocator", devices=["H200", "H200"]
+        SPEC,
+        facts=facts,
+        work=work,
+        inputs=SELECTION.described(),
+        memory_kind="cuda allocator",
+        devices=["H200", "H200"],
     )
     return book
 

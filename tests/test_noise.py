@@ -9,8 +9,9 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.compare.differences import compare
-from replay.parity.noise_floor import Distance, Noise, Verdict, ceiling_of, distances, judge, noise_of
+from replay.parity.noise_floor import Distance, Noise, Verdict, distances, judge, noise_of
 from replay.report.false_alarms import chance_beyond
+from replay.report.roundoff import ceiling_of
 from replay.runlog.reader import PastRun
 from tests.made_logs import passed, write_log
 

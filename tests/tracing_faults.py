@@ -14,7 +14,7 @@ from actor_init.backends import Backend, open_backend
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from replay.loss import negated_mean
-from replay.tracing.first_difference import Kind
+from replay.tracing.trace_file import Kind
 
 BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
 PLACE_OF_BORDER = (1, 180)  # row and token as captured: the row is padded on its left

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
@@ -11,7 +12,10 @@ from replay.compare.console import print_comparison
 from replay.compare.differences import Comparison, compare
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import to_json
-from replay.tracing.first_difference import Parted
+
+if TYPE_CHECKING:  # logs without traces are compared without torch
+    from replay.tracing.first_difference import Parted
+
 
 MOST_RUNS = 26  # they are called by letters
 
@@ -43,10 +47,11 @@ def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, a
     return 0 if all(one.max_relative <= threshold for one in comparisons) else 1
 
 
-def first_differences(reference: PastRun, others: Sequence[PastRun]) -> Parted:
+def first_differences(reference: PastRun, others: Sequence[PastRun]) -> "Parted":
     """Of those that were traced, if the reference was."""
     if not reference.spec.measure.trace:
         return {}
+
     from replay.tracing.first_difference import first_difference
 
     traced = {number: other for number, other in enumerate(others) if other.spec.measure.trace}
@@ -59,7 +64,7 @@ def write_json(
     comparisons: Sequence[Comparison],
     differing: dict[str, list[str]],
     threshold: float,
-    parted: Parted,
+    parted: "Parted",
 ) -> None:
     """The whole of it, each point too, and where traced runs part.
 

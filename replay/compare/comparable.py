@@ -106,13 +106,6 @@ def _of_steps(
     return []
 
 
-def dropouts(config: Mapping[str, Any]) -> list[str]:
-    """Names of the settings that make a model's training a matter of chance."""
-    from actor_init.dropout_settings import acting_dropouts
-
-    return acting_dropouts(config)
-
-
 def settings(run: PastRun) -> dict[str, str]:
     """What there is to say of how a run was done, by name; what was resolved in the place of what was asked for."""
     asked: dict[str, Any] = {}

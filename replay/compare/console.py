@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from replay.compare import text as compare_wording
 from replay.compare.differences import Comparison
 from replay.report.table import open_console, print_line, print_pairs, print_table
 from replay.runlog.reader import PastRun
-from replay.tracing.first_difference import Parted
+
+if TYPE_CHECKING:  # logs without traces are compared without torch
+    from replay.tracing.first_difference import Parted
 
 
 def print_comparison(
@@ -17,7 +19,7 @@ def print_comparison(
     differing: Mapping[str, Sequence[str]],
     comparisons: Sequence[Comparison],
     threshold: float,
-    parted: Parted,
+    parted: "Parted",
     *,
     written: Sequence[Path],
     file: IO[str] | None = None,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
+from actor_init.dropout_settings import acting_dropouts
 from actor_init.spec import UsageError
-from replay.compare.comparable import dropouts, reasons_to_refuse
+from replay.compare.comparable import reasons_to_refuse
 from replay.report.text import PHASES, counted
 from replay.runlog.matching import Pass, Window, matched, passes_and_windows
 from replay.runlog.reader import PastRun
@@ -142,7 +143,7 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
 
 
 def _chances(reference: PastRun) -> list[str]:
-    drops = dropouts(reference.config)
+    drops = acting_dropouts(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 

@@ -1,11 +1,16 @@
 """A comparison of runs as text: which runs, in what they differ, how far their numbers are apart, the verdict."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from replay.compare.differences import Comparison, Quantity
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
 from replay.runlog.reader import PastRun
-from replay.tracing.first_difference import FirstDifference, Kind, Parted
+from replay.tracing.trace_file import Kind
+
+if TYPE_CHECKING:  # logs without traces are compared without torch
+    from replay.tracing.first_difference import FirstDifference, Parted
+
 
 UNITS = {"seconds": "ms", "bytes": "GiB"}
 
@@ -75,11 +80,11 @@ def verdicts(names: Sequence[str], comparisons: Sequence[Comparison], threshold:
     return pairs
 
 
-def partings(names: Sequence[str], parted: Parted) -> Pairs:
+def partings(names: Sequence[str], parted: "Parted") -> Pairs:
     return [("first diff", f"{names[number + 1]}: {parting(one)}") for number, one in parted.items()]
 
 
-def parting(one: FirstDifference | None) -> str:
+def parting(one: "FirstDifference | None") -> str:
     if one is None:
         return "no traced tensor leaves its bound"
     place = [f"row {one.row}"] if one.row is not None else []

@@ -5,18 +5,10 @@ from dataclasses import dataclass, field
 
 from actor_init.spec import Dtype, UsageError
 from replay.compare.differences import Comparison, compare
-from replay.parity.noise_floor import (
-    CEILINGS,
-    Distance,
-    Noise,
-    Verdict,
-    ceiling_of,
-    distances,
-    judge,
-    noise_of,
-)
+from replay.parity.noise_floor import CEILINGS, Distance, Noise, Verdict, distances, judge, noise_of
 from replay.parity.plan import Role
 from replay.parity.state import Row, State
+from replay.report.roundoff import ceiling_of
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize

@@ -25,14 +25,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
-from typing import Any
 
 from actor_init.spec import Dtype
 from replay.compare.differences import Comparison, Point
 from replay.report.false_alarms import factor_for
+from replay.report.roundoff import FP32_SPACING
 
-UNIT_ROUNDOFF = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-24}
-FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
 LEAST_FACTOR = 4.0
 AN_ORDER = 10.0
 CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}  # of what is the farthest of hundreds of values
@@ -133,25 +131,6 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
     others = [value for other, value in measured.items() if other != name]
     stands_alone = measured[name] > AN_ORDER * max([FP32_SPACING, *others])
     return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
-
-
-def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
-    """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
-    text = config.get("text_config") or config
-    names = _own_names(text.get("model_type"))
-    hidden_size, num_layers = (text[names.get(name, name)] for name in ("hidden_size", "num_hidden_layers"))
-    summed = max(hidden_size, num_tokens) if dtype is Dtype.FP32 else 1
-    return UNIT_ROUNDOFF[dtype] * math.sqrt(2 * num_layers * summed)
-
-
-def _own_names(model_type: str | None) -> Mapping[str, str]:
-    """What a model's config calls the sizes, where it is not by their usual names: GPT-2's hidden size is n_embd."""
-    if model_type is None:
-        return {}
-    from transformers import CONFIG_MAPPING
-
-    names: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
-    return names
 
 
 def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[Verdict, list[str]]:

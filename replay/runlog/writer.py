@@ -1,7 +1,7 @@
 """The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
 
-A run that broke off on one of several ranks also has failure.txt and what `replay/watch/shutdown.py` leaves. run.json is there
-from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
+A run that broke off on one of several ranks also has what `replay/watch/failure_file.py` and `shutdown.py` leave.
+run.json is there from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
 is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
 
     {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
@@ -31,15 +31,11 @@ from actor_init.spec import UsageError
 from replay.options import command_line, spec_to_dict
 from replay.runlog.records import PassRecord, PhaseCost
 from replay.runlog.summary import Statistics
-from replay.runner.selection import Selection
 from replay.spec import RunSpec
-from replay.verdict.judge import Verdict
-from replay.watch.blame import Failure
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 FORMAT = 1  # of run.json and of the lines; another number where a reader of this one would be misled
 RUN_FILE = "run.json"
-FAILURE_FILE = "failure.txt"
 INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
@@ -92,13 +88,14 @@ class Logbook:
         *,
         facts: Mapping[str, Any],
         work: Mapping[str, Any],
-        selection: Selection,
+        inputs: Mapping[str, Any],
         memory_kind: str,
         devices: Sequence[str],
     ) -> None:
         """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone.
 
-        `work` is what another run must share to be comparable, beside what its spec and its records say.
+        `work` is what another run must share to be comparable, beside what its spec and its records say. `inputs` says
+        which inputs are replayed and how they were dealt.
         """
         assert self.rank == 0
         self._run = {
@@ -108,13 +105,7 @@ class Logbook:
             "spec": spec_to_dict(spec),
             "facts": dict(facts),
             "work": dict(work),
-            "inputs": {
-                "num_inputs": len(selection.inputs),
-                "dealing": selection.dealing,
-                "num_left_out_passes": selection.num_left_out_passes,
-                "num_left_over": selection.num_left_over,
-                "damaged": [{"path": str(path), "error": error} for path, error in selection.damaged],
-            },
+            "inputs": dict(inputs),
             "memory_kind": memory_kind,
             "world_size": len(devices),
             "devices": list(devices),
@@ -139,10 +130,10 @@ class Logbook:
         statistics: Statistics,
         *,
         exit_code: int,
-        verdict: Verdict | None = None,
+        verdict: Any = None,
         first_non_finite: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite run.json for a run that has ended. Rank 0 alone."""
+        """Rewrite run.json for a run that has ended; `verdict` is a dataclass of plain data. Rank 0 alone."""
         assert self._run, "begin() comes first"
         self._run |= {
             "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
@@ -158,37 +149,10 @@ class Logbook:
         self._lines.close()
 
     def _write_run(self) -> None:
-        _replace_run(self.folder, self._run)
+        replace_run(self.folder, self._run)
 
 
-def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
-    """Say in run.json which rank and input ended a run, and `text` in failure.txt; for any rank to call.
-
-    False if another rank did so before: its failure may be why this one fails, and nothing is written.
-    """
-    try:
-        with (folder / FAILURE_FILE).open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except FileExistsError:
-        return False
-    path = folder / RUN_FILE
-    run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
-    position = failure.position
-    named = {
-        "kind": failure.kind,
-        "rank": failure.rank,
-        "index": position and position.index,
-        "source": position and position.source,
-        "phase": position and position.phase,
-        "error": failure.error,
-        "ranks": [asdict(sighting) for sighting in failure.sightings],
-    }
-    status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
-    _replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})
-    return True
-
-
-def _replace_run(folder: Path, run: Mapping[str, Any]) -> None:
+def replace_run(folder: Path, run: Mapping[str, Any]) -> None:
     path = folder / RUN_FILE
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     unfinished.write_text(

@@ -5,8 +5,8 @@ from dataclasses import replace
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.spec import Attention, Dtype
 from capture.file_format.capture_file import Call
+from replay.report.roundoff import roundoff
 from replay.spec import RunSpec, VerdictRule
-from replay.verdict.findings import roundoff
 from replay.verdict.job_values import dtypes_of
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}

@@ -11,6 +11,7 @@ import torch
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends import Backend, open_backend
 from actor_init.compiling import num_graphs
+from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
@@ -21,7 +22,6 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from capture.record.parameter_sampler import Sample
 from capture.record.rng_and_outputs import restore_random_states
-from replay.compare.comparable import dropouts
 from replay.loss import negated_mean, tokens_for
 from replay.report.text import one_line
 from replay.runlog import gradient_sketches, token_log_probs
@@ -113,7 +113,7 @@ class PassRunner:
         self._wants_tokens = False  # the job kept a number for each action token
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
-        self._is_random = bool(dropouts(lasting_config(source.config)))
+        self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
         """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""

@@ -19,6 +19,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Attention, Dtype
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
+from replay.report.roundoff import roundoff
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import DTYPES
@@ -26,7 +27,7 @@ from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
 from replay.runner.selection import Selection
 from replay.spec import RunSpec
-from replay.verdict.findings import TOKENS_RMS, Floor, difference, roundoff
+from replay.verdict.findings import TOKENS_RMS, Floor, difference
 from replay.verdict.gradient_findings import difference_of_norms, scale_of
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Any
 
 from actor_init.inputs.packing import num_action_tokens
 from actor_init.spec import UsageError
@@ -31,6 +32,16 @@ class Selection:
     dealing: str  # one sentence: how the inputs came to the data ranks
     rounds: Sequence[Round] = ()  # of each input; what is left over and replayed all the same has none
     grad_accumulation: int = 1  # what was asked for, else what makes windows of the job's
+
+    def described(self) -> dict[str, Any]:
+        """Say for run.json what is replayed and what is not."""
+        return {
+            "num_inputs": len(self.inputs),
+            "dealing": self.dealing,
+            "num_left_out_passes": self.num_left_out_passes,
+            "num_left_over": self.num_left_over,
+            "damaged": [{"path": str(path), "error": error} for path, error in self.damaged],
+        }
 
 
 @dataclass(kw_only=True, slots=True)

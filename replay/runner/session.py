@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import PadTo, UsageError
@@ -20,7 +21,6 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
-from replay.compare.comparable import dropouts
 from replay.report.text import Pairs, counted, engine_text, one_line
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
@@ -102,7 +102,7 @@ def _run_watched(
             spec,
             facts=facts,
             work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
-            selection=selection,
+            inputs=selection.described(),
             memory_kind=meter.memory_kind,
             devices=devices,
         )
@@ -241,7 +241,7 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.step else None,
-        dropout=dropouts(lasting_config(source.config)),
+        dropout=acting_dropouts(lasting_config(source.config)),
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 from replay.runlog.matching import matched
-from replay.tracing.first_difference import Kind
 from replay.tracing.reader import Table, TracedPass, TracedRun
 from replay.tracing.trace_file import (
     FED,
@@ -29,6 +28,7 @@ from replay.tracing.trace_file import (
     PREDICTED_COLUMNS,
     PREDICTED_PLACES,
     Key,
+    Kind,
     TraceFile,
 )
 

@@ -13,15 +13,16 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.tracing.first_difference import Kind
+
+if TYPE_CHECKING:  # `replay compare` reads logs without torch
+    from torch import Tensor
 
 FORMAT = 1
 FOLDER = "trace"
@@ -32,6 +33,16 @@ FED_PLACES, PREDICTED_PLACES = "fed_places", "predicted_places"  # int64, in the
 FED_COLUMNS = ("attention_mask", "input_ids", "position_ids", "documents")  # the last: its place in its document
 PREDICTED_COLUMNS = ("action_mask", "labels")  # the token that predicts it, and what is predicted
 LOG_PROBS = "log_probs"
+
+
+class Kind(StrEnum):
+    """What a traced tensor is, in the order in which they are looked at; gradients as they come back."""
+
+    PARAMETER = "parameter"
+    INPUT = "input"
+    FORWARD = "forward"
+    GRADIENT = "gradient of an activation"
+    PARAMETER_GRADIENT = "gradient of a parameter"
 
 
 class Key(NamedTuple):
@@ -54,8 +65,10 @@ def pass_file(index: int, rank: int) -> str:
     return f"pass{index:06}-rank{rank}.safetensors"
 
 
-def write_trace(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]) -> None:
     """Whole or not at all. Raises OSError."""
+    from safetensors.torch import save_file
+
     unfinished = path.with_suffix(".tmp")
     text = json.dumps({"format": FORMAT, **about})
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, unfinished, metadata={"trace": text})
@@ -85,7 +98,7 @@ class TraceFile:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again, with --trace") from error
 
-    def tensor(self, key: Key | str) -> Tensor:
+    def tensor(self, key: Key | str) -> "Tensor":
         """Raises UsageError where the file is damaged."""
         try:
             with safe_open(self.path, framework="pt") as file:

@@ -18,7 +18,6 @@ from actor_init.sketching import sketch_of_parameter
 from actor_init.spec import ActorSpec
 from actor_init.tracing import SEEN, LayerTracer
 from actor_init.world import World
-from replay.tracing.first_difference import Kind
 from replay.tracing.trace_file import (
     FED,
     FED_PLACES,
@@ -28,6 +27,7 @@ from replay.tracing.trace_file import (
     PREDICTED,
     PREDICTED_PLACES,
     Key,
+    Kind,
     pass_file,
     write_trace,
 )

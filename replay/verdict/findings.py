@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from actor_init.spec import ActorSpec
 from replay.report.false_alarms import factor_for
+from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
 from replay.verdict.job_values import (
     ACTION_TOKENS,
@@ -23,7 +24,6 @@ from replay.verdict.job_values import (
 )
 from replay.verdict.replayed_values import Replayed
 
-UNIT_ROUNDOFF = {"float64": 2**-53, "float32": 2**-24, "tf32": 2**-11, "float16": 2**-11, "bfloat16": 2**-8}
 LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say
     LOSS: 1e-5,
     LOG_PROBS: 1e-5,
@@ -235,10 +235,6 @@ def bound_of(
         has_formula = name != GRADIENT  # for single elements of a gradient there is no more than a rule of thumb
         computed = min(computed, floors[name].bound) if has_formula else floors[name].bound
     return max(LEAST_BOUND[name], computed)
-
-
-def roundoff(dtype: str) -> float:
-    return UNIT_ROUNDOFF[dtype]
 
 
 def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from actor_init.world import World
-from replay.runlog.writer import claim_failure
 from replay.watch.blame import Failure
+from replay.watch.failure_file import claim_failure
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import StackFile, write_flight_recorder
 

@@ -1,0 +1,35 @@
+"""The unit roundoff of each dtype, and how far rounding alone moves a number that a model computes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from actor_init.spec import Dtype
+
+UNIT_ROUNDOFF = {"float64": 2**-53, "float32": 2**-24, "tf32": 2**-11, "float16": 2**-11, "bfloat16": 2**-8}
+FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
+_NAMES = {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}
+
+
+def roundoff(dtype: str | Dtype) -> float:
+    """Return the unit roundoff of a dtype, named as torch or as `--dtype` names it."""
+    return UNIT_ROUNDOFF[_NAMES[dtype] if isinstance(dtype, Dtype) else dtype]
+
+
+def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
+    """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
+    text = config.get("text_config") or config
+    names = _own_names(text.get("model_type"))
+    hidden_size, num_layers = (text[names.get(name, name)] for name in ("hidden_size", "num_hidden_layers"))
+    summed = max(hidden_size, num_tokens) if dtype is Dtype.FP32 else 1
+    return roundoff(dtype) * math.sqrt(2 * num_layers * summed)
+
+
+def _own_names(model_type: str | None) -> Mapping[str, str]:
+    """What a model's config calls the sizes, where it is not by their usual names: GPT-2's hidden size is n_embd."""
+    if model_type is None:
+        return {}
+    from transformers import CONFIG_MAPPING
+
+    names: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
+    return names

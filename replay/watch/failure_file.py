@@ -1,0 +1,37 @@
+"""failure.txt, and run.json's word on which rank and input ended a run: the first rank to say so is believed."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
+from replay.watch.blame import Failure
+
+FAILURE_FILE = "failure.txt"
+
+
+def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
+    """Say in run.json which rank and input ended a run, and `text` in failure.txt; for any rank to call.
+
+    False if another rank did so before: its failure may be why this one fails, and nothing is written.
+    """
+    try:
+        with (folder / FAILURE_FILE).open("x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        return False
+    path = folder / RUN_FILE
+    run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
+    position = failure.position
+    named = {
+        "kind": failure.kind,
+        "rank": failure.rank,
+        "index": position and position.index,
+        "source": position and position.source,
+        "phase": position and position.phase,
+        "error": failure.error,
+        "ranks": [asdict(sighting) for sighting in failure.sightings],
+    }
+    status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
+    replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})
+    return True
