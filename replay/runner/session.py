@@ -4,7 +4,7 @@ import gc
 import shutil
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
 from replay.report.text import Pairs, counted, engine_text, one_line
+from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
-from replay.runner import rounding_floor as rounding
+from replay.runner import rounding_floor
 from replay.runner.checkpoint import SavingError, loaded_source, not_saved, refuse_folders, save
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
@@ -55,7 +56,7 @@ def run(spec: RunSpec, *, show_traceback: bool) -> int:
 
 
 def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
-    """`run` in a world that is already open, and stays open."""
+    """Do what `run` does in a world that is already open, and stays open."""
     selection = select(
         spec.inputs,
         world.data_rank,
@@ -69,19 +70,35 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     refuse_folders(spec.state, world)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
     with watching(world, folder, spec.measure.timeout, show_traceback=show_traceback) as watch:
-        return _run_watched(world, spec, selection, first, source, folder, watch, show_traceback)
+        actor = _open(spec, source, world, folder, watch)
+        session = Session(
+            world=world,
+            spec=spec,
+            selection=selection,
+            source=source,
+            folder=folder,
+            watch=watch,
+            show_traceback=show_traceback,
+            meter=Meter.for_device(world.device),
+            logbook=Logbook(folder, world.rank),
+            console=Console(quiet=spec.measure.quiet) if world.rank == 0 else None,
+            same_weights=SameWeights(source),
+            setting=_setting(spec, source, world, actor.backend.facts()),
+        )
+        session.describe(actor, first)
+        done = session.replay_each(actor)
+        if done.ended is None:
+            actor.backend.close()
+        del actor  # what is measured further needs its memory
+        judged = session.judge(done)
+        exit_code = session.report(done, judged)
+        if done.ended is not None:
+            raise done.ended
+        return exit_code
 
 
-def _run_watched(
-    world: World,
-    spec: RunSpec,
-    selection: Selection,
-    first: Call | None,
-    source: ModelSource,
-    folder: Path,
-    watch: Watch,
-    show_traceback: bool,
-) -> int:
+def _open(spec: RunSpec, source: ModelSource, world: World, folder: Path, watch: Watch) -> ReopenedActor:
+    """Open the actor. Where it cannot be opened for a reason that is said, no log folder stays behind."""
     try:
         actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, watch.tracker.goes_on)
     except Exception as reason:
@@ -89,101 +106,176 @@ def _run_watched(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     outlast(spec.measure.timeout)
-    meter = Meter.for_device(world.device)
-    logbook = Logbook(folder, world.rank)
-    devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
-    console = Console(quiet=spec.measure.quiet) if world.rank == 0 else None
-    num_inputs = world.gather(len(selection.inputs))
-    same_weights = SameWeights(source)
-    setting = _setting(spec, source, world, actor.backend.facts())
-    if console:
-        facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
-        logbook.begin(
+    return actor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What came of the passes: all ranks' passes, what was saved, and why the run ended early, if it did."""
+
+    passes: Sequence[Pass]
+    saved: Pairs
+    ended: BaseException | None
+
+    @property
+    def records(self) -> list[PassRecord]:
+        return [record for record, _, _ in self.passes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """The verdict on a run, and what else there is to say about it."""
+
+    verdict: Verdict
+    remarks: Pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """The parts of one run on this rank. Its methods are for all ranks to call, in their order."""
+
+    world: World
+    spec: RunSpec
+    selection: Selection
+    source: ModelSource
+    folder: Path
+    watch: Watch
+    show_traceback: bool
+    meter: Meter
+    logbook: Logbook
+    console: Console | None  # on rank 0
+    same_weights: SameWeights
+    setting: Setting
+
+    def describe(self, actor: ReopenedActor, first: Call | None) -> None:
+        """Begin run.json and print the header, on rank 0."""
+        world, spec, source = self.world, self.spec, self.source
+        devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
+        num_inputs = world.gather(len(self.selection.inputs))
+        if self.console:
+            facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
+            self.logbook.begin(
+                spec,
+                facts=facts,
+                work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
+                inputs=self.selection.described(),
+                memory_kind=self.meter.memory_kind,
+                devices=devices,
+            )
+            header = _header(spec, source, facts, self.selection, devices, num_inputs)
+            header |= _first_look(self.same_weights, self.setting.dropout, first)
+            header |= _first_step(spec, self.selection)
+            self.console.header(header, num_passes=len(self.selection.inputs))
+        world.gather(None)  # no rank fails before run.json is there
+
+    def replay_each(self, actor: ReopenedActor) -> Done:
+        """Replay the inputs one by one, writing down each, and save what --save-state and --save-model ask for."""
+        spec, world, tracker = self.spec, self.world, self.watch.tracker
+        trace = RunTrace.of(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
+        runner = PassRunner(
             spec,
-            facts=facts,
-            work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
-            inputs=selection.described(),
-            memory_kind=meter.memory_kind,
-            devices=devices,
+            world,
+            self.source,
+            actor,
+            self.meter,
+            tracker,
+            self.same_weights,
+            trace,
+            self.selection.rounds,
+            self.folder,
         )
-        header = _header(spec, source, facts, selection, devices, num_inputs)
-        header |= _first_look(same_weights, setting.dropout, first)
-        header |= _first_step(spec, selection)
-        console.header(header, num_passes=len(selection.inputs))
-    world.gather(None)  # no rank fails before run.json is there
-    trace = RunTrace.of(folder, spec.actor, source, world, actor.backend) if spec.measure.trace else None
-    runner = PassRunner(spec, world, source, actor, meter, watch.tracker, same_weights, trace, selection.rounds, folder)
-    passes: list[Pass] = []
-    saved: Pairs = []
-    ended: BaseException | None = None
-    try:
-        for index, path in enumerate(selection.inputs):
-            record, error = runner.replay(index, path)
-            logbook.write(record)
-            if error and show_traceback:
-                traceback.print_exception(error)
-            if error and world.world_size > 1:
-                watch.stop_all(error)
-            watch.tracker.at(Phase.GATHERING)
-            ranks = world.gather((record, runner.recorded, runner.replayed))
-            if runner.search.is_wanted([own for own, _, _ in ranks]):
-                logbook.write_again(record := runner.with_first_non_finite(record))
-                ranks = world.gather((record, runner.recorded, runner.replayed))
-            passes += ranks
-            if console:
-                console.passed([own for own, _, _ in ranks])
-            if error and spec.measure.step:
-                break  # the weights of the steps so far are lost
-            del error  # its frames hold the pass's tensors
-            runner.mend()
-        watch.tracker.has_passed(len(selection.inputs), Phase.OUT_OF_INPUTS)
-        watch.meet()
-        watch.tracker.has_passed(len(selection.inputs), Phase.SAVING)
-        if not any(record.error for record, _, _ in passes):
-            saved = save(spec, source, world, actor.backend, runner.num_settled, len(passes) // world.world_size)
-        watch.tracker.has_passed(len(selection.inputs), Phase.CLOSING)
-    except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
-        if isinstance(reason, SavingError) and world.world_size > 1:
-            raise  # the others wait for this rank
-        ended = reason
-    records = [record for record, _, _ in passes]
-    remarks: Pairs = []
-    opinion: Verdict | None = None
-    if ended is None:
-        actor.backend.close()
-        if rounding.is_worth_it(spec, passes) and (spec.measure.noise_floor or spec.measure.second_opinion):
-            del actor, runner, trace
-            again = rounding.Again(world=world, spec=spec, source=source, selection=selection, tracker=watch.tracker)
-            setting, opinion, remarks = _rounded(again, passes, setting)
-    verdict = judge(passes, setting)
-    if opinion is not None and _is_worse(opinion, verdict):
-        verdict = replace(opinion, environment=verdict.environment)
-    is_refused = verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-    is_strict = spec.measure.verdict is VerdictRule.STRICT
-    failed = ended or selection.damaged or any(record.error for record in records)
-    exit_code = 1 if failed or (is_refused and is_strict) else 0
-    if isinstance(ended, KeyboardInterrupt):
-        exit_code = INTERRUPTED
-    if console:
-        statistics = summarize(records)
-        first_bad = first_non_finite(records)
-        logbook.finish(statistics, exit_code=exit_code, verdict=verdict, first_non_finite=first_bad)
-        console.finish(
-            records,
-            statistics,
-            selection,
-            folder,
-            memory_kind=meter.memory_kind,
-            verdict=[*verdict_lines(verdict), *remarks],
-            saved=saved or not_saved(spec.state),
-        )
-    logbook.close()
-    if ended:
-        raise ended
-    return exit_code
+        passes: list[Pass] = []
+        saved: Pairs = []
+        try:
+            for index, path in enumerate(self.selection.inputs):
+                ranks, error = self._replay_one(runner, index, path)
+                passes += ranks
+                if error and spec.measure.step:
+                    break  # the weights of the steps so far are lost
+                del error  # its frames hold the pass's tensors
+                runner.mend()
+            tracker.has_passed(len(self.selection.inputs), Phase.OUT_OF_INPUTS)
+            self.watch.meet()
+            tracker.has_passed(len(self.selection.inputs), Phase.SAVING)
+            if not any(record.error for record, _, _ in passes):
+                num_passes = len(passes) // world.world_size
+                saved = save(spec, self.source, world, actor.backend, runner.num_settled, num_passes)
+            tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
+        except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
+            if isinstance(reason, SavingError) and world.world_size > 1:
+                raise  # the others wait for this rank
+            return Done(passes=passes, saved=saved, ended=reason)
+        return Done(passes=passes, saved=saved, ended=None)
+
+    def _replay_one(self, runner: PassRunner, index: int, path: Path) -> tuple[list[Pass], Exception | None]:
+        """Replay one input on every rank. A pass that fails ends a run of several ranks."""
+        record, error = runner.replay(index, path)
+        self.logbook.write(record)
+        if error and self.show_traceback:
+            traceback.print_exception(error)
+        if error and self.world.world_size > 1:
+            self.watch.stop_all(error)
+        self.watch.tracker.at(Phase.GATHERING)
+        ranks = self.world.gather((record, runner.recorded, runner.replayed))
+        if runner.search.is_wanted([own for own, _, _ in ranks]):
+            self.logbook.write_again(record := runner.with_first_non_finite(record))
+            ranks = self.world.gather((record, runner.recorded, runner.replayed))
+        if self.console:
+            self.console.passed([own for own, _, _ in ranks])
+        return ranks, error
+
+    def judge(self, done: Done) -> Judged:
+        """Hold the passes against the job, by bounds that are measured here where rounding is coarse."""
+        setting = self.setting
+        opinion: Verdict | None = None
+        remarks: Pairs = []
+        measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
+        if done.ended is None and measures and rounding_floor.is_worth_it(self.spec, done.passes):
+            again = rounding_floor.Again(
+                world=self.world,
+                spec=self.spec,
+                source=self.source,
+                selection=self.selection,
+                tracker=self.watch.tracker,
+            )
+            setting, opinion, remarks = _rounded(again, done.passes, setting)
+        verdict = judge(done.passes, setting)
+        if opinion is not None and _is_worse(opinion, verdict):
+            verdict = replace(opinion, environment=verdict.environment)
+        return Judged(verdict=verdict, remarks=remarks)
+
+    def report(self, done: Done, judged: Judged) -> int:
+        """Finish run.json and print the summary, on rank 0. Return the exit code."""
+        is_refused = judged.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+        is_strict = self.spec.measure.verdict is VerdictRule.STRICT
+        failed = done.ended or self.selection.damaged or any(record.error for record in done.records)
+        exit_code = 1 if failed or (is_refused and is_strict) else 0
+        if isinstance(done.ended, KeyboardInterrupt):
+            exit_code = INTERRUPTED
+        if self.console:
+            statistics = summarize(done.records)
+            self.logbook.finish(
+                statistics,
+                exit_code=exit_code,
+                verdict=judged.verdict,
+                first_non_finite=first_non_finite(done.records),
+            )
+            self.console.finish(
+                done.records,
+                statistics,
+                self.selection,
+                self.folder,
+                memory_kind=self.meter.memory_kind,
+                verdict=[*verdict_lines(judged.verdict), *judged.remarks],
+                saved=done.saved or not_saved(self.spec.state),
+            )
+        self.logbook.close()
+        return exit_code
 
 
-def _rounded(again: rounding.Again, passes: Sequence[Pass], setting: Setting) -> tuple[Setting, Verdict | None, Pairs]:
+def _rounded(
+    again: rounding_floor.Again, passes: Sequence[Pass], setting: Setting
+) -> tuple[Setting, Verdict | None, Pairs]:
     """`setting` with the floors of rounding that were measured, and the second opinion if one was asked for.
 
     What cannot be measured is said, and leaves the bounds of the formulas. For all ranks to call.
@@ -196,13 +288,13 @@ def _rounded(again: rounding.Again, passes: Sequence[Pass], setting: Setting) ->
         torch.cuda.empty_cache()
     try:
         if spec.measure.noise_floor and spec.measure.step:
-            setting = replace(setting, step_floors=rounding.grown(again, passes))
+            setting = replace(setting, step_floors=rounding_floor.grown(again, passes))
         elif spec.measure.noise_floor:
-            setting = replace(setting, floors=rounding.measured(again, passes, inputs_folder(spec.inputs)))
+            setting = replace(setting, floors=rounding_floor.measured(again, passes, inputs_folder(spec.inputs)))
         if spec.measure.second_opinion:
-            fp32 = again.passes(rounding.in_fp32(spec), len(again.selection.inputs))
+            fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
             # so far is this run itself from the more precise one
-            floors = rounding.floors_of(passes, fp32)
+            floors = rounding_floor.floors_of(passes, fp32)
             opinion = judge(fp32, replace(setting, floors=floors))
             remarks.append(("in fp32", verdict_lines(opinion)[0][1]))
     except Exception as error:
