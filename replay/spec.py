@@ -93,7 +93,8 @@ class MeasureSpec:
     timeout: float = option(
         120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1
     )
-    quiet: bool = option(False, "Print the summary alone.")
+    quiet: bool = option(False, "Print the answer and the summary alone.")
+    full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
     log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
     name: str = option("replay", "Last part of that folder's name.")
 

@@ -11,7 +11,8 @@ import pytest
 from actor_init.spec import BackendName
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
-from replay.report.text import engine_text
+from replay.report.table import open_console, print_pairs
+from replay.report.text import Pairs, engine_text, gibibytes, milliseconds
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runner.console import Console
@@ -22,9 +23,16 @@ LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
-def said(records: list[PassRecord], selection: Selection = ALL_REPLAYED, *, quiet: bool = False) -> str:
+def said(
+    records: list[PassRecord],
+    selection: Selection = ALL_REPLAYED,
+    *,
+    quiet: bool = False,
+    full_names: bool = False,
+    verdict: Pairs | None = None,
+) -> str:
     file = io.StringIO()
-    console = Console(quiet=quiet, file=file)
+    console = Console(quiet=quiet, full_names=full_names, file=file)
     console.header({"model": "llama, 2 layers", "device": "1 x CPU"}, num_passes=len(records))
     for index in dict.fromkeys(r.index for r in records):
         console.passed([r for r in records if r.index == index])
@@ -34,7 +42,7 @@ def said(records: list[PassRecord], selection: Selection = ALL_REPLAYED, *, quie
         selection,
         Path("logs/x"),
         memory_kind="cuda allocator",
-        verdict=[],
+        verdict=verdict or [],
         saved=[],
     )
     return file.getvalue()
@@ -58,10 +66,9 @@ def test_a_pass_is_a_row_with_its_numbers() -> None:
     one = record(0, 0.0312, 1.055, grad_norm=12.3456, new_graphs=1)
     text = said([one, record(1)])
     assert cells(text, "pass") == [
-        *("pass", "input", "rows", "padded", "real", "forward ms", "backward ms", "forward GiB", "backward GiB"),
-        *("loss", "grad norm", "new graphs"),
+        *("pass", "input", "rows", "padded", "real", "fwd ms", "bwd ms", "peak GiB", "loss", "grad norm", "note"),
     ]
-    row = ["1", "input_0.pkl", "2", "100", "80", "31.2", "1,055.0", "1.000", "2.000", "1.50000", "12.35", "1"]
+    row = ["1", "input_0.pkl", "2", "100", "80", "31.2", "1,055.0", "2.000", "1.50000", "12.35", "compiled"]
     assert cells(text, "1") == row
 
 
@@ -74,8 +81,8 @@ def test_the_summary_holds_what_was_measured() -> None:
         ]
     )
     assert cells(text, "counted") == ["counted", "2 of 3 passes; left out: 1 warm-up"]
-    assert cells(text, "forward") == ["forward", "200.0", "290.0", "12.50"]
-    assert cells(text, "backward") == ["backward", "300.0", "390.0", "4.000"]
+    assert cells(text, "forward") == ["forward", "200.0", "100.0", "290.0", "12.50"]
+    assert cells(text, "backward") == ["backward", "300.0", "100.0", "390.0", "4.000"]
     assert cells(text, "speed") == ["speed", "160 real tokens/s"]
     assert cells(text, "padding") == [
         "padding",
@@ -108,10 +115,50 @@ def test_in_a_file_each_pass_has_a_line_while_it_runs() -> None:
     assert "pass 2 of 2: forward 100.0 ms, backward 200.0 ms, loss 1.50000, input_1.pkl\n" in text
 
 
+def test_captures_have_short_names_and_the_table_of_passes_fits_a_hundred_columns() -> None:
+    names = [f"actor_inputs_rank{rank}_20260301_091244_430740_0000012{rank}.pkl" for rank in (0, 1)]
+    old = "actor_inputs_rank0_20260301_091244_430740.pkl"
+    large = {"padded_tokens": 131_072, "real_tokens": 131_072, "wait_seconds": 12.5, "grad_norm": 0.012345}
+    records = [record(0, 11.0, 22.0, rank=rank, source=names[rank], warmup=True, **large) for rank in (0, 1)]
+    records += [record(1, 11.0, 22.0, rank=rank, source=old, new_graphs=2, **large) for rank in (0, 1)]
+    text = said(records)
+    rows = [line for line in text.splitlines() if line.startswith(("pass  ", "   1  ", "   2  "))]
+    assert max(map(len, rows)) <= 100
+    assert [name in rows[1] + rows[2] for name in ("rank0 #120", "rank1 #121")] == [True, True]
+    assert "rank0 091244_430740" in rows[3]
+    assert cells(said([*records, record(2, source=names[0])]), "slowest")[1].endswith("rank 0, rank0 #120")
+    assert names[0] in said(records, full_names=True)
+
+
+def test_the_answer_comes_before_the_table_of_passes() -> None:
+    text = said([record(0), record(1, error="no", error_type="RuntimeError")], verdict=[("verdict", "DIFFERS: loss")])
+    order = [text.rindex(f"\n{word} ") for word in ("verdict", "failed", "slowest", "pass", "counted")]
+    assert order == sorted(order)
+
+
+def test_a_spread_of_more_than_a_tenth_is_warned_of() -> None:
+    assert "\nspread " not in said([record(0), record(1)])
+    text = said([record(index, 0.1 + 0.05 * index, 0.1) for index in range(4)])
+    assert cells(text, "spread")[1].startswith("half of the passes lie 27% of the median apart")
+
+
+def test_on_a_terminal_the_verdict_has_a_colour() -> None:
+    for outcome, colour in (("REPRODUCED", "32"), ("DIFFERS", "1;31"), ("CANNOT TELL", "33")):
+        file = Terminal()
+        print_pairs(open_console(file), [("verdict", f"{outcome}: x")])
+        assert f"\x1b[{colour}mverdict    {outcome}: x" in file.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_quiet_prints_the_summary_alone() -> None:
     text = said([record(0), record(1)], quiet=True)
-    assert text.splitlines()[0] == "counted    2 of 2 passes"
-    assert "input_1.pkl" not in text
+    assert text.splitlines()[0].startswith("slowest    ")
+    assert text.splitlines()[1] == "counted    2 of 2 passes"
+    assert "loss" not in text
 
 
 def test_several_ranks_show_their_lengths_and_who_waited() -> None:
@@ -160,7 +207,10 @@ def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
         while text.count(b"\r") < 3:
             text += os.read(ours, 100_000)
     os.close(ours)
-    assert re.findall(rb"(pass \d of \d)[^\n]*?\r", text) == [b"pass 1 of 2", b"pass 2 of 2"]
+    assert re.findall(rb"([#.]+ \d of \d)[^\n]*?\r", text) == [
+        b"##########.......... 1 of 2",
+        b"#################### 2 of 2",
+    ]
 
 
 def test_the_facts_of_a_folder_are_a_table() -> None:
@@ -196,6 +246,8 @@ def test_the_facts_of_a_folder_are_a_table() -> None:
 
 def test_sizes_keep_their_digits() -> None:
     peaks = {"forward": cost(0.00512, 123.456), "backward": cost(0.01, 0.0126)}
-    row = cells(said([record(0, phases=peaks), record(1)]), "1")
-    assert row[5:9] == ["5.12", "10.0", "123.46", "0.013"]
+    row = cells(said([record(0, phases=peaks), record(1, phases={"forward": cost(0.01, 0.0126)})]), "1")
+    assert row[5:8] == ["5.12", "10.0", "123.46"]
+    assert milliseconds(12.3456) == "12,345.6"
+    assert (gibibytes(0.0126 * GIB), gibibytes(12.5 * GIB)) == ("0.013", "12.50")
     assert GIB == 1024**3

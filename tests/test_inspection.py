@@ -17,9 +17,9 @@ from actor_init.spec import UsageError
 from capture import recording
 from capture.file_format.actor_config import ACTOR_CONFIG_NAME
 from capture.record.incidents import trouble, write_troubles
+from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import Spread, inspect_folder
-from replay.inspection import text as wording
 from tests.doomed_jobs import TinyModel
 from tests.made_captures import damage, write_config, write_pass
 

@@ -14,6 +14,7 @@ def test_median_and_p95_of_each_phase() -> None:
     assert forward.median_seconds == pytest.approx(0.3)
     # inclusive: position 0.95 * (5 - 1) = 3.8, four fifths of the way from 0.4 to 0.5
     assert forward.p95_seconds == pytest.approx(0.48)
+    assert forward.iqr_seconds == pytest.approx(0.2)  # positions 1 and 3 of 0.1 to 0.5
     assert backward.median_seconds == pytest.approx(0.6)
     assert statistics.median_seconds == pytest.approx(0.9)
     assert statistics.p95_seconds == pytest.approx(1.44)

@@ -18,6 +18,7 @@ MEANS_NOTHING = (
     "name",
     "log_folder",
     "quiet",
+    "full_names",
     "timeout",
     "save_state",
     "save_model",

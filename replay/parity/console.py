@@ -14,8 +14,8 @@ from typing import IO
 
 from replay.parity import text as parity_wording
 from replay.parity.judge import Judgement
-from replay.parity.state import ParityLog, Row
-from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.parity.state import ParityLog, Row, State
+from replay.report.table import ProgressBar, open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs
 
 
@@ -25,13 +25,18 @@ class ParityProgress:
         self._log = log
         print_pairs(self._out, parity_wording.header(log))
         print_line(self._out)
+        self._bar = ProgressBar(self._out)
+        self._num_settled = num_settled(log)  # before this time
 
     def ended(self, number: int, row: Row, judgement: Judgement) -> None:
+        self._bar.clear()
         print_line(self._out, parity_wording.ended(number, row, self._log, judgement))
+        self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled)
 
     def finish(self, judgement: Judgement, differences: Pairs, written: Sequence[Path], note: str) -> None:
         """The noise, a row a run, what is wrong, and where it is written."""
         out = self._out
+        self._bar.clear()
         for columns in (parity_wording.noise_table(judgement), parity_wording.cell_table(self._log, judgement)):
             print_line(out)
             print_table(out, columns)
@@ -40,3 +45,8 @@ class ParityProgress:
         print_pairs(out, [("note", note)] if note else [])
         print_pairs(out, [("written", str(path)) for path in written])
         print_pairs(out, parity_wording.summary(self._log, judgement))
+
+
+def num_settled(log: ParityLog) -> int:
+    """Count the runs that have ended, or will not be made."""
+    return sum(row.state is not State.PENDING for row in log.rows)

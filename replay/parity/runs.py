@@ -30,7 +30,7 @@ from replay.runner.selection import edge_folder
 from replay.runner.session import inputs_folder
 from replay.spec import Passes, RunSpec
 
-SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "name", "details")
+SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8

@@ -3,6 +3,7 @@
 A table here is a dict of columns, name to cells; a pair is a name and what there is to say about it.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
 
 PHASES = ("forward", "backward", "step")
+_CAPTURE = re.compile(r"actor_inputs_rank(\d+)_\d{8}_(\d{6}_\d{6})(?:_(\d{8}))?\.pkl")
 
 
 def engine_text(backend: BackendName, zero_stage: object) -> str:
@@ -39,6 +41,19 @@ def gibibytes(num_bytes: float | None) -> str:
         return "-"
     size = num_bytes / 2**30
     return f"{size:.{3 if size < 10 else 2}f}"
+
+
+def duration(seconds: float) -> str:
+    """Say seconds as `12 s`, `3 min` or `1 h 20 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def short_names(text: str) -> str:
+    """Write each capture's name as its rank and number, `rank0 #4`, or as its rank and time of day."""
+    return _CAPTURE.sub(lambda found: f"rank{found[1]} {f'#{int(found[3])}' if found[3] else found[2]}", text)
 
 
 def one_line(text: str) -> str:

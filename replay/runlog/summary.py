@@ -19,6 +19,7 @@ class PhaseStatistics:
 
     median_seconds: float
     p95_seconds: float  # statistics.quantiles, inclusive: within what was measured, never beyond
+    iqr_seconds: float  # inter-quartile range, by the same quantiles
     peak_allocated_bytes: int
 
 
@@ -42,6 +43,7 @@ class Statistics:
     phases: Mapping[str, PhaseStatistics] = field(default_factory=dict)
     median_seconds: float | None = None  # forward + backward + step
     p95_seconds: float | None = None
+    iqr_seconds: float | None = None
     real_tokens_per_second: float | None = None  # of all ranks together; a pass lasts as long as on its slowest rank
     slowest: Place | None = None  # seconds
     highest_peak: Place | None = None  # bytes
@@ -81,6 +83,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         phases=_phase_statistics(flat),
         median_seconds=median(seconds),
         p95_seconds=percentile_95(seconds),
+        iqr_seconds=inter_quartile_range(seconds),
         real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
         slowest=_place(flat, seconds),
         highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
@@ -106,6 +109,14 @@ def percentile_95(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else quantiles(values, n=20, method="inclusive")[-1]
 
 
+def inter_quartile_range(values: Sequence[float]) -> float:
+    """Return how far the middle half of the values reaches, quartiles linear between the two nearest."""
+    if len(values) == 1:
+        return 0.0
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
 def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistics]:
     costs: dict[str, list[tuple[float, int]]] = {}
     for record in records:
@@ -115,6 +126,7 @@ def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistic
         name: PhaseStatistics(
             median_seconds=median(seconds for seconds, _ in measured),
             p95_seconds=percentile_95([seconds for seconds, _ in measured]),
+            iqr_seconds=inter_quartile_range([seconds for seconds, _ in measured]),
             peak_allocated_bytes=max(peak for _, peak in measured),
         )
         for name, measured in costs.items()

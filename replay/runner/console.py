@@ -32,42 +32,56 @@ File names are cut in this text alone, and there are columns for several ranks, 
 where there is something to say. On a terminal each pass's line overwrites the one before. --quiet begins at `counted`.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.report.table import open_console, print_line, print_pairs, print_table
-from replay.report.text import Pairs, damaged_files
+from replay.report.table import ProgressBar, open_console, print_line, print_pairs, print_table
+from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
 from replay.runner import text as wording
 from replay.runner.selection import Selection
 
+TICK_SECONDS = 0.25
+
 
 class Console:
-    """Rank 0's words, in this order: header, a line a pass, the table and the summary."""
+    """Prints on rank 0, in this order: header, a line a pass, the answer, the table of passes, the summary."""
 
-    def __init__(self, *, quiet: bool, file: IO[str] | None = None) -> None:
+    def __init__(self, *, quiet: bool, full_names: bool = False, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
         self._quiet = quiet
+        self._full_names = full_names
         self._num_passes = 0
+        self._bar = ProgressBar(self._out)
+        self._next_tick = 0.0
+
+    def opening(self) -> None:
+        """Say that the actor is being opened, at most a few times a second; for whoever fills its weights to call."""
+        if not self._quiet and time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_SECONDS
+            self._bar.tick("opening the actor")
 
     def header(self, lines: Mapping[str, str], *, num_passes: int) -> None:
-        """What the numbers belong to: model, weights, backend, device, inputs."""
+        """Print what the numbers belong to: model, weights, backend, device, inputs."""
         self._num_passes = num_passes
         if not self._quiet:
+            self._bar.clear()
             print_pairs(self._out, list(lines.items()))
             print_line(self._out)
+        self._bar = ProgressBar(self._out)
 
     def passed(self, ranks: Sequence[PassRecord]) -> None:
-        """One pass on all ranks: a line that the next overwrites on a terminal, a line of its own elsewhere."""
+        """Print one pass on all ranks: in the progress bar on a terminal, as a line of its own elsewhere."""
         if self._quiet:
             return
-        line = f"pass {ranks[0].index + 1} of {self._num_passes}: {wording.progress(ranks)}"
-        if self._out.is_terminal:  # no rich.live: it refreshes from a thread, beside the measurement
-            self._overwrite(line)
+        said, number = self._named(wording.progress(ranks)), ranks[0].index + 1
+        if self._out.is_terminal:
+            self._bar.show(number, self._num_passes, said)
         else:
-            print_line(self._out, line)
+            print_line(self._out, f"pass {number} of {self._num_passes}: {said}")
 
     def finish(
         self,
@@ -80,20 +94,25 @@ class Console:
         verdict: Pairs,
         saved: Pairs,
     ) -> None:
-        """The table of passes, what failed, the summary, the verdict, what was saved."""
+        """Print the answer (verdict, what failed, the slowest pass), the table of passes, and the summary."""
         out = self._out
-        if not self._quiet and records:
-            self._overwrite("") if out.is_terminal else print_line(out)
-            print_table(out, wording.pass_table(records))
-            print_line(out)
+        shows_passes = not self._quiet and records
+        if shows_passes:
+            self._bar.clear() if out.is_terminal else print_line(out)
+        print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
         print_pairs(out, wording.failures(records) + damaged_files(selection.damaged))
+        print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
+        if shows_passes:
+            print_line(out)
+            print_table(out, wording.pass_table(records, full_names=self._full_names))
+            print_line(out)
         print_pairs(out, wording.counts(statistics))
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
-        print_pairs(out, wording.summary(statistics, memory_kind) + wording.left_behind(selection))
-        print_pairs(out, [*verdict, *saved, ("log", str(log_folder))])
+        summary = wording.summary(statistics, memory_kind) + wording.left_behind(selection)
+        print_pairs(out, [(name, self._named(text)) for name, text in summary])
+        print_pairs(out, [*saved, ("log", str(log_folder))])
 
-    def _overwrite(self, line: str) -> None:
-        width = self._out.width - 1
-        self._out.print(line[:width].ljust(width), end="\r", soft_wrap=True)
+    def _named(self, text: str) -> str:
+        return text if self._full_names else short_names(text)

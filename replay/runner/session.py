@@ -69,8 +69,10 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     source = loaded_source(spec, find_source(spec), world)
     refuse_folders(spec.state, world)
     folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
-    with watching(world, folder, spec.measure.timeout, show_traceback=show_traceback) as watch:
-        actor = _open(spec, source, world, folder, watch)
+    measure = spec.measure
+    with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
+        console = Console(quiet=measure.quiet, full_names=measure.full_names) if world.rank == 0 else None
+        actor = _open(spec, source, world, folder, watch, console)
         session = Session(
             world=world,
             spec=spec,
@@ -81,7 +83,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
             show_traceback=show_traceback,
             meter=Meter.for_device(world.device),
             logbook=Logbook(folder, world.rank),
-            console=Console(quiet=spec.measure.quiet) if world.rank == 0 else None,
+            console=console,
             same_weights=SameWeights(source),
             setting=_setting(spec, source, world, actor.backend.facts()),
         )
@@ -97,10 +99,18 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         return exit_code
 
 
-def _open(spec: RunSpec, source: ModelSource, world: World, folder: Path, watch: Watch) -> ReopenedActor:
+def _open(
+    spec: RunSpec, source: ModelSource, world: World, folder: Path, watch: Watch, console: Console | None
+) -> ReopenedActor:
     """Open the actor. Where it cannot be opened for a reason that is said, no log folder stays behind."""
+
+    def goes_on() -> None:
+        watch.tracker.goes_on()
+        if console:
+            console.opening()
+
     try:
-        actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, watch.tracker.goes_on)
+        actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, goes_on)
     except Exception as reason:
         if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,43 +2,55 @@
 
 from collections.abc import Sequence
 
-from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds
+from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
+MAX_SPREAD = 0.1  # of the median: an inter-quartile range that is warned of
+MAX_WIDTH = 100  # of the table of passes
+LEFT_OUT_FIRST = ("padded", "rows", "wait ms")  # where it would be wider
+SHORT = {"forward": "fwd", "backward": "bwd"}
 
-def pass_table(records: Sequence[PassRecord]) -> Columns:
-    """A row a pass and rank; a column only where there is something to say."""
+
+def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
+    """Make a row a pass and rank; a column only where there is something to say, and where there is room."""
     records = sorted(records, key=lambda r: (r.index, r.rank))
     phases = [name for name in PHASES if any(name in r.phases for r in records)]
     columns: Columns = {"pass": [str(r.index + 1) for r in records]}
     if len({r.rank for r in records}) > 1:
         columns["rank"] = [str(r.rank) for r in records]
-    columns["input"] = [r.source for r in records]
+    columns["input"] = [r.source if full_names else short_names(r.source) for r in records]
     columns["rows"] = [str(r.rows) for r in records]
     columns["padded"] = [f"{r.padded_tokens:,}" for r in records]
     columns["real"] = [f"{r.real_tokens:,}" for r in records]
     for name in phases:
         seconds = [r.phases[name].seconds if name in r.phases else None for r in records]
-        columns[f"{name} ms"] = [milliseconds(s) for s in seconds]
+        columns[f"{SHORT.get(name, name)} ms"] = [milliseconds(s) for s in seconds]
     if any(r.wait_seconds is not None for r in records):
         columns["wait ms"] = [milliseconds(r.wait_seconds) for r in records]
-    for name in phases:
-        peaks = [r.phases[name].peak_allocated_bytes if name in r.phases else None for r in records]
-        columns[f"{name} GiB"] = [gibibytes(peak) for peak in peaks]
+    if phases:
+        columns["peak GiB"] = [
+            gibibytes(max((cost.peak_allocated_bytes for cost in r.phases.values()), default=None)) for r in records
+        ]
     columns["loss"] = ["-" if r.loss is None else f"{r.loss:.5f}" for r in records]
     if any(r.grad_norm is not None for r in records):
         columns["grad norm"] = ["-" if r.grad_norm is None else f"{r.grad_norm:.4g}" for r in records]
-    if any(r.new_graphs for r in records):
-        columns["new graphs"] = [str(r.new_graphs) for r in records]
     if any(notes := [_note(r) for r in records]):
         columns["note"] = notes
+    for name in () if full_names else LEFT_OUT_FIRST:
+        if _width(columns) > MAX_WIDTH:
+            columns.pop(name, None)
     return columns
+
+
+def _width(columns: Columns) -> int:
+    return sum(max(map(len, [name, *cells])) + 2 for name, cells in columns.items()) - 2
 
 
 def _note(record: PassRecord) -> str:
     marks = ["warm-up"] if record.warmup else []
+    marks += ["compiled"] if record.new_graphs else []
     marks += ["rollout"] if record.trains is False else []
     marks += [f"failed: {record.error_type}"] if record.error is not None else []
     return ", ".join(marks)
@@ -73,20 +85,27 @@ def counts(statistics: Statistics) -> Pairs:
 
 
 def phase_table(statistics: Statistics) -> Columns:
-    """Median and p95 of each phase and of the whole pass, and the highest peak of each. Needs a counted pass."""
+    """Make a row a phase and one for the whole pass: median, inter-quartile range, p95, peak. Needs a counted pass."""
     assert statistics.highest_peak is not None
     phases = statistics.phases.values()
     return {
         "": [*statistics.phases, "pass"],
         "median ms": [milliseconds(s) for s in (*(p.median_seconds for p in phases), statistics.median_seconds)],
+        "IQR ms": [milliseconds(s) for s in (*(p.iqr_seconds for p in phases), statistics.iqr_seconds)],
         "p95 ms": [milliseconds(s) for s in (*(p.p95_seconds for p in phases), statistics.p95_seconds)],
         "peak GiB": [gibibytes(b) for b in (*(p.peak_allocated_bytes for p in phases), statistics.highest_peak.value)],
     }
 
 
+def slowest(statistics: Statistics) -> Pairs:
+    """Name the slowest pass that counts."""
+    found = statistics.slowest
+    return [] if found is None else [("slowest", f"{milliseconds(found.value)} ms, {_where(found)}")]
+
+
 def summary(statistics: Statistics, memory_kind: str) -> Pairs:
     """What a run comes to, beside the phases; nothing is said of what was not measured."""
-    pairs: Pairs = []
+    pairs = _spread(statistics)
     if statistics.real_tokens_per_second is not None:
         pairs.append(("speed", f"{statistics.real_tokens_per_second:,.0f} real tokens/s"))
     if statistics.padding_share is not None:
@@ -95,11 +114,18 @@ def summary(statistics: Statistics, memory_kind: str) -> Pairs:
         pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens{of_time}"))
     if statistics.wait_share is not None:
         pairs.append(("waiting", f"{statistics.wait_share:.1%} of the ranks' time, for the slowest rank"))
-    if (slowest := statistics.slowest) is not None:
-        pairs.append(("slowest", f"{milliseconds(slowest.value)} ms, {_where(slowest)}"))
     if (peak := statistics.highest_peak) is not None:
         pairs.append(("peak", f"{gibibytes(peak.value)} GiB, {memory_kind}, {_where(peak)}"))
     return pairs
+
+
+def _spread(statistics: Statistics) -> Pairs:
+    """Warn of a median that says little of a single pass."""
+    if not statistics.median_seconds or statistics.iqr_seconds is None:
+        return []
+    share = statistics.iqr_seconds / statistics.median_seconds
+    why = "inputs of other lengths, or a machine that does other work"
+    return [("spread", f"half of the passes lie {share:.0%} of the median apart: {why}")] if share > MAX_SPREAD else []
 
 
 def _where(place: Place) -> str:
