@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -29,9 +31,34 @@ LONGEST = (  # files, in the order in which workers take them: one that began la
     "test_style",
 )
 
+QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one process
+    "test_capture_file",
+    "test_cli",
+    "test_comparison",
+    "test_console",
+    "test_documents",
+    "test_floors",
+    "test_format_properties",
+    "test_judgement",
+    "test_logbook",
+    "test_matrix",
+    "test_measuring",
+    "test_noise",
+    "test_options",
+    "test_packing",
+    "test_recorder",
+    "test_selection",
+    "test_summary",
+    "test_verdict",
+    "test_weights",
+)
+USERS = re.compile(  # variables that change what a test sees
+    "(ACCELERATE|CAPTURE|DEEPSPEED|DS|HF|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|TRANSFORMERS|TRITON|XDG)_.*"
+    "|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|CUDA_LAUNCH_BLOCKING|NO_COLOR|FORCE_COLOR"
+)
+
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compiles where it is asked, without worker processes
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell starts what it puts in the background so, for all below it
@@ -39,6 +66,26 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQU
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _leave_home(config)
+    _refuse_missing_gpus(config)
+
+
+def _leave_home(config: pytest.Config) -> None:
+    """Give the tests a home of their own: the user's caches, settings and locks of killed jobs are not looked at."""
+    home = tempfile.mkdtemp(prefix="tests-home-")
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    for name in [name for name in os.environ if USERS.fullmatch(name)]:
+        del os.environ[name]
+    os.environ |= {
+        "HOME": home,
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles where it is asked, without worker processes
+    }
+
+
+def _refuse_missing_gpus(config: pytest.Config) -> None:
     """Whoever asks for GPU tests by name is told that they cannot be had; nothing is skipped in silence."""
     for marker, needed in GPUS_NEEDED.items():
         if re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr) and torch.cuda.device_count() < needed:
@@ -52,6 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long files first; tests that need more GPUs than there are do not count as tests of this machine."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        if item.path.stem in QUICK:
+            item.add_marker("quick")
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
     if left_out:
