@@ -6,7 +6,7 @@ A table here is a dict of columns, name to cells; a pair is a name and what ther
 from collections.abc import Sequence
 from pathlib import Path
 
-from actor_init.spec import BackendName
+from actor_init.backends import declaration_of
 from replay.inspection.folder_facts import FolderFacts, Spread
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import TRACED, Place, Statistics
@@ -25,9 +25,9 @@ Pairs = list[tuple[str, str]]
 PHASES = ("forward", "backward", "step")
 
 
-def engine_text(backend: BackendName, zero_stage: object) -> str:
-    """As `deepspeed, ZeRO stage 1`; ddp shards nothing, and has no stage."""
-    return backend.value if backend is BackendName.DDP else f"{backend}, ZeRO stage {zero_stage}"
+def engine_text(backend: str, zero_stage: object) -> str:
+    """As `deepspeed, ZeRO stage 1`; the name alone of a backend that shards nothing, and has no stage."""
+    return f"{backend}, ZeRO stage {zero_stage}" if declaration_of(backend).shards else backend
 
 
 def milliseconds(seconds: float | None) -> str:
