@@ -21,8 +21,6 @@ __all__ = [
     "option",
 ]
 
-_EVERY = list(BACKENDS.values())
-
 
 def _takers(field_name: str) -> list[str]:
     """The backends that take an option that not every one has."""
@@ -31,6 +29,27 @@ def _takers(field_name: str) -> list[str]:
 
 def _compiling(compiler: Compile) -> list[str]:
     return names_of(lambda one: compiler in one.compilers)
+
+
+def _backend_help() -> str:
+    each = [f"{name}: {one.help}." for name, one in BACKENDS.items() if one.help]
+    return " ".join(["Who shards, reduces and steps.", *each])
+
+
+def _stages_help() -> str:
+    return " ".join(["What is sharded.", *(f"{name}: {one.stages_help}." for name, one in BACKENDS.items())])
+
+
+def _tp_plan_help() -> str:
+    return (
+        f"Which layers --tp splits how ({', '.join(_takers('tp_plan'))}). model: transformers' plan for the model; "
+        "builtin: ours for Llama, Qwen and Gemma, and for models built like Llama; auto: the model's own if it is "
+        "complete, else ours."
+    )
+
+
+def _sequence_parallel_help() -> str:
+    return f"Shard norms and residuals along the sequence over --tp ({', '.join(_takers('sequence_parallel'))})."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +63,8 @@ class ParallelSpec:
         "Key-value heads that ring attention gathers at once. Default: all of a rank's; 1 takes the least memory.",
         min=1,
     )
-    tp_plan: TpPlan = option(
-        TpPlan.AUTO,
-        f"Which layers --tp splits how ({', '.join(_takers('tp_plan'))}). model: transformers' plan for the model; "
-        "builtin: ours for Llama, Qwen and Gemma, and for models built like Llama; auto: the model's own if it is "
-        "complete, else ours.",
-    )
-    sequence_parallel: bool = option(
-        False,
-        f"Shard norms and residuals along the sequence over --tp ({', '.join(_takers('sequence_parallel'))}).",
-    )
+    tp_plan: TpPlan = option(TpPlan.AUTO, _tp_plan_help)
+    sequence_parallel: bool = option(False, _sequence_parallel_help)
 
     def __post_init__(self) -> None:
         if self.tp == 1 and self.sequence_parallel:
@@ -69,11 +80,7 @@ class ParallelSpec:
 class ActorSpec:
     """What to build. Raises UsageError on a combination that makes no sense."""
 
-    backend: str = option(
-        DEFAULT,
-        " ".join(["Who shards, reduces and steps.", *(f"{one.name}: {one.help}." for one in _EVERY if one.help)]),
-        choices=BACKENDS,
-    )
+    backend: str = option(DEFAULT, _backend_help, choices=BACKENDS)
     model: str | None = option(
         None,
         "A preset (llama-3.1-8b), a model folder, a config.json or a folder of captures. "
@@ -91,12 +98,7 @@ class ActorSpec:
         "Compute dtype. Master weights are fp32 whenever there is an optimizer. auto: the job's, bf16 where the "
         "inputs do not say.",
     )
-    zero_stage: int | None = option(
-        None,
-        " ".join(["What is sharded.", *(f"{one.name}: {one.stages_help}." for one in _EVERY)]),
-        min=0,
-        max=3,
-    )
+    zero_stage: int | None = option(None, _stages_help, min=0, max=3)
     packing: bool | None = option(
         None,
         "Pack a micro-batch's rows into one row without padding. Default: packed; with --verdict strict padded where "

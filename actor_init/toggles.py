@@ -1,6 +1,6 @@
 """How an option is declared, and the words that options take: for the spec, and for what the backends declare."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Any
@@ -12,7 +12,7 @@ class UsageError(ValueError):
 
 def option(
     default: Any,
-    help: str,
+    help: str | Callable[[], str],
     *,
     min: float | None = None,
     max: float | None = None,
@@ -23,7 +23,8 @@ def option(
     """A dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, as {"--compile": Compile.BLOCKS}; with named=False
-    they are the only way to set it. `choices` are the words that a text may be, asked when it is read.
+    they are the only way to set it. `choices` are the words that a text may be; they, and a `help`
+    that is a function, are asked when they are needed: what the backends declare may have grown by then.
     """
     shape = {"min": min, "max": max, "flags": dict(flags or {}), "named": named, "choices": choices}
     return field(default=default, metadata={"help": help, **shape})

@@ -92,7 +92,7 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
     choices = _choices_of(spec_field, base)
     own_flag = f"--{spec_field.name.replace('_', '-')}"
-    text = meta["help"]
+    text = meta["help"]() if callable(meta["help"]) else meta["help"]
     if meta["named"]:
         yield Toggle(flag=own_flag, base=base, help=text, min=meta["min"], max=meta["max"], choices=choices, **shared)
     for flag, value in meta["flags"].items():
