@@ -25,7 +25,7 @@ from replay.parity.matrix import Setting
 from tests import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]
-BACKENDS = ("deepspeed_zero", "fsdp2", "ddp")
+BACKENDS = ("deepspeed", "fsdp2", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
