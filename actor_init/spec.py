@@ -240,23 +240,18 @@ class ActorSpec:
             raise UsageError(f"--tp-plan {self.parallel.tp_plan} is {owner}'s. Try: --backend {owner}, or no --tp-plan")
 
     def _refuse_sharding(self, declared: Declaration) -> None:
-        tp, ring = self.parallel.tp, self.parallel.ring
-        lacking = {
-            f"--zero-stage {self.zero_stage}": self.zero_stage is not None and not declared.shards,
-            f"--tp {tp}": tp > 1 and not declared.tp,
-            f"--ring {ring}": ring > 1 and not declared.ring,
-        }
-        others = {
-            f"--zero-stage {self.zero_stage}": names_of(lambda one: self.zero_stage in one.stages),
-            f"--tp {tp}": names_of(lambda one: one.tp),
-            f"--ring {ring}": names_of(lambda one: one.ring),
-        }
-        for typed in (typed for typed, lacks in lacking.items() if lacks):
-            why = f"{typed} is not there for {declared.name}"
-            if not declared.shards:
-                why = f"{typed} shards, and under {declared.name} every rank holds the whole model and its own inputs"
-            advice = [f"--backend {other} {typed}" for other in others[typed][:1]]
-            raise UsageError(f"{why}. Try: {', or '.join([*advice, f'--backend {declared.name} alone'])}")
+        name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
+        for typed, lacks, others in (
+            (f"--zero-stage {stage}", stage is not None and not declared.shards, names_of(lambda b: stage in b.stages)),
+            (f"--tp {tp}", tp > 1 and not declared.tp, names_of(lambda b: b.tp)),
+            (f"--ring {ring}", ring > 1 and not declared.ring, names_of(lambda b: b.ring)),
+        ):
+            if lacks:
+                why = f"{typed} is not there for {name}"
+                if not declared.shards:
+                    why = f"{typed} shards, and under {name} every rank holds the whole model and its own inputs"
+                advice = [*(f"--backend {other} {typed}" for other in others[:1]), f"--backend {name} alone"]
+                raise UsageError(f"{why}. Try: {', or '.join(advice)}")
 
     @property
     def resolved_zero_stage(self) -> int:
