@@ -1,77 +1,55 @@
 """What actor to build: plain data, no heavy imports, each toggle declared once with its default, help and range."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
+from actor_init.backends.declaration import Declaration
+from actor_init.toggles import Attention, Compile, Dtype, OptimizerName, PadTo, TpPlan, UsageError, option
 
-class UsageError(ValueError):
-    """What was asked for makes no sense, or cannot be had here. The message says what to type instead."""
+__all__ = [
+    "ActorSpec",
+    "Attention",
+    "Compile",
+    "Dtype",
+    "OptimizerName",
+    "PadTo",
+    "ParallelSpec",
+    "TpPlan",
+    "UsageError",
+    "option",
+]
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    flags: Mapping[str, Any] | None = None,
-    named: bool = True,
-) -> Any:
-    """A dataclass field that is also a command line option.
+def _takers(field_name: str) -> list[str]:
+    """The backends that take an option that not every one has."""
+    return names_of(lambda one: field_name in one.own_options)
 
-    `flags` are extra switches that set the field to a fixed value, as {"--compile": Compile.BLOCKS}; with named=False
-    they are the only way to set it.
-    """
-    return field(
-        default=default, metadata={"help": help, "min": min, "max": max, "flags": dict(flags or {}), "named": named}
+
+def _compiling(compiler: Compile) -> list[str]:
+    return names_of(lambda one: compiler in one.compilers)
+
+
+def _backend_help() -> str:
+    each = [f"{name}: {one.help}." for name, one in BACKENDS.items() if one.help]
+    return " ".join(["Who shards, reduces and steps.", *each])
+
+
+def _stages_help() -> str:
+    return " ".join(["What is sharded.", *(f"{name}: {one.stages_help}." for name, one in BACKENDS.items())])
+
+
+def _tp_plan_help() -> str:
+    return (
+        f"Which layers --tp splits how ({', '.join(_takers('tp_plan'))}). model: transformers' plan for the model; "
+        "builtin: ours for Llama, Qwen and Gemma, and for models built like Llama; auto: the model's own if it is "
+        "complete, else ours."
     )
 
 
-class BackendName(StrEnum):
-    DEEPSPEED = "deepspeed"
-    FSDP2 = "fsdp2"
-    DDP = "ddp"
-
-
-class Attention(StrEnum):
-    AUTO = "auto"
-    FLASH = "flash"
-    VARLEN = "varlen"
-    SDPA = "sdpa"
-    EAGER = "eager"
-
-
-class Compile(StrEnum):
-    OFF = "off"
-    BLOCKS = "blocks"
-    DEEPCOMPILE = "deepcompile"
-
-
-class Dtype(StrEnum):
-    AUTO = "auto"
-    BF16 = "bf16"
-    FP32 = "fp32"
-    FP16 = "fp16"
-
-
-class PadTo(StrEnum):
-    OWN = "own"
-    LONGEST = "longest"
-
-
-class OptimizerName(StrEnum):
-    ADAMW = "adamw"
-    SGD = "sgd"
-    NONE = "none"
-
-
-class TpPlan(StrEnum):
-    AUTO = "auto"
-    MODEL = "model"
-    BUILTIN = "builtin"
+def _sequence_parallel_help() -> str:
+    return f"Shard norms and residuals along the sequence over --tp ({', '.join(_takers('sequence_parallel'))})."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +63,8 @@ class ParallelSpec:
         "Key-value heads that ring attention gathers at once. Default: all of a rank's; 1 takes the least memory.",
         min=1,
     )
-    tp_plan: TpPlan = option(
-        TpPlan.AUTO,
-        "Which layers --tp splits how (fsdp2). model: transformers' plan for the model; builtin: ours for Llama, Qwen "
-        "and Gemma, and for models built like Llama; auto: the model's own if it is complete, else ours.",
-    )
-    sequence_parallel: bool = option(False, "Shard norms and residuals along the sequence over --tp (fsdp2).")
+    tp_plan: TpPlan = option(TpPlan.AUTO, _tp_plan_help)
+    sequence_parallel: bool = option(False, _sequence_parallel_help)
 
     def __post_init__(self) -> None:
         if self.tp == 1 and self.sequence_parallel:
@@ -106,10 +80,7 @@ class ParallelSpec:
 class ActorSpec:
     """What to build. Raises UsageError on a combination that makes no sense."""
 
-    backend: BackendName = option(
-        BackendName.DEEPSPEED,
-        "Who shards, reduces and steps. ddp: torch's, and nobody shards: to hold the others against.",
-    )
+    backend: str = option(DEFAULT, _backend_help, choices=BACKENDS)
     model: str | None = option(
         None,
         "A preset (llama-3.1-8b), a model folder, a config.json or a folder of captures. "
@@ -127,13 +98,7 @@ class ActorSpec:
         "Compute dtype. Master weights are fp32 whenever there is an optimizer. auto: the job's, bf16 where the "
         "inputs do not say.",
     )
-    zero_stage: int | None = option(
-        None,
-        "What is sharded. deepspeed: 0 nothing, 1 optimizer (default where there is one), 2 + gradients, 3 + weights. "
-        "fsdp2: 2 keeps weights gathered between forward and backward, 3 (default) does not. ddp: nothing ever.",
-        min=0,
-        max=3,
-    )
+    zero_stage: int | None = option(None, _stages_help, min=0, max=3)
     packing: bool | None = option(
         None,
         "Pack a micro-batch's rows into one row without padding. Default: packed; with --verdict strict padded where "
@@ -182,24 +147,7 @@ class ActorSpec:
 
     def __post_init__(self) -> None:
         self._refuse_foreign_settings()
-        if self.backend is BackendName.FSDP2 and self.zero_stage in (0, 1):
-            raise UsageError(
-                f"--zero-stage {self.zero_stage} does not exist under fsdp2, which has 2 (keep weights gathered after "
-                f"forward) and 3 (reshard). Try: --backend fsdp2 --zero-stage 3, or --backend deepspeed"
-            )
-        if self.deepspeed_config is not None and self.backend is not BackendName.DEEPSPEED:
-            raise UsageError(
-                f"--deepspeed-config {self.deepspeed_config} is deepspeed's, and the backend is {self.backend}. "
-                "Try: --backend deepspeed, or leave it out"
-            )
-        if self.backend is BackendName.DDP:
-            self._refuse_sharding()
-        if self.backend is not BackendName.DEEPSPEED and self.compile is Compile.DEEPCOMPILE:
-            raise UsageError("--deepcompile belongs to deepspeed. Try: --backend deepspeed --deepcompile, or --compile")
-        if self.backend is BackendName.DEEPSPEED and self.parallel.sequence_parallel:
-            raise UsageError("--sequence-parallel is not there for deepspeed. Try: --backend fsdp2")
-        if self.backend is BackendName.DEEPSPEED and self.parallel.tp_plan is not TpPlan.AUTO:
-            raise UsageError(f"--tp-plan {self.parallel.tp_plan} is fsdp2's. Try: --backend fsdp2, or no --tp-plan")
+        self._refuse_what_the_backend_lacks(declaration_of(self.backend))
         if self.parallel.ring > 1 and self.packing is False:
             raise UsageError(
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
@@ -264,25 +212,52 @@ class ActorSpec:
                     f"{flag} {value:g} is no setting of --optimizer {self.optimizer}. Try: --optimizer {other}"
                 )
 
-    def _refuse_sharding(self) -> None:
-        asked = {
-            f"--zero-stage {self.zero_stage}": self.zero_stage is not None,
-            f"--tp {self.parallel.tp}": self.parallel.tp > 1,
-            f"--ring {self.parallel.ring}": self.parallel.ring > 1,
-        }
-        for typed, is_given in asked.items():
-            if is_given:
-                raise UsageError(
-                    f"{typed} shards, and under ddp every rank holds the whole model and its own inputs. "
-                    f"Try: --backend fsdp2 {typed}, or --backend ddp alone"
-                )
+    def _refuse_what_the_backend_lacks(self, declared: Declaration) -> None:
+        name, stage = declared.name, self.zero_stage
+        if declared.shards and stage is not None and stage not in declared.stages:
+            which = " and ".join(f"{number} ({what})" for number, what in declared.stages.items())
+            others = "".join(f", or --backend {one}" for one in names_of(lambda one: stage in one.stages)[:1])
+            raise UsageError(
+                f"--zero-stage {stage} does not exist under {name}, which has {which}. "
+                f"Try: --backend {name} --zero-stage {declared.default_stage}{others}"
+            )
+        if self.deepspeed_config is not None and "deepspeed_config" not in declared.own_options:
+            owner, *_ = _takers("deepspeed_config")
+            raise UsageError(
+                f"--deepspeed-config {self.deepspeed_config} is {owner}'s, and the backend is {name}. "
+                f"Try: --backend {owner}, or leave it out"
+            )
+        self._refuse_sharding(declared)
+        if self.compile not in (Compile.OFF, Compile.BLOCKS, *declared.compilers):
+            owner, *_ = _compiling(self.compile)
+            typed = f"--{self.compile}"
+            raise UsageError(f"{typed} belongs to {owner}. Try: --backend {owner} {typed}, or --compile")
+        if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
+            owner, *_ = _takers("sequence_parallel")
+            raise UsageError(f"--sequence-parallel is not there for {name}. Try: --backend {owner}")
+        if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
+            owner, *_ = _takers("tp_plan")
+            raise UsageError(f"--tp-plan {self.parallel.tp_plan} is {owner}'s. Try: --backend {owner}, or no --tp-plan")
+
+    def _refuse_sharding(self, declared: Declaration) -> None:
+        name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
+        for typed, lacks, others in (
+            (f"--zero-stage {stage}", stage is not None and not declared.shards, names_of(lambda b: stage in b.stages)),
+            (f"--tp {tp}", tp > 1 and not declared.tp, names_of(lambda b: b.tp)),
+            (f"--ring {ring}", ring > 1 and not declared.ring, names_of(lambda b: b.ring)),
+        ):
+            if lacks:
+                why = f"{typed} is not there for {name}"
+                if not declared.shards:
+                    why = f"{typed} shards, and under {name} every rank holds the whole model and its own inputs"
+                advice = [*(f"--backend {other} {typed}" for other in others[:1]), f"--backend {name} alone"]
+                raise UsageError(f"{why}. Try: {', or '.join(advice)}")
 
     @property
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        if self.backend is BackendName.DDP:
-            return 0
-        if self.backend is BackendName.FSDP2:
-            return 3
-        return 0 if self.optimizer is OptimizerName.NONE else 1
+        declared = declaration_of(self.backend)
+        if self.optimizer is OptimizerName.NONE:
+            return declared.default_stage_without_optimizer
+        return declared.default_stage

@@ -6,7 +6,7 @@ text and switches; turning text into values happens here, so that every refusal 
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -53,6 +53,7 @@ class Toggle:
     max: float | None = None
     is_switch: bool = False
     sets: Any = None  # what a switch sets
+    choices: Collection[str] = ()  # the words that its value may be, where these are few
 
     @property
     def parameter(self) -> str:
@@ -89,15 +90,22 @@ def toggles() -> tuple[Toggle, ...]:
 def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle]:
     meta = spec_field.metadata
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
+    choices = _choices_of(spec_field, base)
     own_flag = f"--{spec_field.name.replace('_', '-')}"
-    text = meta["help"]
+    text = meta["help"]() if callable(meta["help"]) else meta["help"]
     if meta["named"]:
-        yield Toggle(flag=own_flag, base=base, help=text, min=meta["min"], max=meta["max"], **shared)
+        yield Toggle(flag=own_flag, base=base, help=text, min=meta["min"], max=meta["max"], choices=choices, **shared)
     for flag, value in meta["flags"].items():
         if meta["named"]:
             text = f"The same as {own_flag} {value}."
         yield Toggle(flag=flag, base=bool, help=text, is_switch=True, sets=value, **shared)
         text = f"See {flag}."
+
+
+def _choices_of(spec_field: Field[Any], base: Any) -> Collection[str]:
+    """The words that a field's value may be; none: any value of its type."""
+    choices: Collection[str] = list(base) if issubclass(base, StrEnum) else spec_field.metadata.get("choices", ())
+    return choices
 
 
 def bare_type(annotation: Any) -> Any:
@@ -133,7 +141,7 @@ def _parameter(toggle: Toggle) -> inspect.Parameter:
             None,
             f"{toggle.flag}/{toggle.negation}" if has_negation else toggle.flag,
             help=help,
-            metavar="|".join(toggle.base) if issubclass(toggle.base, StrEnum) else METAVARS[toggle.base],
+            metavar="|".join(toggle.choices) or METAVARS[toggle.base],
             show_default=False,
             rich_help_panel=PANELS[toggle.part],
         ),
@@ -164,7 +172,7 @@ def _parsed(toggle: Toggle, given: str | bool) -> Any:
         value = toggle.base(given)
     except ValueError:
         value = None
-    if given == "" or value is None:
+    if given == "" or value is None or (toggle.choices and value not in toggle.choices):
         raise UsageError(f"{toggle.flag} {given!r} is not allowed. Give {_allowed(toggle)}")
     _check_range(toggle, value)
     return value
@@ -180,8 +188,8 @@ def _check_range(toggle: Toggle, value: Any) -> None:
 
 
 def _allowed(toggle: Toggle) -> str:
-    if issubclass(toggle.base, StrEnum):
-        return f"one of {', '.join(toggle.base)}"
+    if toggle.choices:
+        return f"one of {', '.join(toggle.choices)}"
     kind = {int: "a whole number", float: "a finite number", Path: "a path", str: "a name"}[toggle.base]
     if toggle.max is not None:
         return f"{kind} from {toggle.min} to {toggle.max}"
@@ -229,22 +237,25 @@ def _from_dict(spec_class: Any, values: Mapping[str, Any], where: str) -> Any:
     hints = get_type_hints(spec_class)
     if unknown := sorted(set(values) - set(hints)):
         raise UsageError(f"{where}{unknown[0]} is not part of a run's spec; allowed are {', '.join(hints)}")
-    return spec_class(**{name: _field_value(hints[name], value, f"{where}{name}") for name, value in values.items()})
+    declared = {one.name: one for one in fields(spec_class)}
+    return spec_class(
+        **{name: _field_value(hints[name], declared[name], value, f"{where}{name}") for name, value in values.items()}
+    )
 
 
-def _field_value(annotation: Any, value: Any, where: str) -> Any:
+def _field_value(annotation: Any, spec_field: Field[Any], value: Any, where: str) -> Any:
     base = bare_type(annotation)
     if value is None and base is not annotation:
         return None
     if is_dataclass(base) and isinstance(value, Mapping):
         return _from_dict(base, value, f"{where}.")
-    if issubclass(base, StrEnum) and value in list(base):
+    choices = _choices_of(spec_field, base)
+    if choices and value in list(choices):
         return base(value)
     if base is Path and isinstance(value, str):
         return Path(value)
     if base is float and type(value) is int:
         return float(value)
-    if type(value) is not base:
-        allowed = ", ".join(base) if issubclass(base, StrEnum) else base.__name__
-        raise UsageError(f"{where} is {value!r} in a run's spec; allowed is {allowed}")
+    if type(value) is not base or choices:
+        raise UsageError(f"{where} is {value!r} in a run's spec; allowed is {', '.join(choices) or base.__name__}")
     return value

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from actor_init.backends import declaration_of, names_of
 from actor_init.spec import ActorSpec, UsageError, option
 
 
@@ -135,6 +136,12 @@ class RunSpec:
             raise UsageError(
                 f"{option_given} needs an optimizer, but --optimizer none was given. "
                 "Try: --save-model and --model for weights alone"
+            )
+        if (self.state.save_state or self.state.load_state) and declaration_of(self.actor.backend).states is None:
+            option_given = "--load-state" if self.state.load_state else "--save-state"
+            raise UsageError(
+                f"{option_given} is not there for {self.actor.backend}. "
+                f"Try: --backend {names_of(lambda one: one.states is not None)[0]}, or --save-model for weights alone"
             )
         if self.state.load_state and self.actor.random_weights:
             raise UsageError("--random-weights and --load-state exclude each other. Give one of the two")

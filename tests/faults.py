@@ -25,7 +25,7 @@ from replay.parity.matrix import Setting
 from tests import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]
-BACKENDS = ("deepspeed_zero", "fsdp2", "ddp")
+BACKENDS = ("deepspeed", "fsdp2", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ def _edited(edit: Callable[[PreTrainedModel], None]) -> AbstractContextManager[A
 
     stack = ExitStack()
     for backend in BACKENDS:
-        stack.enter_context(patch(f"actor_init.backends.{backend}.build_on_meta", build))
+        stack.enter_context(patch(f"actor_init.backends.{backend}.engine.build_on_meta", build))
     return stack
 
 
@@ -299,7 +299,7 @@ def gate_and_up_swapped(world: World) -> Iterator[None]:
 @contextmanager
 def accumulation_not_divided(world: World) -> Iterator[None]:
     """Each micro-batch of a window counts as if it were alone."""
-    from actor_init.backends.fsdp2 import FSDP2Backend
+    from actor_init.backends.fsdp2.engine import FSDP2Backend
 
     backward = FSDP2Backend.backward
 
@@ -319,7 +319,7 @@ def clipped_by_local_norm(world: World) -> Iterator[None]:
         shards: list[Any] = [parameter.grad.to_local() for parameter in parameters]
         clip(parameters, max_norm, torch.nn.utils.get_total_norm(shards))
 
-    with patch("actor_init.backends.fsdp2.clip_grads_with_norm_", clipped):
+    with patch("actor_init.backends.fsdp2.engine.clip_grads_with_norm_", clipped):
         yield
 
 
@@ -355,7 +355,7 @@ def gradient_not_reduced(world: World) -> Iterator[None]:
 @contextmanager
 def gradient_summed(world: World) -> Iterator[None]:
     """Scaled by the wrong world size: the sum over the data ranks is taken for their mean."""
-    from actor_init.backends.fsdp2 import FSDP2Backend
+    from actor_init.backends.fsdp2.engine import FSDP2Backend
 
     backward = FSDP2Backend.backward
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actor_init.backends import Backend, open_backend
+from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave

@@ -142,18 +142,18 @@ def bucket_reduced_twice(world: World) -> Iterator[None]:
 @contextmanager
 def reduced_in_bf16(world: World) -> Iterator[None]:
     """Gradients travel in bf16 where fp32 was meant."""
-    from actor_init.backends.deepspeed_config import config_of
+    from actor_init.backends.deepspeed.config import config_of
 
     def narrow(*args: Any) -> dict[str, Any]:
         return {**config_of(*args), "communication_data_type": "bf16"}
 
-    with patch("actor_init.backends.deepspeed_zero.config_of", narrow):
+    with patch("actor_init.backends.deepspeed.engine.config_of", narrow):
         yield
 
 
 @contextmanager
 def accumulation_divided_twice(world: World) -> Iterator[None]:
-    from actor_init.backends.fsdp2 import FSDP2Backend
+    from actor_init.backends.fsdp2.engine import FSDP2Backend
 
     backward = FSDP2Backend.backward
 
@@ -167,7 +167,7 @@ def accumulation_divided_twice(world: World) -> Iterator[None]:
 @contextmanager
 def last_of_window_alone(world: World) -> Iterator[None]:
     """Each backward of a window writes over the gradients of those before it, as large as they are together."""
-    from actor_init.backends.ddp import DDPBackend
+    from actor_init.backends.ddp.engine import DDPBackend
 
     backward = DDPBackend.backward
 

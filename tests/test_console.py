@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actor_init.spec import BackendName
+from actor_init.backends import BACKENDS
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
 from replay.report.table import open_console, print_pairs
@@ -55,7 +55,7 @@ def cells(text: str, first: str) -> list[str]:
 
 
 def test_ddp_has_no_stage() -> None:
-    assert [engine_text(backend, 2) for backend in BackendName] == [
+    assert [engine_text(backend, 2) for backend in BACKENDS] == [
         "deepspeed, ZeRO stage 2",
         "fsdp2, ZeRO stage 2",
         "ddp",

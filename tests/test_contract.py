@@ -7,6 +7,7 @@ import itertools
 import json
 import shlex
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,10 +91,8 @@ NUM_STEPS, LEARNING_RATE, MAX_NORM = 4, 1e-3, 1.0
 STEPPING = f"--dtype fp32 --step --max-inputs {NUM_STEPS} --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample's model with weights of Hugging Face's own making, as a checkpoint folder."""
-    folder = tmp_path_factory.mktemp("model")
+def save_model(folder: Path) -> Path:
+    """The sample's model with weights of Hugging Face's own making, as a checkpoint in `folder`."""
     config = read_actor_config(default_folder())
     assert config is not None
     config = {**config, "num_hidden_layers": 2}
@@ -102,6 +101,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -115,27 +119,36 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     home = tmp_path_factory.mktemp("logs")
     folders: dict[str, Path] = {}
     for num_ranks in (1, 2):
-        commands = []
-        runs = [(row.name, row.arguments()) for row in TABLE if row.num_ranks == num_ranks]
+        runs = {row.name: row.arguments() for row in TABLE if row.num_ranks == num_ranks}
         if num_ranks == 1:
-            runs += [(f"bf16 {name}", shlex.split(flags)) for name, flags in BF16_ROWS]
-            runs += [(f"step {name}", shlex.split(f"{STEPPING} {flags}")) for name, flags in STEP_ROWS.items()]
-        for number, (name, arguments) in enumerate(runs):
-            folders[name] = home / f"{num_ranks}-{number}"
-            commands.append([*arguments, "--model", str(model_folder), "--log-folder", str(folders[name]), "--quiet"])
-        table = home / f"commands{num_ranks}.json"
-        table.write_text(json.dumps(commands))
-        launcher = [str(warm_bin() / "python")]
-        if num_ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        done = subprocess.run(
-            [*launcher, "-m", "tests.replay_worker", str(table)],
-            cwd=Path(__file__).parent.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+            runs |= {f"bf16 {name}": shlex.split(flags) for name, flags in BF16_ROWS}
+            runs |= {f"step {name}": shlex.split(f"{STEPPING} {flags}") for name, flags in STEP_ROWS.items()}
+        folders |= replayed(runs, num_ranks, model_folder, home)
+    return folders
+
+
+def replayed(
+    runs: Mapping[str, Sequence[str]], num_ranks: int, model: Path, home: Path, worker: str = "tests.replay_worker"
+) -> dict[str, Path]:
+    """Replay `model` with each run's arguments, all in one launch of `worker`; the log folders by the runs' names."""
+    folders: dict[str, Path] = {}
+    commands = []
+    for number, (name, arguments) in enumerate(runs.items()):
+        folders[name] = home / f"{num_ranks}-{number}"
+        commands.append([*arguments, "--model", str(model), "--log-folder", str(folders[name]), "--quiet"])
+    table = home / f"commands{num_ranks}.json"
+    table.write_text(json.dumps(commands))
+    launcher = [str(warm_bin() / "python")]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*launcher, "-m", worker, str(table)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return folders
 
 
@@ -160,7 +173,11 @@ def test_every_pair_of_toggles_meets() -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_losses_and_norms_are_the_reference_s(row: Row, logs: dict[str, Path], reference: Reference) -> None:
-    records = records_of(logs[row.name])
+    check_losses_and_norms(row, logs[row.name], reference)
+
+
+def check_losses_and_norms(row: Row, log: Path, reference: Reference) -> None:
+    records = records_of(log)
     assert len({record.source for record in records}) == min(EVERY, row.max_inputs * row.num_ranks)
     for record in records:
         expected = reference.answer(default_folder() / record.source).loss
@@ -183,7 +200,12 @@ def test_bf16_stays_within_its_bound(name: str, logs: dict[str, Path], reference
 
 @pytest.mark.parametrize("name", STEP_ROWS)
 def test_clipped_steps_lead_where_a_plain_loop_leads(name: str, logs: dict[str, Path], model_folder: Path) -> None:
-    records = records_of(logs[f"step {name}"])
+    check_clipped_steps(logs[f"step {name}"], model_folder)
+
+
+def check_clipped_steps(log: Path, model_folder: Path) -> None:
+    """`log` is that of a run with STEPPING."""
+    records = records_of(log)
     assert len(records) == NUM_STEPS
     expected = Reference(model_folder).clipped_steps(
         [default_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actor_init.backends.deepspeed_config import config_of
+from actor_init.backends.deepspeed.config import config_of
 from actor_init.spec import ActorSpec, UsageError
 from replay.parity.plan import Here, Role, plan
 from replay.runlog.reader import PastRun
@@ -71,7 +71,7 @@ def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path,
 
 def test_other_backends_have_no_such_file() -> None:
     with pytest.raises(UsageError, match=r"--deepspeed-config ds.json is deepspeed's, and the backend is fsdp2"):
-        ActorSpec(deepspeed_config=Path("ds.json"), backend="fsdp2")  # type: ignore[arg-type]
+        ActorSpec(deepspeed_config=Path("ds.json"), backend="fsdp2")
 
 
 def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Imports go down the floors, and each heavy or optional library stays in its room."""
 
 import ast
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from actor_init.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
@@ -23,7 +26,9 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("spec", "presets"),
+        ("toggles", "presets"),
+        ("declarations",),  # of the backends: what each can do
+        ("spec", "as_json"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching",),
         ("model",),
@@ -32,7 +37,7 @@ ROOMS = {
         ("inputs",),
         ("own_positions", "dropout_settings", "actor", "tracing"),
         ("saving",),
-        ("backends",),
+        ("backends",),  # their engines
     ),
     "replay": (
         ("spec",),
@@ -49,11 +54,12 @@ ROOMS = {
         ("", "__main__"),
     ),
 }
+ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/options.py", "replay/subcommands.py"}
     | {f"replay/{name}/command.py" for name in ("diagnose", "parity", "suite")},
     "rich": {"replay/report/table.py"},
-    "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
+    "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
     "matplotlib": {"replay/compare/plot.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
@@ -62,6 +68,9 @@ LIBRARIES = {
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
 HEAVY = ("torch", "transformers", "deepspeed")
 LIGHT = (
+    *("actor_init/toggles.py", "actor_init/backends/__init__.py", "actor_init/backends/declaration.py"),
+    *(f"actor_init/backends/{name}/__init__.py" for name in BACKENDS),
+    *(f"actor_init/backends/deepspeed/{name}.py" for name in ("config", "states")),
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
     *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
     *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
@@ -87,6 +96,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
 
 
+def backend_of(dotted: str) -> str | None:
+    """The backend that a module is part of, if it is."""
+    found = re.match(r"actor_init\.backends\.(\w+)", dotted.removesuffix(".__init__"))
+    return found[1] if found and (ROOT / "actor_init" / "backends" / found[1]).is_dir() else None
+
+
 def complaints(name: str, source: str) -> list[str]:
     """What is wrong with the imports of the module `name`."""
     floor, _, _ = name.partition("/")
@@ -102,10 +117,9 @@ def complaints(name: str, source: str) -> list[str]:
             found.append(f"{name} imports {dotted}; capture rides in other people's jobs with torch alone")
         if dotted.startswith("capture.integrations"):
             found.append(f"{name} imports {dotted}, which is for jobs to import")
-        if dotted.startswith("actor_init.backends.") and name.startswith("actor_init/backends/"):
-            here = f"actor_init.backends.{Path(name).stem.partition('_')[0]}"  # a backend may have several modules
-            if not name.endswith("__init__.py") and not dotted.startswith(here):
-                found.append(f"{name} imports {dotted}: the backends know nothing of each other")
+        own_backend, other = backend_of(name.removesuffix(".py").replace("/", ".")), backend_of(dotted)
+        if own_backend and other and other != own_backend:
+            found.append(f"{name} imports {dotted}: the backends know nothing of each other")
         found += upwards(name, dotted)
     return found
 
@@ -116,12 +130,18 @@ def upwards(name: str, dotted: str) -> list[str]:
     if dotted.partition(".")[0] != package or package not in ROOMS:
         return []
     floors = {room: number for number, rooms in enumerate(ROOMS[package]) for room in rooms}
-    here = rest[0] if rest[0] != "__init__" else ""
-    there = dotted.split(".")[1] if "." in dotted else ""
-    there = there if there in floors else ""
+    here, there = (
+        _room(parts, floors) for parts in ([one for one in rest if one != "__init__"], dotted.split(".")[1:])
+    )
     if here == there or (floors[there] < floors[here]):
         return []
     return [f"{name} imports {dotted}: {there or package} is not on a floor below {here or package}"]
+
+
+def _room(parts: Sequence[str], floors: Container[str]) -> str:
+    """Return the folder or file below the package; of a backend its declaration or its engine."""
+    room = parts[0] if parts and parts[0] in floors else ""
+    return "declarations" if room == "backends" and not ENGINES & set(parts) else room
 
 
 def circles() -> list[list[str]]:
@@ -168,9 +188,9 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("actor_init/model.py", "import replay.spec"),
         ("actor_init/model.py", "def build():\n    import deepspeed"),
         ("actor_init/attention/kernels.py", "from ring_flash_attn import llama3"),
-        ("actor_init/backends/fsdp2.py", "from actor_init.backends.deepspeed_zero import DeepSpeedBackend"),
-        ("actor_init/backends/fsdp2.py", "from actor_init.backends import deepspeed_zero"),
-        ("actor_init/backends/deepspeed_autotp.py", "from actor_init.backends.fsdp2 import FSDP2Backend"),
+        ("actor_init/backends/fsdp2/engine.py", "from actor_init.backends.deepspeed.engine import DeepSpeedBackend"),
+        ("actor_init/backends/fsdp2/__init__.py", "from actor_init.backends import deepspeed"),
+        ("actor_init/backends/deepspeed/autotp.py", "from actor_init.backends.fsdp2.engine import FSDP2Backend"),
         ("replay/report/text.py", "from rich.table import Table"),
         ("replay/runner/session.py", "import typer"),
         ("replay/compare/command.py", "from matplotlib.figure import Figure"),

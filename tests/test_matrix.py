@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
+from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.options import run_spec
 from replay.parity.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 
@@ -83,7 +83,7 @@ def test_a_value_of_another_kind_is_refused_for_its_cell(setting: dict[str, obje
 def test_a_setting_is_what_the_command_line_would_give() -> None:
     setting = {"backend": "fsdp2", "packing": False, "compile": "blocks", "tp": 2, "data": 2, "attention": "eager"}
     actor = run_spec(typed(setting)).actor
-    assert (actor.backend, actor.packing, actor.compile) == (BackendName.FSDP2, False, Compile.BLOCKS)
+    assert (actor.backend, actor.packing, actor.compile) == ("fsdp2", False, Compile.BLOCKS)
     assert (actor.parallel.tp, actor.attention) == (2, Attention.EAGER)
     assert num_processes_of(setting) == 4
     assert name_of(setting) == "fsdp2 bf16 padded eager compiled data 2 tp 2"

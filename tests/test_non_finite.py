@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actor_init.backends import open_backend
+from actor_init.backends.protocol import open_backend
 from replay.cli import main
 from replay.runner.non_finite import Search
 from tests.test_trouble import folder_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actor_init.spec import ActorSpec, Attention, BackendName, Compile, ParallelSpec, TpPlan, UsageError
+from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import app
 from replay.options import command_line, spec_from_dict, spec_to_dict, toggles
 from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
@@ -24,7 +24,7 @@ def test_without_options_the_dataclasses_defaults_hold() -> None:
 @pytest.mark.parametrize(
     ("typed", "spec"),
     [
-        ("--backend fsdp2", RunSpec(actor=ActorSpec(backend=BackendName.FSDP2))),
+        ("--backend fsdp2", RunSpec(actor=ActorSpec(backend="fsdp2"))),
         ("--no-packing", RunSpec(actor=ActorSpec(packing=False))),
         ("--packing", RunSpec(actor=ActorSpec(packing=True))),
         ("--compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
@@ -98,7 +98,7 @@ def test_a_field_without_help_is_no_option() -> None:
 
 FULL = RunSpec(
     actor=ActorSpec(
-        backend=BackendName.FSDP2,
+        backend="fsdp2",
         compile=Compile.BLOCKS,
         packing=False,
         max_norm=0.5,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actor_init.backends import open_backend
+from actor_init.backends.protocol import open_backend
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import capture_files
 from replay.cli import main

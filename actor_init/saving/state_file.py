@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.backends import declaration_of
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
-from actor_init.spec import ActorSpec, BackendName, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 
 STATE_FILE = "state.json"
 FORMAT = 1
 SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # what the libraries' files depend on
-OF_DEEPSPEED = ("zero_stage", "tp", "max_norm")  # DeepSpeed partitions by them, or would take the saved one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class SavedState:
         versions: Mapping[str, str | None],
     ) -> Self:
         return cls(
-            backend=spec.backend.value,
+            backend=spec.backend,
             zero_stage=spec.resolved_zero_stage,
             world_size=world.world_size,
             tp=spec.parallel.tp,
@@ -94,8 +94,9 @@ class SavedState:
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raises UsageError, before anything is built, unless this state can be taken over exactly."""
         here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
-        of_deepspeed = OF_DEEPSPEED if here.backend == BackendName.DEEPSPEED else ()
-        for name in (*SAME, *of_deepspeed):
+        states = declaration_of(here.backend).states
+        assert states is not None, f"{here.backend} loads no state, and a RunSpec that asks for it is refused"
+        for name in (*SAME, *states.same):
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:
                 raise UsageError(
@@ -108,27 +109,8 @@ class SavedState:
                     f"--load-state {folder} is the state of another model: its {key} is {self.model[key]}, and that of "
                     f"{source.name} is {here.model[key]}. Name its model, with --model and --num-layers"
                 )
-        if of_deepspeed and not self.is_partitioned_over(world.world_size):
-            self._check_universal(folder, world.world_size)
-
-    def is_partitioned_over(self, world_size: int) -> bool:
-        """Whether DeepSpeed can load its files as they are on that many ranks. Stage 0 partitions nothing."""
-        return not self.zero_stage or self.world_size == world_size
-
-    def _check_universal(self, folder: Path, world_size: int) -> None:
-        """Raises UsageError unless DeepSpeed's universal format can carry this state to another number of ranks."""
-        reasons = {
-            f"is one of {self.optimizer}, not adamw": self.optimizer != OptimizerName.ADAMW,
-            "has taken no step": not self.num_steps,
-            "is split over tp as well": self.tp > 1,
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise UsageError(
-                    f"--load-state {folder} was partitioned over {self.world_size} ranks by ZeRO stage "
-                    f"{self.zero_stage}, and here are {world_size}. DeepSpeed's universal format does not take a state "
-                    f"that {reason}. Try: torchrun --nproc-per-node {self.world_size} replay ..."
-                )
+        if complaint := states.complaint(self, world.world_size):
+            raise UsageError(f"--load-state {folder} {complaint}")
 
 
 def _typed(name: str, value: Any) -> str:

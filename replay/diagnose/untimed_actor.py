@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from actor_init.backends import Backend, open_backend
+from actor_init.backends.protocol import Backend, open_backend
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World

@@ -20,7 +20,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
+from actor_init.backends import BACKENDS, DEFAULT, names_of
+from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.options import Toggle, toggles
 
 Setting = Mapping[str, Any]  # option: its value, a word of an enum, a number or a bool
@@ -30,11 +31,9 @@ DATA = "data"
 EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
 EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # groups of runs, and their folders below inputs/edges
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
-BACKENDS, DTYPES = list(BackendName), [Dtype.FP32, Dtype.BF16]
-SHARDING = [one for one in BACKENDS if one is not BackendName.DDP]
+REFERENCE = "fsdp2"  # what the others are held against: unsharded, it is torch's own autograd and nothing else
+DTYPES = [Dtype.FP32, Dtype.BF16]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
-
-ZERO_STAGES = {BackendName.DEEPSPEED: [0, 1, 2, 3], BackendName.FSDP2: [2, 3]}
 
 
 def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
@@ -42,20 +41,31 @@ def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
     # a wrong number of ranks or a wrong shard shows best where rounding is smallest
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
     data: Table = {DATA: [min(2, num_devices)]}
-    split: list[Table] = [{"backend": SHARDING, **exact, axis: [2]} for axis in ("tp", "ring")]
-    stages: list[Table] = [
-        {"backend": [one], "zero_stage": all_of, **exact, **data} for one, all_of in ZERO_STAGES.items()
+    every = [*BACKENDS]
+    split: list[Table] = [
+        {"backend": names_of(lambda one: one.tp), **exact, "tp": [2]},
+        {"backend": names_of(lambda one: one.ring), **exact, "ring": [2]},
+    ]
+    accumulating: list[Table] = [
+        {"backend": [name], "zero_stage": [*one.accumulating_stages], **exact, **data, "grad_accumulation": [2]}
+        for name, one in BACKENDS.items()
+        if one.accumulating_stages
     ]
     return (
-        {"backend": BACKENDS, "dtype": DTYPES, "packing": [False, True], "attention": [kernel]},
-        {"backend": [BackendName.FSDP2], "dtype": DTYPES, "attention": KERNELS},
+        {"backend": every, "dtype": DTYPES, "packing": [False, True], "attention": [kernel]},
+        {"backend": [REFERENCE], "dtype": DTYPES, "attention": KERNELS},
         *split,
-        *stages,
-        {"backend": [BackendName.DDP], **exact, **data},
-        {"backend": BACKENDS, **exact, "grad_accumulation": [2]},
-        {"backend": [BackendName.DEEPSPEED], "zero_stage": [2], **exact, **data, "grad_accumulation": [2]},
-        {"backend": BACKENDS, **exact, "gradient_checkpointing": [True]},
+        *({**one, **exact, **data} for one in staged()),
+        {"backend": names_of(lambda one: not one.shards), **exact, **data},
+        {"backend": every, **exact, "grad_accumulation": [2]},
+        *accumulating,
+        {"backend": every, **exact, "gradient_checkpointing": [True]},
     )
+
+
+def staged() -> list[Table]:
+    """Each backend that shards, and its stages."""
+    return [{"backend": [name], "zero_stage": [*one.stages]} for name, one in BACKENDS.items() if one.shards]
 
 
 def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
@@ -63,8 +73,8 @@ def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
     packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
     axes_there = ("ring", DATA) if num_devices > 1 else ()
-    split: list[Table] = [{"backend": [BackendName.DEEPSPEED], **exact, axis: [2]} for axis in axes_there]
-    return ({"backend": BACKENDS, **exact, **packing}, *split)
+    split: list[Table] = [{"backend": [DEFAULT], **exact, axis: [2]} for axis in axes_there]
+    return ({"backend": [*BACKENDS], **exact, **packing}, *split)
 
 
 class Named(StrEnum):
@@ -78,29 +88,38 @@ class Named(StrEnum):
 def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
     """Every stage, split, kernel, dtype and compiler; what is not multiplied with the rest comes after it.
 
-    That is DeepSpeed's own compiler, on one process alone, accumulation and checkpointing.
+    That is a backend's own compiler, on one process alone, accumulation and checkpointing.
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    split: Table = {"ring": sizes, "tp": sizes, DATA: sizes}
     shared: Table = {"dtype": [*DTYPES, Dtype.FP16], "packing": [False, True], "attention": KERNELS}
     compiled: Table = {"compile": [Compile.OFF, Compile.BLOCKS]}
-    alone: Table = {"dtype": DTYPES, "packing": [True], "attention": [kernel], **split}
+    alone: Table = {"dtype": DTYPES, "packing": [True], "attention": [kernel]}
     folded: list[Table] = [{"grad_accumulation": [2]}, {"gradient_checkpointing": [True]}]
-    engines: list[Table] = [{"backend": [one], "zero_stage": stages} for one, stages in ZERO_STAGES.items()]
-    deepcompile: Table = {
-        "backend": [BackendName.DEEPSPEED],
-        "zero_stage": [1, 3],
-        "dtype": [Dtype.BF16],
-        "packing": [True],
-        "attention": [Attention.SDPA],
-        "compile": [Compile.DEEPCOMPILE],
-    }
+    engines = [(one, _splits(one["backend"][0], sizes)) for one in staged()]
+    whole = [({"backend": [name]}, _splits(name, sizes)) for name in names_of(lambda one: not one.shards)]
+    own_compilers: list[Table] = [
+        {
+            "backend": [name],
+            "zero_stage": [*stages],
+            "dtype": [Dtype.BF16],
+            "packing": [True],
+            "attention": [Attention.SDPA],
+            "compile": [compiler],
+        }
+        for name, one in BACKENDS.items()
+        for compiler, stages in one.compilers.items()
+    ]
     return (
-        *({**engine, **split, **shared, **compiled} for engine in engines),
-        {"backend": [BackendName.DDP], DATA: sizes, **shared, **compiled},
-        deepcompile,
-        *({**engine, **alone, **more} for engine in engines for more in folded),
+        *({**engine, **split, **shared, **compiled} for engine, split in [*engines, *whole]),
+        *own_compilers,
+        *({**engine, **alone, **split, **more} for engine, split in engines for more in folded),
     )
+
+
+def _splits(backend: str, sizes: Sequence[int]) -> Table:
+    """Over as many ranks of each axis that `backend` has."""
+    one = BACKENDS[backend]
+    return {axis: sizes for axis, is_there in (("ring", one.ring), ("tp", one.tp), (DATA, True)) if is_there}
 
 
 def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDPA) -> list[Setting]:
@@ -233,7 +252,7 @@ def typed(setting: Setting) -> dict[str, Any]:
 def name_of(setting: Setting) -> str:
     """As `fsdp2 bf16 packed sdpa tp 2`."""
     rest = dict(setting)
-    words = [str(rest.pop("backend", BackendName.DEEPSPEED))]
+    words = [str(rest.pop("backend", DEFAULT))]
     if (stage := rest.pop("zero_stage", None)) is not None:
         words.append(f"stage {stage}")
     words.append(str(rest.pop("dtype", Dtype.BF16)))

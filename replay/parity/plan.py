@@ -1,6 +1,6 @@
 """What parity runs: for each dtype a reference, runs that should equal it but for rounding, and the matrix's cells.
 
-The reference is one process under fsdp2, which is torch's own autograd with nothing split, each row apart as
+The reference is one process under the matrix's reference backend, with nothing split, each row apart as
 transformers pads it, through sdpa (eagerly where the model has no sdpa), uncompiled. A cell of d data ranks that
 accumulates n passes averages a gradient over d * n inputs, so it has a reference that accumulates as many. Every cell
 of a dtype is held against the reference of that dtype: what bf16 rounds away would hide an error in fp32.
@@ -15,16 +15,18 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from actor_init.spec import Attention, BackendName, Compile, Dtype, UsageError
+from actor_init.backends import BACKENDS, DEFAULT, declaration_of
+from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.options import run_spec, toggles
-from replay.parity.matrix import DATA, Setting, name_of, num_processes_of, typed
+from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
 from replay.spec import RunSpec
 
-PLAIN: Setting = {"backend": BackendName.FSDP2, "compile": Compile.OFF, "tp": 1, "ring": 1}
+PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
     *("grad_accumulation", "deepspeed_config"),
 )
+FILES = ("deepspeed_config",)  # of a library's own settings
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
@@ -189,7 +191,7 @@ def _admit(
     """Into `cells` if it is new and can run here, else into `refused` with the reason."""
     name = here.named(setting, suffix)
     num_data_ranks = setting.get(DATA, 1)
-    backend = setting.get("backend", common.get("backend", BackendName.DEEPSPEED))
+    backend = setting.get("backend", common.get("backend", DEFAULT))
     shared = {
         parameter: value
         for parameter, value in common.items()
@@ -231,8 +233,12 @@ def _admit(
 
 
 def _is_served(field: str, backend: str) -> bool:
-    """Does an option that was typed for all runs hold for those of `backend`? DeepSpeed's settings hold for its own."""
-    return field != "deepspeed_config" or backend == BackendName.DEEPSPEED
+    """Does an option that was typed for all runs hold for those of `backend`?
+
+    A file of one library's settings holds for the backends that take it. Any other option that a backend lacks is asked
+    of its runs too, which are then refused by it.
+    """
+    return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].own_options
 
 
 def _field_of(parameter: str) -> str:
@@ -249,10 +255,8 @@ def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
     if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
     check_divisible(here.config, spec.actor.parallel.tp)
-    if spec.actor.backend is BackendName.DEEPSPEED:
-        from actor_init.backends.deepspeed_config import refuse
-
-        refuse(spec.actor, here.device)
+    if complaint := declaration_of(spec.actor.backend).complaint(spec.actor, here.device):
+        raise UsageError(complaint)
 
 
 def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:

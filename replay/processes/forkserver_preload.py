@@ -10,10 +10,11 @@ from importlib import import_module
 
 import torch
 
+from actor_init.backends import BACKENDS
+
 MODULES = (
-    "actor_init.backends.deepspeed_zero",
-    "actor_init.backends.fsdp2",
-    "deepspeed",
+    *(one.engine.partition(":")[0] for one in BACKENDS.values()),
+    *(library for one in BACKENDS.values() for library in one.libraries),
     "flash_attn",
     "replay.cli",
     "replay.report.table",

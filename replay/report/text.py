@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from actor_init.spec import BackendName
+from actor_init.backends import declaration_of
 
 TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
     "ranks",
@@ -23,9 +23,9 @@ PHASES = ("forward", "backward", "step")
 _CAPTURE = re.compile(r"actor_inputs_rank(\d+)_\d{8}_(\d{6}_\d{6})(?:_(\d{8}))?\.pkl")
 
 
-def engine_text(backend: BackendName, zero_stage: object) -> str:
-    """As `deepspeed, ZeRO stage 1`; ddp shards nothing, and has no stage."""
-    return backend.value if backend is BackendName.DDP else f"{backend}, ZeRO stage {zero_stage}"
+def engine_text(backend: str, zero_stage: object) -> str:
+    """As `deepspeed, ZeRO stage 1`; the name alone of a backend that shards nothing, and has no stage."""
+    return f"{backend}, ZeRO stage {zero_stage}" if declaration_of(backend).shards else backend
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actor_init.backends import Backend
+from actor_init.backends.protocol import Backend
 from actor_init.model import ModelSource
 from actor_init.saving.huggingface import check_folder, whole_folder
 from actor_init.saving.state_file import SavedState

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from actor_init.backends import Backend
+from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
 from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype

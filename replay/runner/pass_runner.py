@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actor_init.attention.ring import may_zigzag, ring_slice
-from actor_init.backends import Backend, open_backend
+from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.packing import ActorInputs, actor_inputs, padded_to, sliced

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from actor_init.backends import Backend
+from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of
 from actor_init.sketching import sketch_of_parameter

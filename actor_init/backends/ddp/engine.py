@@ -107,7 +107,7 @@ class DDPBackend:
 
     def facts(self) -> Mapping[str, str | int]:
         return {
-            "backend": self.spec.backend.value,
+            "backend": self.spec.backend,
             "num_parameters": self.model.num_parameters(),
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,

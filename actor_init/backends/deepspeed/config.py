@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actor_init.backends.deepspeed_autotp import autotp_config
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.backends.declaration import Asked
+from actor_init.toggles import Compile, Dtype, OptimizerName, UsageError
 
 NOT_OF_A_FILE = {
     "train_batch_size": "a pass is one micro-batch as it was captured, whose size no option changes",
@@ -25,23 +25,26 @@ OPTIONS = {  # what a key's value is chosen by
 }
 
 
-def refuse(spec: ActorSpec, device_type: str) -> None:
-    """Raises UsageError for what DeepSpeed cannot do on torch's `device_type`, and for a file it cannot be given."""
+def complaint(spec: Asked, device_type: str) -> str | None:
+    """Why DeepSpeed cannot do `spec` on torch's `device_type`, or cannot be given its file; None if it can."""
     on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
-        raise UsageError("DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2")
+        return "DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2"
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
-        raise UsageError("--deepcompile needs CUDA, and this machine has none. Try: --compile")
+        return "--deepcompile needs CUDA, and this machine has none. Try: --compile"
     if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
-        raise UsageError(
+        return (
             f"--optimizer none does not go with --zero-stage {spec.zero_stage}: DeepSpeed's stages 1 to 3 keep fp32 "
             "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
         )
+    try:
+        config_of(spec)
+    except UsageError as error:
+        return str(error)
+    return None
 
-    config_of(spec)
 
-
-def config_of(spec: ActorSpec) -> dict[str, Any]:
+def config_of(spec: Asked) -> dict[str, Any]:
     """What the options say, and what the file of --deepspeed-config adds. Raises UsageError where they contradict."""
     own = _config_of_options(spec)
     if spec.deepspeed_config is None:
@@ -58,7 +61,7 @@ def config_of(spec: ActorSpec) -> dict[str, Any]:
     return _merged(spec, own, rest, "")
 
 
-def _merged(spec: ActorSpec, own: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _merged(spec: Asked, own: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`own` and what `given` adds to it; "auto", as transformers' Trainer has it, is the option's value."""
     merged = dict(own)
     for key, value in given.items():
@@ -84,7 +87,7 @@ def _said_by(name: str, value: Any) -> str:
     return f", which {option} says. Leave it out, and try: {typed}"
 
 
-def _refusal(spec: ActorSpec, name: str, value: Any, why: str) -> UsageError:
+def _refusal(spec: Asked, name: str, value: Any, why: str) -> UsageError:
     return UsageError(f"--deepspeed-config {spec.deepspeed_config}: {name} is {json.dumps(value)}; {why}")
 
 
@@ -100,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
     return whole
 
 
-def _config_of_options(spec: ActorSpec) -> dict[str, Any]:
+def _config_of_options(spec: Asked) -> dict[str, Any]:
     has_masters = spec.optimizer is not OptimizerName.NONE
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -119,7 +122,15 @@ def _config_of_options(spec: ActorSpec) -> dict[str, Any]:
     }
 
 
-def has_whole_blocks(spec: ActorSpec) -> bool:
+def autotp_config(tp: int) -> dict[str, Any]:
+    """The section for DeepSpeed's config; empty without tensor parallelism.
+
+    The vocabulary-parallel head, its default for tied embeddings, would leave each rank with logits of its own part.
+    """
+    return {"tensor_parallel": {"autotp_size": tp, "vocab_parallel_lm_head": False}} if tp > 1 else {}
+
+
+def has_whole_blocks(spec: Asked) -> bool:
     """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block.
 
     DeepSpeed's own linear function stays away too: it asks for a parameter's number, which makes a graph a layer with

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 from torch import Tensor, nn
 
-from actor_init.backends.deepspeed_autotp import whole_over_tp
+from actor_init.backends.deepspeed.autotp import whole_over_tp
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class FSDP2Backend:
 
     def facts(self) -> Mapping[str, str | int]:
         return {
-            "backend": self.spec.backend.value,
+            "backend": self.spec.backend,
             "num_parameters": self.num_parameters,
             "zero_stage": self.spec.resolved_zero_stage,
             "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),

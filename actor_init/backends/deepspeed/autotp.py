@@ -1,4 +1,4 @@
-"""What DeepSpeed's tensor parallelism, AutoTP, is asked for, and what it needs done around it."""
+"""DeepSpeed's tensor parallelism, AutoTP: what it can split, and what it needs done around it."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -16,14 +16,6 @@ from actor_init.spec import UsageError
 SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
 SUMMED_STYLE = "replicated_with_grad_allreduce"
 WHOLE_STYLE = "embedding_rowwise"  # AutoTP leaves embeddings whole
-
-
-def autotp_config(tp: int) -> dict[str, Any]:
-    """The section for DeepSpeed's config; empty without tensor parallelism.
-
-    The vocabulary-parallel head, its default for tied embeddings, would leave each rank with logits of its own part.
-    """
-    return {"tensor_parallel": {"autotp_size": tp, "vocab_parallel_lm_head": False}} if tp > 1 else {}
 
 
 def check_autotp(model: PreTrainedModel, tp: int) -> None:

@@ -18,14 +18,15 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
-from actor_init.backends.deepspeed_autotp import (
+from actor_init.backends.deepspeed.autotp import (
     check_autotp,
     mark_split_gradients,
     norm_over_tp,
     split_linears,
 )
-from actor_init.backends.deepspeed_config import config_of, has_whole_blocks, refuse
-from actor_init.backends.deepspeed_gathering import whole, whole_gradients, whole_weights
+from actor_init.backends.deepspeed.config import config_of, has_whole_blocks
+from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
+from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
@@ -69,7 +70,6 @@ class DeepSpeedBackend:
 
         Raises UsageError for what DeepSpeed cannot do.
         """
-        refuse(spec, world.device.type)
         check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
@@ -154,7 +154,7 @@ class DeepSpeedBackend:
 
     def facts(self) -> Mapping[str, str | int]:
         return {
-            "backend": self.spec.backend.value,
+            "backend": self.spec.backend,
             "num_parameters": self.num_parameters,
             "zero_stage": self.engine.zero_optimization_stage(),
             "attention_kernel": self.attention,
@@ -186,7 +186,7 @@ class DeepSpeedBackend:
         self.engine.save_checkpoint(str(folder), tag=STATE_TAG, client_state={"schedule": self.schedule.state_dict()})
 
     def load_state(self, folder: Path) -> None:
-        if SavedState.read(folder).is_partitioned_over(torch.distributed.get_world_size()):
+        if is_partitioned_over(SavedState.read(folder), torch.distributed.get_world_size()):
             _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
         else:
             with universal(folder / STATE_TAG) as converted:

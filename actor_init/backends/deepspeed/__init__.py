@@ -1,0 +1,25 @@
+"""DeepSpeed's engine: ZeRO stages 0 to 3, AutoTP and DeepCompile."""
+
+from actor_init.backends.declaration import Declaration, States, Training
+from actor_init.backends.deepspeed.config import complaint
+from actor_init.backends.deepspeed.states import why_not_on
+from actor_init.toggles import Compile
+
+DECLARATION = Declaration(
+    name="deepspeed",
+    engine="actor_init.backends.deepspeed.engine:DeepSpeedBackend",
+    libraries=("deepspeed",),
+    stages={0: "nothing", 1: "optimizer", 2: "+ gradients", 3: "+ weights"},
+    stages_help="0 nothing, 1 optimizer (default where there is one), 2 + gradients, 3 + weights",
+    default_stage=1,
+    default_stage_without_optimizer=0,
+    tp=True,
+    ring=True,
+    own_options=frozenset({"deepspeed_config"}),
+    compilers={Compile.DEEPCOMPILE: (1, 3)},
+    # its files are partitioned by stage and tp, and it would take the saved max_norm
+    states=States(files="DeepSpeed", same=("zero_stage", "tp", "max_norm"), complaint=why_not_on),
+    complaint=complaint,
+    accumulating_stages=(2,),
+    trainings=(Training(zero_stage=2), Training(suffix="-autotp", tp=True, is_standard=False)),
+)

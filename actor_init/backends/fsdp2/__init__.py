@@ -1,0 +1,22 @@
+"""torch's FSDP2, with tensor parallelism over DTensors."""
+
+from actor_init.backends.declaration import Declaration, States, Training
+
+DECLARATION = Declaration(
+    name="fsdp2",
+    engine="actor_init.backends.fsdp2.engine:FSDP2Backend",
+    stages={2: "keep weights gathered after forward", 3: "reshard"},
+    stages_help="2 keeps weights gathered between forward and backward, 3 (default) does not",
+    default_stage=3,
+    default_stage_without_optimizer=3,
+    tp=True,
+    ring=True,
+    own_options=frozenset({"tp_plan", "sequence_parallel"}),
+    states=States(files="torch.distributed.checkpoint"),
+    trainings=(
+        Training(),
+        Training(suffix="-tp", tp=True),
+        Training(suffix="-ring", ring=True),
+        Training(suffix="-tp-ring", tp=True, ring=True),
+    ),
+)

@@ -1,0 +1,68 @@
+"""How an option is declared, and the words that options take: for the spec, and for what the backends declare."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import field
+from enum import StrEnum
+from typing import Any
+
+
+class UsageError(ValueError):
+    """What was asked for makes no sense, or cannot be had here. The message says what to type instead."""
+
+
+def option(
+    default: Any,
+    help: str | Callable[[], str],
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    flags: Mapping[str, Any] | None = None,
+    named: bool = True,
+    choices: Collection[str] = (),
+) -> Any:
+    """A dataclass field that is also a command line option.
+
+    `flags` are extra switches that set the field to a fixed value, as {"--compile": Compile.BLOCKS}; with named=False
+    they are the only way to set it. `choices` are the words that a text may be; they, and a `help`
+    that is a function, are asked when they are needed: what the backends declare may have grown by then.
+    """
+    shape = {"min": min, "max": max, "flags": dict(flags or {}), "named": named, "choices": choices}
+    return field(default=default, metadata={"help": help, **shape})
+
+
+class Attention(StrEnum):
+    AUTO = "auto"
+    FLASH = "flash"
+    VARLEN = "varlen"
+    SDPA = "sdpa"
+    EAGER = "eager"
+
+
+class Compile(StrEnum):
+    OFF = "off"
+    BLOCKS = "blocks"
+    DEEPCOMPILE = "deepcompile"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+class PadTo(StrEnum):
+    OWN = "own"
+    LONGEST = "longest"
+
+
+class OptimizerName(StrEnum):
+    ADAMW = "adamw"
+    SGD = "sgd"
+    NONE = "none"
+
+
+class TpPlan(StrEnum):
+    AUTO = "auto"
+    MODEL = "model"
+    BUILTIN = "builtin"
