@@ -16,14 +16,23 @@ ROOMS = {
     "rich": {"replay/report/table.py"},
     "deepspeed": {f"actor_init/backends/deepspeed_{part}.py" for part in ("zero", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
+    "pydantic": {"actor_init/as_json.py"},
+    "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
-HEAVY = ("torch", "transformers", "deepspeed")
+HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
-    *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
+    *(
+        "actor_init/__init__.py",
+        "actor_init/as_json.py",
+        "actor_init/spec.py",
+        "replay/spec.py",
+        "replay/options.py",
+        "replay/cli.py",
+    ),
     *(f"replay/{name}.py" for name in ("doctor", "checks", "packages", "hardware", "toolchain", "variables")),
     *("replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
 )

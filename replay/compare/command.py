@@ -5,12 +5,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
 from replay.compare.differences import Comparison, compare
 from replay.report.table import print_comparison
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import to_json
 from replay.tracing.first_difference import Parted
 
 MOST_RUNS = 26  # they are called by letters

@@ -12,9 +12,10 @@ import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.doctor.environment import variables
 from replay.doctor.hardware import devices, limits, log_folder, shared_memory
@@ -46,8 +47,8 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
     verdict = "replay works here" if not failing else f"replay does not work here, because of: {', '.join(failing)}"
     print(f"\n{verdict}")
     if json_file is not None:
-        named = {title: [asdict(check) for check in checks] for title, checks in groups}
-        json_file.write_text(json.dumps({"works": not failing, "failing": failing, "groups": named}, indent=1) + "\n")
+        whole = {"works": not failing, "failing": failing, "groups": dict(groups)}
+        json_file.write_text(json.dumps(to_json(whole), indent=1) + "\n")
     return 1 if failing else 0
 
 
