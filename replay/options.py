@@ -7,7 +7,7 @@ text and switches; turning text into values happens here, so that every refusal 
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from functools import cache
 from operator import attrgetter
@@ -17,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from replay.spec import InputsSpec, MeasureSpec, RunSpec, StateSpec
 
@@ -215,47 +216,19 @@ def command_line(spec: RunSpec) -> list[str]:
 
 def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
     """JSON-ready: nested by part, enums as their values, paths as text."""
-    plain: dict[str, Any] = _plain(asdict(spec))
+    plain: dict[str, Any] = to_json(spec)
     return plain
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, (StrEnum, Path)) else value
+def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -> RunSpec:
+    """What `spec_to_dict` gave, as a spec again; what is missing has its default.
 
-
-def spec_from_dict(values: Mapping[str, Any]) -> RunSpec:
-    """What `spec_to_dict` gave, as a spec again; what is missing has its default. Raises UsageError on nonsense."""
-    spec: RunSpec = _from_dict(RunSpec, values, "")
+    Raises UsageError, which begins with `source`, on nonsense.
+    """
+    spec = from_json(RunSpec, values, source=source)
     for toggle in toggles():
-        _check_range(toggle, toggle.value_in(spec))
+        try:
+            _check_range(toggle, toggle.value_in(spec))
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from error
     return spec
-
-
-def _from_dict(spec_class: Any, values: Mapping[str, Any], where: str) -> Any:
-    hints = get_type_hints(spec_class)
-    if unknown := sorted(set(values) - set(hints)):
-        raise UsageError(f"{where}{unknown[0]} is not part of a run's spec; allowed are {', '.join(hints)}")
-    declared = {one.name: one for one in fields(spec_class)}
-    return spec_class(
-        **{name: _field_value(hints[name], declared[name], value, f"{where}{name}") for name, value in values.items()}
-    )
-
-
-def _field_value(annotation: Any, spec_field: Field[Any], value: Any, where: str) -> Any:
-    base = bare_type(annotation)
-    if value is None and base is not annotation:
-        return None
-    if is_dataclass(base) and isinstance(value, Mapping):
-        return _from_dict(base, value, f"{where}.")
-    choices = _choices_of(spec_field, base)
-    if choices and value in list(choices):
-        return base(value)
-    if base is Path and isinstance(value, str):
-        return Path(value)
-    if base is float and type(value) is int:
-        return float(value)
-    if type(value) is not base or choices:
-        raise UsageError(f"{where} is {value!r} in a run's spec; allowed is {', '.join(choices) or base.__name__}")
-    return value

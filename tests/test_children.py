@@ -228,10 +228,10 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tm
 def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(programs: Programs, tmp_path: Path) -> None:
     program = programs.write("print('torch' in sys.modules, sys.argv[1:])")
     code = (
-        "import os, pathlib, sys, torch; from replay.processes import forkserver as warm\n"
+        "import os, pathlib, sys, torch; from replay.processes import forkserver\n"
         "torch.cuda._is_in_bad_fork = lambda: True\n"
         "program, output, folder = map(pathlib.Path, sys.argv[1:])\n"
-        "warm._run(program, ['x', '--y'], dict(os.environ), output, folder)"
+        "forkserver._run(program, ['x', '--y'], dict(os.environ), output, folder)"
     )
     paths = [str(program), str(tmp_path / "output"), str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *paths], cwd=ROOT, check=True)

@@ -235,7 +235,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a damaged line": (
         lambda b: edit_lines(b, lambda text: text.replace('"rows"', '"rose"', 1)),
-        "{b}/rank0.jsonl is damaged in line 1. Try: replay, again",
+        "{b}/rank0.jsonl is damaged in line 1: rose is unknown; allowed are index, source, rank, ",
     ),
     "no lines": (lambda b: (b / "rank0.jsonl").unlink(), "{b}/rank0.jsonl cannot be read: "),
     "not JSON": (lambda b: (b / "run.json").write_text("{"), "{b}/run.json cannot be read: "),
@@ -248,7 +248,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda b: edit_run(b, format=..., versions=...),
         "{b} was written before logs had a format; this version compares logs of format 1. Try: ",
     ),
-    "a part is missing": (lambda b: edit_run(b, work=...), "{b}/run.json is damaged: KeyError('work'). Try: replay"),
+    "a part is missing": (lambda b: edit_run(b, work=...), "{b}/run.json is damaged: work is missing. Try: replay"),
     "no pass": (
         empty,
         "{b}: no pass was replayed. Try: replay with other inputs",

@@ -25,9 +25,9 @@ from replay.doctor import report as doctor
 from replay.doctor.environment import variables
 from replay.doctor.hardware import devices, log_folder, shared_memory
 from replay.doctor.packages import PACKAGES, is_within, package, required_ranges
-from replay.doctor.probe_process import Answer, Prober
+from replay.doctor.probe_process import Answer, Prober, tried
 from replay.doctor.toolchain import compilers, launcher
-from replay.report.check import Check, Status, line, tried
+from replay.report.check import Check, Status, line
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -397,7 +397,7 @@ class FakeProber:
 
     def __init__(self, timeout: float) -> None: ...
 
-    def ask(self, probe: str, *arguments: str, share: float = 1.0, **environment: str) -> Answer:
+    def ask(self, probe: str, *arguments: str, **options: Any) -> Answer:
         right = {"kernel": {"error": 0.003, "bound": 0.02}, "one_pass": {"loss": 1.0}}.get(probe, {})
         return self.answers.get((probe, *arguments[:1]), self.answers.get((probe,), Answer(facts=right)))
 

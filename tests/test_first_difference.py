@@ -122,7 +122,7 @@ def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
     with patch("actor_init.backends.fsdp2.engine.compile_blocks"):
         log = traced("--compile", anew=True)
     file = TraceFile.open(next((log / "trace").glob("pass*")))
-    assert file.about["seen"] == "blocks"
+    assert file.about.seen == "blocks"
     keys = file.order
     inside = [key.name for key in keys if key.name.count(".") > 2 and key.kind is not Kind.PARAMETER_GRADIENT]
     assert inside == []

@@ -61,14 +61,21 @@ LIBRARIES = {
     "rich": {"replay/report/table.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
+    "pydantic": {"actor_init/as_json.py"},
+    "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
 }
 INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
-HEAVY = ("torch", "transformers", "deepspeed")
+HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
-    *("actor_init/toggles.py", "actor_init/backends/__init__.py", "actor_init/backends/declaration.py"),
+    *(
+        "actor_init/toggles.py",
+        "actor_init/as_json.py",
+        "actor_init/backends/__init__.py",
+        "actor_init/backends/declaration.py",
+    ),
     *(f"actor_init/backends/{name}/__init__.py" for name in BACKENDS),
     *(f"actor_init/backends/deepspeed/{name}.py" for name in ("config", "states")),
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),

@@ -315,7 +315,7 @@ def test_wrong_usage_is_one_line_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(None, "holds no parity.json"), ("{}", "is damaged: KeyError"), ('{"format": 7}', "is of format 7")],
+    [(None, "holds no parity.json"), ("{}", "is damaged: format is missing"), ('{"format": 7}', "is of format 7")],
 )
 def test_a_folder_that_parity_cannot_go_on_with_is_refused(
     tmp_path: Path, capsys: Captured, text: str | None, says: str

@@ -5,10 +5,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.as_json import from_json
 from actor_init.backends import declaration_of
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
@@ -84,12 +85,14 @@ class SavedState:
             raise UsageError(
                 f"--load-state {folder}: {STATE_FILE} cannot be read: {reason}. Give a folder that --save-state wrote"
             ) from error
-        known = {f.name for f in fields(cls)}
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT or set(values) != known:
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise UsageError(
                 f"--load-state {folder}: {STATE_FILE} is not of format {FORMAT}. Load it with the version that wrote it"
             )
-        return cls(**values)
+        try:
+            return from_json(cls, values, source=f"--load-state {folder}: {STATE_FILE}")
+        except UsageError as error:
+            raise UsageError(f"{error}. Load it with the version that wrote it") from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raises UsageError, before anything is built, unless this state can be taken over exactly."""

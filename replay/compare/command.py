@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
 from replay.compare.console import print_comparison
 from replay.compare.differences import Comparison, compare
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import to_json
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
     from replay.tracing.first_difference import Parted

@@ -13,11 +13,12 @@ Lines, and diagnose.json, are written as they become known.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actor_init.as_json import to_json
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
@@ -32,7 +33,7 @@ from replay.loss import tokens_for
 from replay.options import spec_to_dict
 from replay.report.check import Check, Status, line
 from replay.report.text import counted, engine_text
-from replay.runlog.writer import create_folder, to_json, versions
+from replay.runlog.writer import create_folder, versions
 from replay.runner.pass_runner import check_vocabulary
 from replay.runner.selection import Selection, select
 from replay.runner.session import find_source
@@ -171,8 +172,7 @@ class Report:
 
     def _write(self, status: str) -> None:
         if self._world.rank == 0:
-            checks = [asdict(check) for check in self._checks]
-            values = {"status": status, **self._facts, "failing": self._failing(), "checks": checks}
+            values = {"status": status, **self._facts, "failing": self._failing(), "checks": self._checks}
             for path in self._files:
                 write_atomically(path, (json.dumps(to_json(values), indent=1) + "\n").encode())
 

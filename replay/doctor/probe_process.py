@@ -1,6 +1,7 @@
 """Asks one question in a process of its own, so that a crash or a hang there is an answer and not the end."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -8,12 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
+
+from replay.processes.supervisor import Group, end, start
+from replay.report.check import Check, Status
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 MARK = "replay-doctor-answer: "
+COMMAND_SECONDS = 5
 SHARE = 0.5  # of all the time there is that one probe may take, unless it is told otherwise: a hang leaves some
 
 
@@ -27,44 +34,47 @@ class Answer:
     seconds: float = 0.0
 
 
+Read = Callable[[str, int | None, float], Answer]  # of what a process printed, its exit code and its seconds
+
+
 class Prober:
     """Starts probes, from any thread, and ends them all by a common deadline."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Group] = set()
 
-    def ask(self, probe: str, *arguments: str, share: float = SHARE, **environment: str) -> Answer:
-        """What `replay.doctor.probes` finds with the function of that name."""
+    def ask(
+        self,
+        probe: str,
+        *arguments: str,
+        share: float = SHARE,
+        read: Read | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """What `replay.doctor.probes` finds with the function of that name; `read` is for one that prints no answer."""
         began = time.monotonic()
         limit = min(self._timeout * share, self._deadline - began - 2 * GRACE)
         if limit <= 0:
             return Answer(trouble="not tried, no time was left", is_silent=True)
         with tempfile.TemporaryFile() as out:  # no pipe: a grandchild that lives on would hold it open
-            process = subprocess.Popen(
-                [sys.executable, *probe_arguments(probe, limit, *arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-                start_new_session=True,
-            )
+            command = [sys.executable, *probe_arguments(probe, limit, *arguments)]
+            variables = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
+            begin = partial(start, command, variables, stdin=subprocess.DEVNULL, output=out)
+            process = Group.start([begin], limit=limit + GRACE)
             self._running.add(process)
             try:
-                code = process.wait(limit + GRACE)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = process.wait()
             finally:
-                _end(process)
+                process.end(grace=GRACE)  # of ranks that it has started the probe has to hear of it: no group has them
                 self._running.discard(process)
-            return _answer(_text_of(out), code, time.monotonic() - began)
+            return (read or _answer)(_text_of(out), code, time.monotonic() - began)
 
     def stop(self) -> None:
         """End what is still running."""
         self._deadline = 0.0
-        for process in list(self._running):
-            _end(process)
+        end([process for group in list(self._running) for process in group.processes], grace=GRACE)
 
 
 def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:
@@ -84,11 +94,16 @@ def _answer(text: str, code: int | None, seconds: float) -> Answer:
         return Answer(trouble=troubles[0], seconds=seconds)
     if code == 0 and said:
         return Answer(facts=said[-1]["facts"], seconds=seconds)
-    if code is None or re.search(r"^Timeout \(", text, re.MULTILINE):
+    if code is None or _timed_out(text):
         return Answer(trouble=f"no end in {seconds:.0f} s{_place(text)}", is_silent=True, seconds=seconds)
     if code < 0:
         return Answer(trouble=f"crashed, {signal.Signals(-code).name}{_place(text)}", seconds=seconds)
     return Answer(trouble=f"its process ended without a word, exit code {code}{_last_error(text)}", seconds=seconds)
+
+
+def _timed_out(text: str) -> bool:
+    """Did the probe end itself at its limit?"""
+    return re.search(r"^Timeout \(", text, re.MULTILINE) is not None
 
 
 def _place(text: str) -> str:
@@ -109,12 +124,56 @@ def _last_error(text: str) -> str:
     return f": {errors[-1]}" if errors else ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs; SIGTERM first, on which torch's elastic launcher ends its ranks: no group holds them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+def answer_of_a_replay(logs: Path) -> Read:
+    """Reads how `replay` over one input ended: from its log in `logs`, and from what it printed."""
+
+    def read(text: str, code: int | None, seconds: float) -> Answer:
+        records = [json.loads(line) for path in logs.glob("*/rank0.jsonl") for line in path.read_text().splitlines()]
+        if code == 0 and len(records) == 1:
+            loss = float(records[0]["loss"])
+            trouble = "" if math.isfinite(loss) else f"the loss is {loss}"
+            return Answer(facts={"loss": loss} if not trouble else {}, trouble=trouble, seconds=seconds)
+        said = re.findall(r"^replay: (.+?)(?:\. --traceback shows where)?$", text, re.MULTILINE)
+        reasons = [f"{one['error_type']}: {one['error']}" for one in records if one["error"]] + said
+        if code and code > 0 and reasons and not _timed_out(text):
+            return Answer(trouble=reasons[0], seconds=seconds)
+        return _answer(text, code, seconds)
+
+    return read
+
+
+def tried(name: str, answer: Answer, *, works: str, cost: str, needed: bool = False, has_error: bool = False) -> Check:
+    """A probe's answer as a check: `works` where it ended well, what it costs where not.
+
+    With `has_error` the probe measured one, which has to be within its bound.
+    """
+    if answer.trouble:
+        status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
+        return Check(name=name, status=status, found=answer.trouble, advice=cost, needed=needed)
+    if has_error:
+        error, bound = answer.facts["error"], answer.facts["bound"]
+        measured = f"relative error {error:.2g}, bound {bound:g}"
+        if not error <= bound:  # nor where it is nan
+            return Check(
+                name=name, status=Status.BROKEN, found=f"wrong numbers, {measured}", advice=cost, needed=needed
+            )
+        works = f"{works}, {measured}"
+    return Check(name=name, status=Status.OK, found=works, needed=needed)
+
+
+def first_line(command: Sequence[str]) -> str:
+    """Of what the command prints; empty if it fails or takes long."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if lines else ""

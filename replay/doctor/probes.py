@@ -1,15 +1,16 @@
-"""What the doctor tries, each in a process of its own: started by `replay.doctor.probe_process`, which reads what `main` prints."""
+"""What the doctor tries, each in a process of its own.
+
+`replay.doctor.probe_process` starts them and reads what `main` prints.
+"""
 
 import contextlib
 import faulthandler
 import importlib
-import io
 import json
-import math
 import os
+import runpy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from replay.doctor.probe_process import MARK, probe_arguments
@@ -111,25 +112,10 @@ def all_reduce_rank(backend: str) -> Facts:
 
 
 def one_pass(folder: str) -> Facts:
-    """`replay --max-inputs 1`, in this process, with its log in `folder`."""
-    from replay.cli import main
-
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        code = main(["--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder])
-    if not code:
-        [line] = next(Path(folder).glob("*/rank0.jsonl")).read_text().splitlines()
-        loss = float(json.loads(line)["loss"])
-        if not math.isfinite(loss):
-            raise ProbeError(f"the loss is {loss}")
-        return {"loss": loss}
-    records = [
-        json.loads(line) for path in Path(folder).glob("*/rank0.jsonl") for line in path.read_text().splitlines()
-    ]
-    lines = [line for line in errors.getvalue().splitlines() if line.startswith("replay: ")]
-    said = [line.removeprefix("replay: ").removesuffix(". --traceback shows where") for line in lines]
-    reasons = [f"{r['error_type']}: {r['error']}" for r in records if r["error"]] + said
-    raise ProbeError(reasons[0] if reasons else f"exit code {code}")
+    """Become `replay --max-inputs 1` with its log in `folder`: it ends this process, and its log is the answer."""
+    sys.argv = ["replay", "--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder]
+    runpy.run_module("replay", run_name="__main__", alter_sys=True)
+    raise AssertionError("replay ends its process")
 
 
 PROBES: dict[str, Callable[..., Facts]] = {

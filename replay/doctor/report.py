@@ -12,16 +12,17 @@ import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.doctor.environment import variables
 from replay.doctor.hardware import devices, limits, log_folder, shared_memory
 from replay.doctor.packages import PACKAGES, Package, is_installed, package, project
-from replay.doctor.probe_process import Answer, Prober
+from replay.doctor.probe_process import Answer, Prober, answer_of_a_replay, first_line, tried
 from replay.doctor.toolchain import compilers, launcher
-from replay.report.check import Check, Status, first_line, line, tried
+from replay.report.check import Check, Status, line
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: one that hangs takes none
 KERNELS_ON_CUDA = ("sdpa", "flash", "varlen")
@@ -46,8 +47,8 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
     verdict = "replay works here" if not failing else f"replay does not work here, because of: {', '.join(failing)}"
     print(f"\n{verdict}")
     if json_file is not None:
-        named = {title: [asdict(check) for check in checks] for title, checks in groups}
-        json_file.write_text(json.dumps({"works": not failing, "failing": failing, "groups": named}, indent=1) + "\n")
+        whole = {"works": not failing, "failing": failing, "groups": dict(groups)}
+        json_file.write_text(json.dumps(to_json(whole), indent=1) + "\n")
     return 1 if failing else 0
 
 
@@ -71,11 +72,12 @@ class _Asked:
     def __init__(self, pool: ThreadPoolExecutor, prober: Prober, scratch: str) -> None:
         self._pool, self._prober = pool, prober
         self.devices = self.ask("devices")
-        self.one_pass = pool.submit(prober.ask, "one_pass", f"{scratch}/logs", share=1.0)
+        logs = f"{scratch}/logs"
+        self.one_pass = pool.submit(prober.ask, "one_pass", logs, share=1.0, read=answer_of_a_replay(Path(logs)))
         # in an empty cache: what was compiled here once is not compiled again
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
         compile_settings = caches | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        self.compile = pool.submit(prober.ask, "compile", share=1.0, **compile_settings)
+        self.compile = pool.submit(prober.ask, "compile", share=1.0, environment=compile_settings)
         self.imports = {one: self.ask("import_module", one.module) for one in PACKAGES if is_installed(one)}
         self.sdpa = self.ask("kernel", "sdpa")
         self.gloo = self.ask("all_reduce", "gloo")

@@ -8,7 +8,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-from replay.report.check import Check, Status, first_line
+from replay.doctor.probe_process import first_line
+from replay.report.check import Check, Status
 
 LONGEST_BUILD = 600.0  # seconds
 ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # all that DeepSpeed can read; torch also reads 9.0a and Hopper

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.options import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
@@ -25,7 +26,7 @@ from replay.processes.launch import visible_gpus
 from replay.processes.pool import Child, Task, run_children
 from replay.report.text import Pairs, counted
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import INTERRUPTED, create_folder, to_json
+from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.runner.selection import edge_folder
 from replay.runner.session import inputs_folder
 from replay.spec import Passes, RunSpec

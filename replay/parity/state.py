@@ -10,16 +10,16 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.as_json import from_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.options import spec_from_dict, spec_to_dict
 from replay.parity.plan import Cell, Plan, Role
-from replay.runlog.writer import to_json
 
 FORMAT = 2
 FILE = "parity.json"
@@ -84,22 +84,28 @@ class ParityLog:
         path = folder / FILE
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
-            if whole["format"] != FORMAT:
-                raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
-            return cls(
-                folder=folder,
-                command=whole["command"],
-                device=whole["device"],
-                num_devices=whole["num_devices"],
-                rows=[_row_of(one, folder) for one in whole["cells"]],
-                refused=whole["refused"],
-            )
         except FileNotFoundError:
             raise UsageError(f"--continue {folder} holds no {FILE}. Give a folder that `replay parity` left") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, UsageError):
-                raise
+        except (OSError, ValueError) as error:
             raise UsageError(f"{path} is damaged: {error!r}. Try: replay parity, from the beginning") from error
+        if isinstance(whole, dict) and whole.get("format", FORMAT) != FORMAT:
+            raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
+        try:
+            written = from_json(_File, whole, source=f"{path} is damaged", ignore_others=True)
+            rows = [
+                _row_of(line, folder, source=f"{path} is damaged: cells.{number}")
+                for number, line in enumerate(written.cells)
+            ]
+        except UsageError as error:
+            raise UsageError(f"{error}. Try: replay parity, from the beginning") from error
+        return cls(
+            folder=folder,
+            command=written.command,
+            device=written.device,
+            num_devices=written.num_devices,
+            rows=rows,
+            refused=written.refused,
+        )
 
     def write(self) -> None:
         whole = {
@@ -133,28 +139,70 @@ class ParityLog:
         return self.folder / "cells" / f"{number + 1:03d}-{name}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """A row as parity.json has it."""
+
+    name: str
+    role: Role
+    num_processes: int
+    reference: str
+    varies: str
+    group: str
+    state: State
+    trouble: str
+    seconds: float | None
+    log: str | None  # from the folder of parity.json
+    ran_alone: bool
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """What is read of parity.json to go on with it."""
+
+    format: int
+    command: str
+    device: str
+    num_devices: int
+    refused: dict[str, str]
+    cells: list[_Line]
+
+
 def _line(row: Row, folder: Path) -> str:
-    cell = {name: value for name, value in asdict(row.cell).items() if name != "spec"}
-    log = None if row.log is None else str(row.log.relative_to(folder))
-    own = {"state": row.state, "trouble": row.trouble, "seconds": row.seconds, "log": log, "ran_alone": row.ran_alone}
-    return json.dumps(to_json({**cell, **own, "spec": spec_to_dict(row.cell.spec)}), allow_nan=False)
-
-
-def _row_of(plain: Mapping[str, Any], folder: Path) -> Row:
-    row = Row(
-        cell=Cell(
-            name=plain["name"],
-            role=Role(plain["role"]),
-            spec=spec_from_dict(plain["spec"]),
-            num_processes=plain["num_processes"],
-            reference=plain["reference"],
-            varies=plain["varies"],
-            group=plain["group"],
-        ),
-        state=State(plain["state"]),
-        trouble=plain["trouble"],
-        seconds=plain["seconds"],
-        ran_alone=plain["ran_alone"],
-        log=None if plain["log"] is None else folder / plain["log"],
+    line = _Line(
+        name=row.cell.name,
+        role=row.cell.role,
+        num_processes=row.cell.num_processes,
+        reference=row.cell.reference,
+        varies=row.cell.varies,
+        group=row.cell.group,
+        state=row.state,
+        trouble=row.trouble,
+        seconds=row.seconds,
+        log=None if row.log is None else str(row.log.relative_to(folder)),
+        ran_alone=row.ran_alone,
+        spec=spec_to_dict(row.cell.spec),
     )
-    return Row(cell=row.cell) if row.is_open else row
+    return json.dumps(to_json(line), allow_nan=False)
+
+
+def _row_of(line: _Line, folder: Path, *, source: str) -> Row:
+    cell = Cell(
+        name=line.name,
+        role=line.role,
+        spec=spec_from_dict(line.spec, source=f"{source}.spec"),
+        num_processes=line.num_processes,
+        reference=line.reference,
+        varies=line.varies,
+        group=line.group,
+    )
+    row = Row(
+        cell=cell,
+        state=line.state,
+        trouble=line.trouble,
+        seconds=line.seconds,
+        ran_alone=line.ran_alone,
+        log=None if line.log is None else folder / line.log,
+    )
+    return Row(cell=cell) if row.is_open else row

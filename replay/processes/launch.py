@@ -1,18 +1,25 @@
-"""One process was started and the toggles need more: start them here, through torch's own elastic launcher."""
+"""One process was started and the toggles need more: start them here, as torchrun would."""
 
 import os
+import signal
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from actor_init.spec import ParallelSpec, UsageError
+from replay.processes.supervisor import Group, start
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+GRACE = 30.0  # seconds for the ranks to say what happened, as torchrun gives them
 
 
 def num_processes_missing(parallel: ParallelSpec) -> int:
@@ -65,27 +72,53 @@ def variables_of_ranks(num_processes: int, port: int) -> list[dict[str, str]]:
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code.
 
-    own = without_launcher(os.environ)
-    for name in os.environ.keys() - own.keys():
-        del os.environ[name]
-    os.environ.update(own)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(),
-    )
+    A signal that would end this process goes on to them first; the exit code is then 128 and its number, as a shell's.
+    """
+    store = store_of_ranks()
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)  # as torchrun sets it
+    command = [sys.executable, *arguments]
+    with _signals_raised():
+        ranks = None
+        try:
+            ranks = Group.start(
+                partial(start, command, environment | own) for own in variables_of_ranks(num_processes, store.port)
+            )
+            exit_code = ranks.wait()
+            assert exit_code is not None, "they have no limit"
+            ranks.end(grace=GRACE)
+            return exit_code
+        except _Signalled as signalled:
+            if ranks is not None:
+                with suppress(_Signalled):  # a second one: they are killed below
+                    ranks.end(grace=GRACE, first=signalled.number)
+            return 128 + signalled.number
+        finally:
+            if ranks is not None:
+                ranks.end(grace=GRACE, first=signal.SIGKILL)
+
+
+class _Signalled(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise _Signalled at a signal that would end this process, where that can be had: in the main thread."""
+
+    def handler(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Signalled(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
-    return 0
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -7,21 +7,19 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from replay.processes import forkserver as warm
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
+from replay.processes.supervisor import Group, end, wait_for_one
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Key = TypeVar("Key")
-POLL_SECONDS = 0.5  # between looks at the clock
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 PROGRAM = Path(__file__).parents[1]  # as in `python replay`
 REFUSED = 2  # the exit code of a replay that cannot be had
@@ -101,25 +99,23 @@ def run_children(
                 following = next(waiting, None)
             if not running:
                 return
-            over = [pair for pair in running if pair[1].is_over]
+            over = [pair for pair in running if pair[1].ranks.is_over]
             for pair in over:
                 child = pair[1].ended()
                 running.remove(pair)
                 yield pair[0], child
             if not over:
-                wait([rank.sentinel for _, one in running for rank in alive(one.ranks)], POLL_SECONDS)
+                wait_for_one([one.ranks for _, one in running])
     finally:
-        for _, one in running:
-            end(one.ranks)
+        end([rank for _, one in running for rank in one.ranks.processes], grace=GRACE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
     task: Task
     gpus: Sequence[str]  # that it alone was given; empty: it sees what this process does
-    ranks: list[ForkServerProcess]
+    ranks: Group
     store: "TCPStore | None"  # where they meet, while this is alive
-    began: float
 
     @classmethod
     def of(cls, task: Task, gpus: Sequence[str]) -> Self:
@@ -129,51 +125,11 @@ class _Running:
         arguments = [*task.arguments, "--log-folder", str(task.logs)]
         store = store_of_ranks() if task.num_processes > 1 else None
         of_ranks = variables_of_ranks(task.num_processes, store.port) if store else [{}]
-        one = cls(task=task, gpus=gpus, ranks=[], store=store, began=time.monotonic())
-        try:
-            one.ranks.extend(warm.start(PROGRAM, arguments, environment | own, task.output) for own in of_ranks)
-        except BaseException:
-            end(one.ranks)
-            raise
-        return one
-
-    @property
-    def _exit_codes(self) -> list[int | None]:
-        return [rank.exitcode for rank in self.ranks]
-
-    @property
-    def is_over(self) -> bool:
-        """All ranks have ended, or one has failed, as launchers see it, or there is no time left."""
-        codes = self._exit_codes
-        return None not in codes or any(codes) or time.monotonic() > self.began + self.task.limit
+        starts = [partial(warm.start, PROGRAM, arguments, environment | own, task.output) for own in of_ranks]
+        return cls(task=task, gpus=gpus, ranks=Group.start(starts, limit=task.limit), store=store)
 
     def ended(self) -> Child:
         """What has not is ended here. The exit code is that of a rank that failed, if one did."""
-        codes, seconds = self._exit_codes, time.monotonic() - self.began
-        end(self.ranks)
-        failed = [code for code in codes if code]
-        exit_code = failed[0] if failed else None if None in codes else 0
+        exit_code, seconds = self.ranks.exit_code, self.ranks.seconds
+        self.ranks.end(grace=GRACE)
         return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)
-
-
-def alive(ranks: Sequence[ForkServerProcess]) -> list[ForkServerProcess]:
-    return [rank for rank in ranks if rank.exitcode is None]
-
-
-def end(ranks: Sequence[ForkServerProcess]) -> None:
-    """End those that still run, each with what it has started; SIGTERM first, at which a rank completes its log."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in alive(ranks):
-            _signal(rank, number)
-        until = time.monotonic() + GRACE
-        while (left := alive(ranks)) and time.monotonic() < until:
-            wait([rank.sentinel for rank in left], until - time.monotonic())
-
-
-def _signal(rank: ForkServerProcess, number: int) -> None:
-    assert rank.pid is not None
-    try:
-        os.killpg(rank.pid, number)
-    except ProcessLookupError:  # it has ended, or has no session of its own yet
-        with suppress(ProcessLookupError):
-            os.kill(rank.pid, number)

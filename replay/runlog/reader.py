@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.as_json import from_json, parse_json
 from actor_init.spec import UsageError
 from replay.options import spec_from_dict
 from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, record_of, versions
+from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
 from replay.spec import RunSpec
 
 EXAMPLE = "logs/20261121-141757-replay"
@@ -37,22 +38,27 @@ class PastRun:
         run = _read_run(folder)
         command = run.get("command", "replay")
         _check_end(folder, run, command)
+        path = folder / RUN_FILE
         try:
-            spec = spec_from_dict(run["spec"])
-            found = cls(
-                folder=folder,
-                spec=spec,
-                command=command,
-                facts=run["facts"],
-                weights=run["work"]["weights"],
-                config=run["work"]["config"],
-                devices=run["devices"],
-                versions=run["versions"],
-                memory_kind=run["memory_kind"],
-                records=_read_records(folder, run, spec.inputs.uneven, command),
-            )
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"{folder / RUN_FILE} is damaged: {error!r}. Try: {command}, again") from error
+            written = from_json(_Run, run, source=f"{path} is damaged", ignore_others=True)
+            num_passes = from_json(
+                _Passes, written.statistics, source=f"{path} is damaged: statistics", ignore_others=True
+            ).num_passes
+        except UsageError as error:
+            raise UsageError(f"{error}. Try: {command}, again") from error
+        spec = spec_from_dict(written.spec, source=f"{path}, spec")
+        found = cls(
+            folder=folder,
+            spec=spec,
+            command=command,
+            facts=written.facts,
+            weights=written.work.weights,
+            config=written.work.config,
+            devices=written.devices,
+            versions=written.versions,
+            memory_kind=written.memory_kind,
+            records=_read_records(folder, len(written.devices), num_passes, spec.inputs.uneven, command),
+        )
         if failed := [record for record in found.records if record.error is not None]:
             first = failed[0]
             raise UsageError(
@@ -73,6 +79,30 @@ class PastRun:
         other = [name for name in here if here[name] != self.versions.get(name)]
         if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
             raise UsageError(f"--continue {going_on_with} has runs of {said}. Go on with those")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    weights: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Passes:
+    num_passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What a comparison reads of run.json."""
+
+    spec: dict[str, Any]
+    facts: dict[str, Any]
+    work: _Work
+    devices: list[str]
+    versions: dict[str, str | None]
+    memory_kind: str
+    statistics: dict[str, Any]
 
 
 def _folder_of(path: Path) -> Path:
@@ -121,10 +151,9 @@ def _check_end(folder: Path, run: dict[str, Any], command: str) -> None:
         raise UsageError(f"{folder}: the log is cut short: the run was interrupted. Try: {command}, again")
 
 
-def _read_records(folder: Path, run: dict[str, Any], may_differ: bool, command: str) -> list[PassRecord]:
-    num_passes = run["statistics"]["num_passes"]
+def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
     records: list[PassRecord] = []
-    for rank in range(len(run["devices"])):
+    for rank in range(num_ranks):
         path = folder / f"rank{rank}.jsonl"
         own = _read_lines(path, command)
         if [(record.index, record.rank) for record in own] != [(index, rank) for index in range(len(own))]:
@@ -147,7 +176,7 @@ def _read_lines(path: Path, command: str) -> list[PassRecord]:
     records: list[PassRecord] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(record_of(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise UsageError(f"{path} is damaged in line {number}. Try: {command}, again") from error
+            records.append(parse_json(PassRecord, line, source=f"{path} is damaged in line {number}"))
+        except UsageError as error:
+            raise UsageError(f"{error}. Try: {command}, again") from error
     return records

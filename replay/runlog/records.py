@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from actor_init.as_json import AnyFloat
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseCost:
@@ -11,7 +13,7 @@ class PhaseCost:
     Bytes are the CUDA allocator's, or on a CPU the process's resident set: see `memory_kind` in run.json.
     """
 
-    seconds: float
+    seconds: AnyFloat
     allocated_bytes: int | None  # when the phase ended; None where the system tells peaks only
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None  # None on a CPU
@@ -33,13 +35,13 @@ class PassRecord:
     input_digest: str | None = None  # of its tensors; None where the file could not be read
     trains: bool | None = None  # None where the file could not be read
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step
-    seconds: float | None = None  # host wall time of the whole pass, copies to the device left out
-    wait_seconds: float | None = None  # after forward, for the slowest rank's forward; None with one rank
-    loss: float | None = None
-    row_log_probs: list[float] = field(default_factory=list)  # of each row the fp64 sum over its action tokens
+    seconds: AnyFloat | None = None  # host wall time of the whole pass, copies to the device left out
+    wait_seconds: AnyFloat | None = None  # after forward, for the slowest rank's forward; None with one rank
+    loss: AnyFloat | None = None
+    row_log_probs: list[AnyFloat] = field(default_factory=list)  # of each row the fp64 sum over its action tokens
     row_action_tokens: list[int] = field(default_factory=list)  # of each row those tokens
-    weight: float = 1.0  # of its mean loss in the gradient of its window; 1: as much as every other pass
-    grad_norm: float | None = None  # before clipping; on the pass that ends an accumulation window
+    weight: AnyFloat = 1.0  # of its mean loss in the gradient of its window; 1: as much as every other pass
+    grad_norm: AnyFloat | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
     first_non_finite: str | None = None  # what held a nan or an inf first, in words, as far as this rank saw it
     warmup: bool = False

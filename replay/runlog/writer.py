@@ -15,21 +15,20 @@ is done. Both are strict JSON: a float that JSON has no word for is the string "
 """
 
 import json
-import math
 import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from replay.options import command_line, spec_to_dict
-from replay.runlog.records import PassRecord, PhaseCost
+from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
 from replay.spec import RunSpec
 
@@ -161,41 +160,13 @@ def replace_run(folder: Path, run: Mapping[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
-def to_json(value: Any) -> Any:
-    """Dataclasses and mappings as objects, floats that JSON cannot say as text."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
 def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
     """run.json and all ranks' records, by pass and rank. A line that a killed run left unfinished is passed over."""
     run: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     records: list[PassRecord] = []
     for path in folder.glob("rank*.jsonl"):
         *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
-        records += [record_of(json.loads(line)) for line in lines]
+        records += [
+            parse_json(PassRecord, line, source=f"{path}, line {number}") for number, line in enumerate(lines, start=1)
+        ]
     return run, sorted(records, key=lambda record: (record.index, record.rank))
-
-
-def record_of(line: dict[str, Any]) -> PassRecord:
-    """The record that `write` wrote; "nan" and its like are floats again."""
-    phases = {
-        name: PhaseCost(**{key: _number(key, value) for key, value in cost.items()})
-        for name, cost in line.pop("phases").items()
-    }
-    known = {f.name for f in fields(PassRecord)}
-    assert set(line) <= known, f"{sorted(set(line) - known)} are not fields of PassRecord"
-    return PassRecord(phases=phases, **{key: _number(key, value) for key, value in line.items()})
-
-
-def _number(key: str, value: Any) -> Any:
-    if key == "row_log_probs":
-        return [float(one) for one in value]
-    return float(value) if key in ("seconds", "wait_seconds", "loss", "grad_norm") and value is not None else value

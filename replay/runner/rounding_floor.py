@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from actor_init.as_json import from_json, to_json
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.spec import Attention, Dtype
+from actor_init.spec import Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.report.roundoff import roundoff
@@ -99,13 +101,13 @@ def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Fl
     number = num_passes_for(again.spec, len(again.selection.inputs))
     first = [one for one in passes if one[0].index < number]
     key = _key(again, first)
-    known = again.world.from_first(_read(folder).get(key) if again.world.rank == 0 else None)
+    known: dict[str, Floor] | None = again.world.from_first(_known(folder, key) if again.world.rank == 0 else None)
     if known is None:
         floors = floors_of(first, again.passes(other_order(again.spec, first), number))
         if again.world.rank == 0:
             _write(folder, key, floors)
         return floors
-    return {name: Floor(**values) for name, values in known.items()}
+    return known
 
 
 def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
@@ -183,7 +185,16 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     return hashlib.blake2b(json.dumps(measured, default=str).encode(), digest_size=12).hexdigest()
 
 
-def _read(folder: Path) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+def _known(folder: Path, key: str) -> dict[str, Floor] | None:
+    """What was measured before. Raises UsageError where it is damaged."""
+    values = _read(folder).get(key)
+    try:
+        return None if values is None else from_json(dict[str, Floor], values, source=f"{folder / FILE}: {key}")
+    except UsageError as error:
+        raise UsageError(f"{error}. Try: rm {folder / FILE}") from error
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
@@ -193,8 +204,7 @@ def _read(folder: Path) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 def _write(folder: Path, key: str, floors: Mapping[str, Floor]) -> None:
     """A folder that cannot be written to has it measured again the next time."""
-    values = {name: {"value": one.value, "num_values": one.num_values} for name, one in floors.items()}
     try:
-        write_atomically(folder / FILE, json.dumps({**_read(folder), key: values}, indent=1).encode())
+        write_atomically(folder / FILE, json.dumps({**_read(folder), key: to_json(floors)}, indent=1).encode())
     except OSError:
         return

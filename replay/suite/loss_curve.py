@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from actor_init.as_json import AnyFloat
 from replay.compare.differences import Point, Quantity
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
@@ -27,9 +28,9 @@ class Step:
     """One optimizer step over all ranks; a line of <name>.jsonl."""
 
     step: int  # from 1
-    loss: float  # mean over its micro-batches
-    norm: float  # of the gradient, over all ranks, before clipping
-    seconds: float  # of its passes, each on its slowest rank
+    loss: AnyFloat  # mean over its micro-batches
+    norm: AnyFloat  # of the gradient, over all ranks, before clipping
+    seconds: AnyFloat  # of its passes, each on its slowest rank
     memory_bytes: int  # highest peak of a rank; see memory_kind in the run's run.json
     inputs: list[str]  # digests of its micro-batches, sorted
 

@@ -10,17 +10,17 @@ LOGS/<time>-suite/suite.json     what was asked for and on what machine; at the 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.spec import Dtype, UsageError
+from actor_init.as_json import from_json, parse_json, to_json
+from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import create_folder, to_json
-from replay.spec import LossName
+from replay.runlog.writer import create_folder
 from replay.suite.inputs import SuiteInputs, prepare_inputs
 from replay.suite.loss_curve import Curve, Step
 from replay.suite.plan import Planned, SuiteSpec, num_inputs_a_step, planned
@@ -60,19 +60,15 @@ class Suite:
         path = folder / SUITE_FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            if values["format"] != FORMAT:
-                raise ValueError(f"it is of format {values['format']}")
-            found = cls(
-                folder=folder.resolve(),
-                spec=_spec_of(values["spec"]),
-                machine=Machine(**values["machine"]),
-                inputs=_inputs_of(values["inputs"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is damaged, or of another version"
+            written = from_json(_File, values, source="it is damaged, or of another version", ignore_others=True)
+            if written.format != FORMAT:
+                raise UsageError(f"it is of format {written.format}, and this version goes on with {FORMAT} alone")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
                 f"--continue {folder}: {path} cannot be read: {reason}. Give a folder that a suite left in logs/"
             ) from error
+        found = cls(folder=folder.resolve(), spec=written.spec, machine=written.machine, inputs=written.inputs)
         if not found.machine.is_here:
             kind = "GPUs" if found.machine.has_gpus else "CPU processes"
             begun_with = f"{found.machine.num_devices} {kind}"
@@ -98,7 +94,7 @@ class Suite:
         whole = {
             "format": FORMAT,
             "status": status,
-            "spec": {**asdict(self.spec), "skip": sorted(self.spec.skip)},
+            "spec": self.spec,
             "machine": self.machine,
             "inputs": self.inputs,
             "inputs_a_step": self.inputs_a_step,
@@ -114,9 +110,12 @@ class Suite:
             return None
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-            return Curve(steps=[_step_of(json.loads(line)) for line in lines])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is damaged. Remove it, and: replay suite --continue {self.folder}") from error
+            steps = [parse_json(Step, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{path} is damaged: {error}. Remove it, and: replay suite --continue {self.folder}"
+            ) from error
+        return Curve(steps=steps)
 
     def write_curve(self, name: str, curve: Curve) -> None:
         lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
@@ -146,15 +145,11 @@ class Suite:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _spec_of(values: dict[str, Any]) -> SuiteSpec:
-    paths = {name: Path(values[name]) for name in ("dataset", "output_dir") if values[name] is not None}
-    return SuiteSpec(**{**values, **paths, "dtype": Dtype(values["dtype"]), "skip": frozenset(values["skip"])})
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """What is read of suite.json to go on with it."""
 
-
-def _inputs_of(values: dict[str, Any]) -> SuiteInputs:
-    return SuiteInputs(**{**values, "folder": Path(values["folder"]), "loss": LossName(values["loss"])})
-
-
-def _step_of(line: dict[str, Any]) -> Step:
-    """ "nan" and its like are floats again."""
-    return Step(**{**line, **{name: float(line[name]) for name in ("loss", "norm", "seconds")}})
+    format: int
+    spec: SuiteSpec
+    machine: Machine
+    inputs: SuiteInputs

@@ -83,12 +83,12 @@ class TracedRun:
         opened = [TraceFile.open(self.folder / pass_file(peer.index, peer.rank)) for peer in one.peers]
         files: dict[int, list[TraceFile]] = {}
         for file in opened:
-            files.setdefault(file.about["tp_rank"], []).append(file)
+            files.setdefault(file.about.tp_rank, []).append(file)
         return TracedPass(
             source=one.source,
-            num_columns=opened[0].about["num_columns"],
+            num_columns=opened[0].about.num_columns,
             order=[key for key in opened[0].order if all(key in file.order for file in opened)],
-            parts=frozenset(Key.parse(text) for text in opened[0].about["parts"]),
+            parts=frozenset(Key.parse(text) for text in opened[0].about.parts),
             files=files,
         )
 
@@ -98,5 +98,5 @@ class TracedRun:
 
     def layer_of(self, name: str) -> int | None:
         """Of the module or parameter `name`; None outside of the transformer layers."""
-        blocks = f"{self.parameters.about['blocks']}."
+        blocks = f"{self.parameters.about.blocks}."
         return int(name.removeprefix(blocks).split(".")[0]) if name.startswith(blocks) else None

@@ -12,13 +12,14 @@ what of the model was traced: modules, blocks (where they are compiled), no laye
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
+from actor_init.as_json import from_json
 from actor_init.spec import UsageError
 
 if TYPE_CHECKING:  # `replay compare` reads logs without torch
@@ -76,11 +77,23 @@ def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a file's metadata says of it. Those with defaults are said of a pass, not of parameters."""
+
+    order: list[str]
+    blocks: str
+    seen: str
+    num_columns: int = 0
+    tp_rank: int = 0
+    parts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TraceFile:
     """One file, of which tensors are read as they are asked for."""
 
     path: Path
-    about: dict[str, Any]
+    about: About
     order: list[Key]
 
     @classmethod
@@ -94,7 +107,8 @@ class TraceFile:
                     f"{path} is in format {about['format']}; this version compares traces of format {FORMAT}. "
                     "Try: the run again"
                 )
-            return cls(path=path, about=about, order=[Key.parse(text) for text in about["order"]])
+            written = from_json(About, about, source="its metadata", ignore_others=True)
+            return cls(path=path, about=written, order=[Key.parse(text) for text in written.order])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again, with --trace") from error
 

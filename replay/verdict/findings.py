@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.report.false_alarms import factor_for
 from replay.report.roundoff import roundoff
@@ -42,7 +43,7 @@ RMS_FACTOR = 3.0  # of its floor: a mean square over hundreds of tokens hardly v
 class Floor:
     """The largest of so many differences between two replays that round otherwise."""
 
-    value: float
+    value: AnyFloat
     num_values: int
 
     @property

@@ -28,10 +28,6 @@ class Sighting:
     waits_for_device: bool = False
     standing_at: str = ""  # the innermost line of its main thread
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Sighting":
-        return cls(**{**values, "position": Position.from_dict(values["position"])})
-
     def described(self) -> str:
         parts = [f"rank {self.rank}: {self.position.described()}"]
         parts += ["in a collective"] if self.in_collective else []

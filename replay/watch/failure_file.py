@@ -1,7 +1,6 @@
 """failure.txt, and run.json's word on which rank and input ended a run: the first rank to say so is believed."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
@@ -30,7 +29,7 @@ def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
         "source": position and position.source,
         "phase": position and position.phase,
         "error": failure.error,
-        "ranks": [asdict(sighting) for sighting in failure.sightings],
+        "ranks": failure.sightings,
     }
     status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
     replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+from actor_init.as_json import parse_json
 
 WIDTH = 4096  # bytes of the position file; a source is a file name, of at most 255 characters
 
@@ -49,10 +50,6 @@ class Position:
     rows: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Position":
-        return cls(**{**values, "phase": Phase(values["phase"])})
 
     @property
     def place(self) -> tuple[int, int]:
@@ -151,4 +148,5 @@ def position_file(folder: Path, rank: int) -> Path:
 
 def last_position(folder: Path, rank: int) -> Position:
     """What a rank said last, from its file."""
-    return Position.from_dict(json.loads(position_file(folder, rank).read_bytes()))
+    path = position_file(folder, rank)
+    return parse_json(Position, path.read_bytes(), source=str(path))

@@ -19,16 +19,16 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from actor_init.as_json import adapter_of, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.report.text import one_line
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import Sighting, died, failed, hung, left_alone, terminated
-from replay.watch.progress import Tracker, last_position
+from replay.watch.progress import Position, Tracker, last_position
 from replay.watch.shutdown import Ending
 from replay.watch.side_channel import Meeting, Message, connected
 from replay.watch.sigterm import Terminations
@@ -98,6 +98,8 @@ class Watch:
         self._meeting = Meeting({world.rank, *self._peers.by_rank})
         self._closing = False
         self._terminations = Terminations(self._peers.bell)
+        for kind in (Position, Sighting):
+            adapter_of(kind)  # now: the thread may need it when this process can import nothing any more
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
         self._thread.start()
 
@@ -155,9 +157,9 @@ class Watch:
     def _heard(self, rank: int, message: Message) -> None:
         match message["kind"]:
             case "ask":
-                self._peers.send({"kind": "seen", "seen": asdict(self._own_sighting())}, to=rank)
+                self._peers.send({"kind": "seen", "seen": to_json(self._own_sighting())}, to=rank)
             case "seen":
-                self._answers[rank] = Sighting.from_dict(message["seen"])
+                self._answers[rank] = from_json(Sighting, message["seen"], source=f"the answer of rank {rank}")
             case "terminated":
                 self._terminated.add(rank)
             case "arrived":

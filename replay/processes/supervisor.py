@@ -1,0 +1,113 @@
+"""Start child processes, watch them and end them: the one place where replay does so.
+
+Each child has a session of its own, so that a signal reaches what it has started too. Children that succeed or fail
+together, such as the ranks of one run, are a `Group`: it is over when all have ended, when one has failed, or when its
+time is up. What is left then is ended: SIGTERM, some seconds of grace, SIGKILL.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from typing import IO, Self
+
+Process = subprocess.Popen[bytes] | ForkServerProcess  # either is in a session of its own
+POLL_SECONDS = 0.05  # between looks at the children
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int | None = None,
+    output: IO[bytes] | None = None,
+) -> Process:
+    """Start `command` in a session of its own. What it prints goes into `output`, else where this process prints."""
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=output, stderr=output, env=dict(environment), start_new_session=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """Children that succeed or fail together, with `deadline` by time.monotonic()."""
+
+    processes: Sequence[Process]
+    began: float
+    deadline: float = math.inf
+
+    @classmethod
+    def start(cls, starts: Iterable[Callable[[], Process]], *, limit: float = math.inf) -> Self:
+        """Make all of them run for at most `limit` seconds. Where one cannot be started, those before it are ended."""
+        began = time.monotonic()
+        processes: list[Process] = []
+        try:
+            processes.extend(one() for one in starts)
+        except BaseException:
+            end(processes, grace=0.0)
+            raise
+        return cls(processes=processes, began=began, deadline=began + limit)
+
+    @property
+    def exit_code(self) -> int | None:
+        """A failed process's, if there is one; None where one has not ended; else 0."""
+        codes = [_exit_code(one) for one in self.processes]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else None if None in codes else 0
+
+    @property
+    def is_over(self) -> bool:
+        """All have ended, or one has failed, as launchers see it, or there is no time left."""
+        return self.exit_code is not None or time.monotonic() > self.deadline
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.began
+
+    def wait(self) -> int | None:
+        """Wait until it is over, and return its exit code."""
+        while not self.is_over:
+            time.sleep(POLL_SECONDS)
+        return self.exit_code
+
+    def end(self, *, grace: float, first: int = signal.SIGTERM) -> None:
+        end(self.processes, grace=grace, first=first)
+
+
+def wait_for_one(groups: Sequence[Group]) -> None:
+    """Wait until one of them is over."""
+    while not any(group.is_over for group in groups):
+        time.sleep(POLL_SECONDS)
+
+
+def end(processes: Sequence[Process], *, grace: float, first: int = signal.SIGTERM) -> None:
+    """End those that still run, each with what it has started: signal `first`, `grace` seconds, SIGKILL."""
+    for number in (first, signal.SIGKILL):
+        for process in _alive(processes):
+            _signal(process, number)
+        until = time.monotonic() + grace
+        while _alive(processes) and time.monotonic() < until:
+            time.sleep(min(POLL_SECONDS, grace))
+
+
+def _alive(processes: Sequence[Process]) -> list[Process]:
+    return [process for process in processes if _exit_code(process) is None]
+
+
+def _exit_code(process: Process) -> int | None:
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def _signal(process: Process, number: int) -> None:
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:  # it has ended, or has no session of its own yet
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
