@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_run(commands)
     command("check", _check, "Read every file and hold it against the manifests.")
+    command("salvage", _salvage, "Write the passes that killed processes of this host left in memory.")
     convert = command(
         "convert",
         _convert,
@@ -142,6 +143,16 @@ def _check(parsed: argparse.Namespace) -> int:
     for name in found.missing:
         print(f"missing    {name}")
     return 0 if found.is_whole else 1
+
+
+def _salvage(parsed: argparse.Namespace) -> int:
+    from capture.record.retention import Keep
+    from capture.record.salvage import salvage
+
+    if not parsed.folder.is_dir():
+        raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
+    print(f"salvaged   {salvage(parsed.folder, Keep())} passes of processes that died")
+    return 0
 
 
 def _convert(parsed: argparse.Namespace) -> int:

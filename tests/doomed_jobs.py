@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from capture import Recorder, recording
 from capture.record.incidents import read_troubles
-from capture.record.pass_store import salvage
 from capture.record.retention import Keep
+from capture.record.salvage import salvage
 
 NUM_PASSES = 6
 

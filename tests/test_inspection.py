@@ -14,7 +14,8 @@ import torch
 import capture.record.flight_recorder
 import capture.record.pass_store
 from actor_init.spec import UsageError
-from capture import recording
+from capture import capture_files, recording
+from capture.cli import main
 from capture.file_format.actor_config import ACTOR_CONFIG_NAME
 from capture.record.incidents import trouble, write_troubles
 from replay.inspection.folder_facts import Spread, inspect_folder
@@ -172,6 +173,18 @@ def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path:
     assert "Connection closed by peer" in lines[2]
 
 
+def test_salvage_writes_what_a_killed_rank_had(
+    tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    ring_of(DEAD, 1, folder, shared)
+    assert main(["salvage", str(folder)]) == 0
+    assert capsys.readouterr().out == "salvaged   2 passes of processes that died\n"
+    assert (len(capture_files(folder)), list(shared.iterdir())) == (2, [])
+    assert main(["salvage", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
 def test_the_ring_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
     """One in another container, whose number no process has here: it holds the lock."""
     folder = tmp_path / "run"
@@ -197,5 +210,5 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
     assert out.getvalue().startswith("trouble    rank 1 died without a word, and the last passes are in this host's")
-    assert f"python -m capture.record.flight_recorder {folder}" in out.getvalue().splitlines()[0]
+    assert f"capture salvage {folder}" in out.getvalue().splitlines()[0]
     assert ring.exists()

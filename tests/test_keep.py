@@ -22,7 +22,7 @@ from capture import CaptureError, Recorder, capture_files, read_micro_batch, rec
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
-from capture.record.flight_recorder import remains_of
+from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import read_troubles, scrubbed
 from capture.record.retention import Keep, keep_of
 from capture.record.rng_and_outputs import restore_random_states
@@ -423,7 +423,7 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
         [spool] = shared.iterdir()
         assert spool.stat().st_mode & 0o777 == 0o700
         assert len(list(spool.iterdir())) == 3
-        assert list(remains_of(folder)) == []
+        assert list(dead_spools(folder)) == []
         copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
         shutil.copytree(spool, copy)
         torn = max(copy.iterdir())

@@ -22,9 +22,10 @@ from torch.optim import optimizer as torch_optimizer
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
+from capture.file_format.parameter_samples import Sample
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record.optimizer_hooks import OptimizerHooks
-from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler, Sample
+from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
 from capture.record.step_window import own_norm
 from tests.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model

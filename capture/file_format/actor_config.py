@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import read_bytes, write_atomically
-from capture.file_format.encode import FORMAT, other_format
+from capture.file_format.capture_file import FORMAT, other_format
 from capture.file_format.micro_batch import CaptureError
 
 ACTOR_CONFIG_NAME = "actor.json"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import Call, capture_files, read_call
-from capture.file_format.encode import FORMAT
+from capture.file_format.capture_file import FORMAT, Call, capture_files, read_call
 from capture.file_format.micro_batch import CaptureError
 
 MAX_MANIFEST_BYTES = 64 * 2**20

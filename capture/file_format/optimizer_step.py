@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from capture.file_format.micro_batch import CaptureError
-from capture.record.parameter_sampler import Fingerprint, Sample
+from capture.file_format.parameter_samples import ParameterSamples, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class OptimizerStep:
     number: int
     passes: Sequence[int]
     shares: Sequence[float | None]
-    gradients: Fingerprint | None = None
+    gradients: ParameterSamples | None = None
     without_gradient: Sequence[str] = ()
     grad_norm: float | None = None
     is_part_of_norm: bool = False
@@ -62,7 +62,7 @@ class OptimizerStep:
             written = json.loads(text)
             gradients = written.pop("gradients")
             plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
-            found = cls(gradients=None if gradients is None else Fingerprint.of_text(gradients, source), **plain)
+            found = cls(gradients=None if gradients is None else ParameterSamples.of_text(gradients, source), **plain)
             found.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None

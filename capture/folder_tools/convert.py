@@ -7,8 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, read_call
-from capture.file_format.encode import utc_time
+from capture.file_format.capture_file import Call, read_call, utc_time
 from capture.file_format.manifest import Entry, entry_of, write_manifest
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import bytes_of

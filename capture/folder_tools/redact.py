@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, capture_files, read_call
-from capture.file_format.encode import utc_time
+from capture.file_format.capture_file import Call, capture_files, read_call, utc_time
 from capture.file_format.manifest import Entry, entry_of, write_manifest
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep

@@ -1,6 +1,7 @@
-"""From the rows of another project's dump to calls of format 1: which rows make a micro-batch, and under which names.
+"""Make calls of format 1 from the rows of another project's dump.
 
-Shape letters as in `capture/file_format/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the action mask covers.
+Shape letters are those of `capture/file_format/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the
+action mask covers.
 """
 
 import math

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from capture.file_format.atomic_write import remove_stale_temporaries, write_atomically
-from capture.file_format.encode import EncodedCall
+from capture.file_format.capture_file import EncodedCall
 from capture.file_format.manifest import Entry, read_manifest, rewrite_manifest, write_manifest
 from capture.file_format.micro_batch import CaptureError
 from capture.record.retention import Keep

@@ -3,7 +3,7 @@
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
 
 It is memory, of the host and not of the process: the next recording of this rank into the folder on this host puts into
-the folder what it finds there, or `replay inspect FOLDER` or `python -m capture.record.flight_recorder FOLDER` does. The directory is
+the folder what it finds there, or `capture salvage FOLDER` or `replay inspect FOLDER` does. The directory is
 locked by its process, so that it can be told to be alive from another container, where its number says nothing.
 """
 
@@ -12,15 +12,13 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from capture.file_format.capture_file import read_call
-from capture.file_format.encode import EncodedCall
+from capture.file_format.capture_file import EncodedCall, read_call
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import load_plain
 
@@ -69,16 +67,16 @@ class Spool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remains:
-    """What a dead process had in its spool. `num_torn` were being written when it died."""
+class DeadSpool:
+    """What a dead process had in its spool. `num_cut_short` were being written when it died."""
 
     rank: int
     directory: Path
     calls: list[EncodedCall]
-    num_torn: int
+    num_cut_short: int
 
 
-def remains_of(folder: Path, rank: int | None = None) -> Iterator[Remains]:
+def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
     """Of the dead processes of this host that recorded into `folder`. Raises OSError."""
     if not SHARED_MEMORY.is_dir():
         return
@@ -87,13 +85,13 @@ def remains_of(folder: Path, rank: int | None = None) -> Iterator[Remains]:
         found = named.fullmatch(directory.name)
         if found is None or (rank is not None and int(found[1]) != rank) or _is_in_use(directory, int(found[2])):
             continue
-        calls, num_torn = [], 0
+        calls, num_cut_short = [], 0
         for path in sorted(directory.iterdir()):
             try:
                 calls.append(_encoded(path))
             except CaptureError:
-                num_torn += 1
-        yield Remains(rank=int(found[1]), directory=directory, calls=calls, num_torn=num_torn)
+                num_cut_short += 1
+        yield DeadSpool(rank=int(found[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
 
 
 def _encoded(path: Path) -> EncodedCall:
@@ -138,19 +136,3 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def main() -> int:
-    from capture.record.pass_store import salvage
-    from capture.record.retention import Keep
-
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        print("usage: python -m capture.record.flight_recorder FOLDER", file=sys.stderr)
-        return 2
-    num_saved = salvage(Path(sys.argv[1]), Keep())
-    print(f"saved      {num_saved} passes of processes that died")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

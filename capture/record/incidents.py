@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.encode import FORMAT, utc_time
+from capture.file_format.capture_file import FORMAT, utc_time
 from capture.file_format.micro_batch import CaptureError
 
 MAX_TROUBLE_BYTES = 8 * 2**20

@@ -8,86 +8,28 @@ step takes the next NUM_A_STEP, which are also the parameters whose gradients th
 NUM_A_PASS: a model of any size costs a job the same.
 """
 
-import hashlib
-import json
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
 from capture.file_format.plain_data import type_name
 from capture.record.sharding import NotMappedError, Place, place_of
 
-NUM_ELEMENTS = 4
 NUM_IN_FIRST_PASS = 1024
 NUM_A_PASS = 8
 NUM_A_STEP = 16
 NUM_IN_SMALL_MODEL = 64  # a model of no more parameters has all of them sampled at every step
 _NUM_ASKED = 8
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """Neighbours in the flattened parameter, from `start` on, as the job had them."""
-
-    name: str  # without what wrappers put in front
-    dtype: str
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """What one rank kept of its weights in one pass, or of its gradients at one step."""
-
-    samples: tuple[Sample, ...]
-    num_parameters: int  # of the model, as the rank sees it
-    num_frozen: int  # of those, that are not trained
-    is_sharded: bool  # this rank holds a part of the samples, and others hold the rest
-    left_out: Mapping[str, int] = field(default_factory=dict)  # why: number of parameters
-
-    def text(self) -> str:
-        """As it is written: JSON, which costs a job's background thread a tenth of what nested plain data would."""
-        samples = {s.name: [s.dtype, s.shape, s.start, s.values] for s in self.samples}
-        counts = {"num_parameters": self.num_parameters, "num_frozen": self.num_frozen, "is_sharded": self.is_sharded}
-        return json.dumps({"samples": samples, **counts, "left_out": dict(self.left_out)})
-
-    @classmethod
-    def of_text(cls, text: str, source: str) -> Self:
-        """Raises CaptureError for what `text` did not write."""
-        try:
-            written = json.loads(text)
-            samples = tuple(_sample(name, *parts) for name, parts in written["samples"].items())
-            found = cls(samples=samples, **{key: value for key, value in written.items() if key != "samples"})
-        except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
-            raise CaptureError(f"{source}: weights are no fingerprint: {text[:80]}") from None
-        counts = (found.num_parameters, found.num_frozen, *found.left_out.values())
-        if type(found.is_sharded) is not bool or not all(type(count) is int for count in counts):
-            raise CaptureError(f"{source}: weights are no fingerprint: {text[:80]}")
-        return found
-
-
-def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sample:
-    """Raises TypeError or ValueError."""
-    numbers = [*shape, start]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(name + dtype, str):
-        raise TypeError
-    if not all(type(value) is float for value in values) or start + len(values) > math.prod(shape):
-        raise ValueError
-    return Sample(name=name, dtype=dtype, shape=tuple(shape), start=start, values=tuple(values))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class TakenSamples:
     """Samples as they were taken, one after the other, and what they are of."""
 
     values: Tensor
@@ -97,7 +39,7 @@ class Snapshot:
     is_sharded: bool
     left_out: Mapping[str, int]
 
-    def fingerprint(self) -> Fingerprint:
+    def parameter_samples(self) -> ParameterSamples:
         """Once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
@@ -105,7 +47,7 @@ class Snapshot:
             values = tuple(numbers[begin : begin + place.count])
             samples.append(Sample(name=name, dtype=place.dtype, shape=place.shape, start=place.start, values=values))
             begin += place.count
-        return Fingerprint(
+        return ParameterSamples(
             samples=tuple(samples),
             num_parameters=self.num_parameters,
             num_frozen=self.num_frozen,
@@ -176,7 +118,7 @@ class ParameterSampler:
         self._has_begun = False
 
     @torch.inference_mode()
-    def weights(self, *, begins_window: bool = False) -> Snapshot | None:
+    def weights(self, *, begins_window: bool = False) -> TakenSamples | None:
         """The next parameters' samples; None where none can be had.
 
         begins_window  is it the first pass before an optimizer step? Then `gradients` are of the same parameters
@@ -200,7 +142,7 @@ class ParameterSampler:
         return self._model()
 
     @torch.inference_mode()
-    def gradients_in(self, find: Find, but: Container[str] = ()) -> Snapshot | None:
+    def gradients_in(self, find: Find, but: Container[str] = ()) -> TakenSamples | None:
         """Samples for the window's parameters from where `find` says that their gradients are."""
         collected = _Collected()
         for slot in self._window:
@@ -212,7 +154,7 @@ class ParameterSampler:
     @torch.inference_mode()
     def gradients(
         self, of: Container[int] | None = None, but: Container[str] = ()
-    ) -> tuple[Snapshot | None, list[str]]:
+    ) -> tuple[TakenSamples | None, list[str]]:
         """Samples for the window's parameters, and the names of those that are trained and have no gradient.
 
         of   ids of the parameters that are asked for; None: all
@@ -256,8 +198,8 @@ class ParameterSampler:
         self._next = (self._next + count) % max(len(self._slots), 1)
         return chosen
 
-    def _snapshot(self, collected: "_Collected") -> Snapshot:
-        return Snapshot(
+    def _snapshot(self, collected: "_Collected") -> TakenSamples:
+        return TakenSamples(
             values=torch.cat(collected.views) if collected.views else torch.empty(0, device="cpu"),
             places=collected.places,
             num_parameters=len(self._all),
@@ -315,23 +257,6 @@ class _Collected:
         self.device = held.device
         self.views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
         self.places.append((name, place))
-
-
-def run_of(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """First element, in the flattened parameter, and number of elements: all in one row of the last dimension."""
-    width = shape[-1] if shape else 1
-    count = min(NUM_ELEMENTS, width)
-    digest = hashlib.blake2b(f"{name} {list(shape)}".encode(), digest_size=16).digest()
-    row, column = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-    return row % (math.prod(shape) // width) * width + column % (width - count + 1), count
-
-
-def plain_name(name: str) -> str:
-    """Without what DDP, DeepSpeed, torch.compile, FSDP, checkpoint wrappers and PEFT put into it."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and (parts[0] == "module" or parts[:2] == ["base_model", "model"]):
-        parts = parts[1 if parts[0] == "module" else 2 :]
-    return ".".join(parts)
 
 
 def _reason_by_name(name: str) -> str | None:

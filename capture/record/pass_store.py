@@ -1,7 +1,6 @@
 """What becomes of a pass whose copy is on the host: written, held in the ring, or let go. For the writer's thread."""
 
 import math
-import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -12,16 +11,17 @@ from typing import Any
 
 import torch
 
-from capture.file_format.encode import EncodedCall, encode_call, utc_time
+from capture.file_format.capture_file import EncodedCall, encode_call
 from capture.file_format.manifest import stamp_of
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
 from capture.record.disk_limits import RankFiles
-from capture.record.flight_recorder import SHARED_MEMORY, Spool, remains_of
+from capture.record.flight_recorder import SHARED_MEMORY, Spool
 from capture.record.incidents import Trouble, trouble, write_troubles
 from capture.record.retention import Keep
 from capture.record.rng_and_outputs import environment, plain_outputs
+from capture.record.salvage import salvage
 from capture.record.snapshot import Opened, Outputs, Pass
 from capture.record.step_window import StepPart
 
@@ -123,7 +123,7 @@ class Store:
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
-            weights=None if taken.weights is None else taken.weights.fingerprint().text(),
+            weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
         )
         self._held.append(encoded)
@@ -264,23 +264,3 @@ class Store:
         except (RuntimeError, TimeoutError) as error:
             self._num_unreached += 1
             raise CaptureError(f"its copy to the host was not finished: {error}") from None
-
-
-def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
-    """Puts into the folder what processes of this host that died without a word had in their rings.
-
-    rank  whose; None: everybody's. Returns how many passes. Raises OSError.
-    """
-    num_saved = 0
-    for found in remains_of(folder, rank):
-        stamp = utc_time()
-        files = RankFiles(folder, keep, rank=found.rank, stamp=stamp)
-        names = [path.name for encoded in found.calls if (path := files.write(encoded)) is not None]
-        if found.calls or found.num_torn:
-            last = max((encoded.step for encoded in found.calls), default=None)
-            died = replace(trouble("died", "without a word", last), files=names, num_unreached=found.num_torn)
-            write_troubles(folder, [died], num_uncounted=0, rank=found.rank, stamp=stamp_of(stamp))
-            files.write_manifest()
-        shutil.rmtree(found.directory)
-        num_saved += len(names)
-    return num_saved

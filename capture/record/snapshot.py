@@ -16,7 +16,7 @@ from capture.record.call_arguments import forward_signature, take_apart
 from capture.record.computing_dtype import ComputingDtype, is_compiled
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import attention_of, settings_of, versions
-from capture.record.parameter_sampler import ParameterSampler, Snapshot
+from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
 from capture.record.step_window import StepWindow
 from capture.record.token_log_probs import logits_of, token_log_probs
@@ -42,7 +42,7 @@ class Pass:
     trains: bool
     origin: Callable[[], Origin]  # worked out in the background
     random: RandomSnapshot | None
-    weights: Snapshot | None
+    weights: TakenSamples | None
     optimizer_step: int | None
     settings: Mapping[str, str]  # beside those of the process
 
@@ -152,7 +152,7 @@ class Taker:
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sampled(self, trains: bool) -> Snapshot | None:
+    def _sampled(self, trains: bool) -> TakenSamples | None:
         """Samples of the weights, on their device. Trouble with them is not the pass's."""
         if self._sampler is None:
             return None

@@ -22,7 +22,7 @@ from capture.record.engine_gradients import (
     num_skipped_steps,
 )
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.parameter_sampler import ParameterSampler, Snapshot
+from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 
 _MAX_GROUPS = 64  # of an optimizer, whose settings are kept
 _SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
@@ -38,7 +38,7 @@ class StepPart:
     """
 
     step: OptimizerStep
-    gradients: Snapshot | None
+    gradients: TakenSamples | None
     flat: Tensor
     names: Sequence[str]
     others: Mapping[str, Tensor]  # numbers that lay on another device
@@ -57,7 +57,7 @@ class StepPart:
         return replace(
             self.step,
             shares=tuple(found.get(f"{_SHARE}{number}") for number in self.step.passes),
-            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).fingerprint(),
+            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).parameter_samples(),
             grad_norm=found.get(_NORM),
             settings=distinct(settings),
         )
@@ -68,7 +68,7 @@ class _Clipping:
     """Gradients as they were before the latest clipping, and what it was told."""
 
     after_pass: int
-    gradients: Snapshot | None
+    gradients: TakenSamples | None
     without_gradient: Sequence[str]
     num_clipped: int | None
     max_norm: float | None
@@ -257,7 +257,7 @@ def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, T
     return settings, tensors
 
 
-def _part_of(step: OptimizerStep, gradients: Snapshot | None, tensors: Mapping[str, Tensor]) -> StepPart:
+def _part_of(step: OptimizerStep, gradients: TakenSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
     first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
     near = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}

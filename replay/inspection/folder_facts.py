@@ -12,10 +12,10 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import capture_files, read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch
-from capture.record.flight_recorder import remains_of
+from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import Trouble, read_troubles
-from capture.record.pass_store import salvage
 from capture.record.retention import Keep
+from capture.record.salvage import salvage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
 def _salvage(folder: Path) -> str | None:
     """Put into `folder` what killed ranks had in their rings, or say whose it is and what to type."""
     try:
-        ranks = sorted({found.rank for found in remains_of(folder) if found.calls or found.num_torn})
+        ranks = sorted({spool.rank for spool in dead_spools(folder) if spool.calls or spool.num_cut_short})
     except OSError:
         return None
     if not ranks:
@@ -143,7 +143,7 @@ def _salvage(folder: Path) -> str | None:
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return (
             f"{named} died without a word, and the last passes are in this host's memory: {error.strerror}. "
-            f"Try, as who may write there: python -m capture.record.flight_recorder {folder}"
+            f"Try, as who may write there: capture salvage {folder}"
         )
     return None
 
