@@ -94,7 +94,7 @@ def test_a_model_that_the_job_lets_go_is_freed() -> None:
     assert parameter() is None
 
 
-def test_trouble_with_the_samples_is_a_warning_and_the_pass_is_kept(
+def test_a_failure_with_the_samples_is_a_warning_and_the_pass_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The ring's passes in shared memory, for a process that dies without a word: SIGKILL, SIGABRT, `os._exit`.
+"""Keep the flight recorder's passes in shared memory too, where they outlive SIGKILL, SIGABRT and `os._exit`.
 
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
 
-It is memory, of the host and not of the process: the next recording of this rank into the folder on this host puts into
-the folder what it finds there, or `capture salvage FOLDER` or `replay inspect FOLDER` does. The directory is
-locked by its process, so that it can be told to be alive from another container, where its number says nothing.
+This memory belongs to the host. If the process dies, the next recording of its rank into the same folder writes the
+passes there, and so do `capture salvage FOLDER` and `replay inspect FOLDER`. The process holds a lock on the directory:
+so it is known to be alive in another container too, where its number says nothing.
 """
 
 import fcntl
@@ -29,7 +29,10 @@ _own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
 
 
 class Spool:
-    """For one thread. Every method raises OSError; a spool that is full gives up its oldest."""
+    """One recording's directory in shared memory; a full one deletes its oldest pass.
+
+    It is for one thread. Every method raises OSError.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -41,7 +44,7 @@ class Spool:
         self._oldest_first: deque[tuple[Path, int]] = deque()
 
     def put(self, encoded: EncodedCall) -> None:
-        """As it is now; once more replaces it."""
+        """Write the pass as it is now, in the place of an earlier version of it."""
         path, parts = encoded.new_path(Path()), encoded.parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
@@ -68,7 +71,7 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadSpool:
-    """What a dead process had in its spool. `num_cut_short` were being written when it died."""
+    """What a dead process had in shared memory. `num_cut_short` passes were being written when it died."""
 
     rank: int
     directory: Path
@@ -77,7 +80,10 @@ class DeadSpool:
 
 
 def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
-    """Of the dead processes of this host that recorded into `folder`. Raises OSError."""
+    """Find what dead processes of this host that recorded into `folder` had in shared memory. Raises OSError.
+
+    rank  the rank that they had; None: any
+    """
     if not SHARED_MEMORY.is_dir():
         return
     named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
@@ -130,7 +136,7 @@ def _is_in_use(directory: Path, process: int) -> bool:
 
 
 def _let_go_in_child() -> None:
-    """A child, such as a data loader, may outlive the process whose directories these are."""
+    """Close the locks in a child, such as a data loader: it may outlive the process whose directories these are."""
     while _own:
         os.close(_own.popitem()[1])
 

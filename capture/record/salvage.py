@@ -1,4 +1,4 @@
-"""Put into the folder what killed processes of this host left in shared memory."""
+"""Write the passes that killed processes of this host left in shared memory: `capture salvage FOLDER`."""
 
 import shutil
 from dataclasses import replace
@@ -8,7 +8,7 @@ from capture.file_format.capture_file import utc_time
 from capture.file_format.manifest import stamp_of
 from capture.record.disk_limits import RankFiles
 from capture.record.flight_recorder import dead_spools
-from capture.record.incidents import trouble, write_troubles
+from capture.record.incidents import incident, write_incidents
 from capture.record.retention import Keep
 
 
@@ -24,8 +24,8 @@ def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
         names = [path.name for encoded in spool.calls if (path := files.write(encoded)) is not None]
         if spool.calls or spool.num_cut_short:
             last = max((encoded.step for encoded in spool.calls), default=None)
-            died = replace(trouble("died", "without a word", last), files=names, num_unreached=spool.num_cut_short)
-            write_troubles(folder, [died], num_uncounted=0, rank=spool.rank, stamp=stamp_of(stamp))
+            died = replace(incident("died", "without a word", last), files=names, num_not_copied=spool.num_cut_short)
+            write_incidents(folder, [died], num_others=0, rank=spool.rank, stamp=stamp_of(stamp))
             files.write_manifest()
         shutil.rmtree(spool.directory)
         num_saved += len(names)
