@@ -6,7 +6,8 @@
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
 percentiles), the time that the job's thread spends in the hooks beside a bare copy of the same tensors, how often the
-host waits for the device, bytes a pass beside torch.save's, and how long a flight recorder of 64 passes takes to reach the disk.
+host waits for the device, bytes a pass beside torch.save's, and how long a flight recorder of 64 passes takes to
+reach the disk.
 """
 
 import argparse
@@ -185,8 +186,8 @@ def compare_hook(job: Job, folder: Path) -> None:
         with recording(job.model, folder / name, flight_recorder=num_passes, max_queued=10_000) as recorder:
 
             def hook(recorder: Recorder = recorder) -> None:
-                recorder._tap.before_forward(job.model, (), batch)
-                recorder._tap.after_forward(job.model, (), None)
+                recorder._forward_hooks.before_forward(job.model, (), batch)
+                recorder._forward_hooks.after_forward(job.model, (), None)
 
             print(f"the hook, {name}: {microseconds(job, hook):.0f} us", flush=True)
     output = job.model(**batch, use_cache=False)
@@ -194,8 +195,8 @@ def compare_hook(job: Job, folder: Path) -> None:
     parameters, norm = list(job.model.parameters()), torch.ones((), device=job.device)
     with recording(job.model, folder / "judged", reproduce=True, max_queued=10_000) as recorder:
         parts = {
-            "a pass begins": lambda: recorder._tap.before_forward(job.model, (), batch),
-            "a pass ends": lambda: recorder._tap.after_forward(job.model, (), output),
+            "a pass begins": lambda: recorder._forward_hooks.before_forward(job.model, (), batch),
+            "a pass ends": lambda: recorder._forward_hooks.after_forward(job.model, (), output),
             "clipping": lambda: recorder.clips(parameters, 1.0, norm),
             "the optimizer's step": lambda: recorder.steps(job.optimizer),
         }

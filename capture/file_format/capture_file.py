@@ -82,10 +82,10 @@ def write_call(
     origin: Origin,
     left_out: Mapping[str, str] | None = None,
 ) -> Path:
-    """One forward's arguments as a new file `actor_inputs_rank<rank>_<time>_<step>.pkl`. Returns its path.
+    """Write one forward's arguments as a new file `actor_inputs_rank<rank>_<time>_<step>.pkl`, and return its path.
 
-    tensors and call_facts by the names of the forward's arguments, tensors on the CPU. `origin.source` is not written:
-    it is the file's name. What `origin` does not say, time apart, is written as None.
+    `tensors`, on the CPU, and `call_facts` have the names of the forward's arguments. `origin.source` is not written:
+    it is the file's name. Without a time in `origin` it is now; what else it does not say is None.
 
     Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
@@ -98,12 +98,12 @@ def write_call(
 class Call:
     """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
 
-    outputs      what came of it: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`, `token_log_probs` of
-                 `sampled_tokens`, and of longer ones `<name>_row_sums` and `<name>_crc32`, for `log_probs` and
-                 `output` also `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
+    outputs      what the forward gave: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`,
+                 `token_log_probs` at `sampled_tokens`; longer outputs as `<name>_row_sums` and `<name>_crc32`, and
+                 `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
     random       the generators' states before it, for `restore_random_states`
     environment  settings that change numbers
-    weights      samples of those that it was done with
+    weights      samples of the weights that it was done with
     optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
     step         what the optimizer was given after it, if it was the last pass before a step
     """
@@ -122,12 +122,13 @@ class Call:
     step: OptimizerStep | None = None
 
     def micro_batch(self) -> MicroBatch:
+        """Name the arguments of the call. Raises CaptureError for a call without token ids."""
         return micro_batch_from_call(
             self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
 
     def write(self, folder: str | Path) -> Path:
-        """All of it as a new file of format 1; returns its path. Raises what `write_call` does."""
+        """Write it as a new file of format 1 and return its path. Raises what `write_call` does."""
         encoded = encode_call(
             self.tensors,
             self.call_facts,
@@ -158,13 +159,13 @@ class EncodedCall:
     body: dict[str, Any]
 
     def parts(self) -> tuple[bytes, bytes]:
-        """The file's two pickles."""
+        """Return the file's two pickles."""
         payload = pickle.dumps(self.body, protocol=5)
         head = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
         return pickle.dumps(head, protocol=5), payload
 
     def new_path(self, folder: Path) -> Path:
-        """Names of a rank sort by time, then step; a name that is taken gets the next free step."""
+        """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
         step = self.step
         while (path := folder / _file_name(self.rank, self.time, step)).exists():
             step += 1
@@ -183,7 +184,10 @@ def encode_call(
     weights: str | None = None,
     optimizer_step: int | None = None,
 ) -> EncodedCall:
-    """Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data."""
+    """Encode one forward.
+
+    Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data.
+    """
     time = origin.time or utc_time()
     name = _file_name(origin.rank or 0, time, origin.step or 0)
     origin = replace(origin, source=name, time=time)
@@ -217,7 +221,7 @@ def _file_name(rank: int, time: str, step: int) -> str:
 
 
 def read_micro_batch(path: str | Path) -> MicroBatch:
-    """A file of format 1 or a dump of OpenRLHF's actor; CPU tensors, dtypes as captured.
+    """Read a file of format 1 or a dump of OpenRLHF's actor, as CPU tensors with their captured dtypes.
 
     Nothing in the file can run code. Raises CaptureError, and nothing else, for a file that is missing, truncated,
     damaged, hostile, foreign or of a later format.
@@ -227,9 +231,9 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
 
 
 def read_call(path: str | Path) -> Call:
-    """The same as it was called, also with embeddings in the place of token ids.
+    """Read a file as the call that it was; it may have embeddings in the place of token ids.
 
-    Raises what `read_micro_batch` does, also where the call is neither.
+    Raises what `read_micro_batch` does, also for a call with neither.
     """
     read = _read(path)
     if isinstance(read, Call):
@@ -252,7 +256,7 @@ def read_call(path: str | Path) -> Call:
 
 
 def _read(path: str | Path) -> Call | MicroBatch:
-    """A call of format 1, or the micro-batch of a dump."""
+    """Read a call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
     data = read_bytes(Path(path), MAX_FILE_BYTES)
     try:
@@ -277,7 +281,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
 
 
 def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
-    """What begins at byte `start` of `data`. Raises CaptureError if it is not what `head` says, or no capture."""
+    """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
     if not isinstance(head, dict) or "format" not in head:
         raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
     if head["format"] != FORMAT:
@@ -334,7 +338,7 @@ def other_format(source: str, written: object) -> str:
 
 
 def capture_files(folder: str | Path) -> list[Path]:
-    """The folder's captured files by rank, in recorded order within a rank. Raises CaptureError without a folder."""
+    """List a folder's captures by rank, in recorded order within a rank. Raises CaptureError without a folder."""
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
 
@@ -343,6 +347,6 @@ def capture_files(folder: str | Path) -> list[Path]:
 
 
 def rank_in_name(path: Path) -> int:
-    """The rank that a capture's file name says; -1 where it says none."""
+    """Return the rank in a capture's file name; -1 without one."""
     rank = re.search(r"rank(\d{1,9})", path.name)
     return int(rank[1]) if rank else -1

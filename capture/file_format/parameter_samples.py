@@ -1,4 +1,4 @@
-"""Samples of a model's parameters or of their gradients: what is written of them, and which elements they are.
+"""Write and read samples of a model's parameters or of their gradients, and say which elements these are.
 
 A sample is a run of NUM_ELEMENTS neighbours of one parameter. The parameter's name and full shape alone decide where
 it lies, so it is the same place in any sharding, in the job and in a replay.
@@ -20,9 +20,9 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Neighbours in the flattened parameter, from `start` on, as the job had them."""
+    """The values of neighbouring elements of a flattened parameter, from `start` on, as the job had them."""
 
-    name: str  # without what wrappers put in front
+    name: str  # without what wrappers put into it
     dtype: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int
@@ -31,23 +31,23 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSamples:
-    """What one rank kept of its weights in one pass, or of its gradients at one step."""
+    """The samples that one rank took of its weights in one pass, or of its gradients at one step."""
 
     samples: tuple[Sample, ...]
-    num_parameters: int  # of the model, as the rank sees it
-    num_frozen: int  # of those, that are not trained
-    is_sharded: bool  # this rank holds a part of the samples, and others hold the rest
-    left_out: Mapping[str, int] = field(default_factory=dict)  # why: number of parameters
+    num_parameters: int  # parameters of the model, as the rank sees it
+    num_frozen: int  # those among them that are not trained
+    is_sharded: bool  # this rank holds a part of the samples, other ranks hold the rest
+    left_out: Mapping[str, int] = field(default_factory=dict)  # reason: number of parameters
 
     def text(self) -> str:
-        """As it is written: JSON, which costs a job's background thread a tenth of what nested plain data would."""
+        """Return it as JSON, which takes a job's background thread a tenth of the time of nested plain data."""
         samples = {s.name: [s.dtype, s.shape, s.start, s.values] for s in self.samples}
         counts = {"num_parameters": self.num_parameters, "num_frozen": self.num_frozen, "is_sharded": self.is_sharded}
         return json.dumps({"samples": samples, **counts, "left_out": dict(self.left_out)})
 
     @classmethod
     def of_text(cls, text: str, source: str) -> Self:
-        """Raises CaptureError for what `text` did not write."""
+        """Read what `text` wrote. Raises CaptureError for anything else."""
         try:
             written = json.loads(text)
             samples = tuple(_sample(name, *parts) for name, parts in written["samples"].items())
@@ -61,7 +61,7 @@ class ParameterSamples:
 
 
 def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sample:
-    """Raises TypeError or ValueError."""
+    """Check one sample as it was written. Raises TypeError or ValueError."""
     numbers = [*shape, start]
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(name + dtype, str):
         raise TypeError
@@ -71,7 +71,10 @@ def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sampl
 
 
 def run_of(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """First element, in the flattened parameter, and number of elements: all in one row of the last dimension."""
+    """Choose the elements to sample: the first one in the flattened parameter, and how many.
+
+    All lie in one row of the last dimension.
+    """
     width = shape[-1] if shape else 1
     count = min(NUM_ELEMENTS, width)
     digest = hashlib.blake2b(f"{name} {list(shape)}".encode(), digest_size=16).digest()
@@ -80,7 +83,7 @@ def run_of(name: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def plain_name(name: str) -> str:
-    """Without what DDP, DeepSpeed, torch.compile, FSDP, checkpoint wrappers and PEFT put into it."""
+    """Remove from a name what DDP, DeepSpeed, torch.compile, FSDP, checkpoint wrappers and PEFT put into it."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and (parts[0] == "module" or parts[:2] == ["base_model", "model"]):
         parts = parts[1 if parts[0] == "module" else 2 :]

@@ -1,11 +1,15 @@
-"""A few elements of a model's weights beside each recorded pass, and of their gradients beside each optimizer step:
-enough to know whether others are the same.
+"""Take samples of a model's weights at each recorded pass, and of their gradients at each optimizer step.
 
-Of each parameter a run of NUM_ELEMENTS neighbours, at a place that its name and full shape alone decide, so that it is
-the same place in any sharding: each rank keeps what it holds. The first pass of a recording, which is the one that has
-a checkpoint's weights, takes up to NUM_IN_FIRST_PASS parameters. Of the later ones, the first before each optimizer
-step takes the next NUM_A_STEP, which are also the parameters whose gradients that step keeps, and the others the next
-NUM_A_PASS: a model of any size costs a job the same.
+By these a replay knows whether its own are the same. Where a parameter's sample lies is in
+`capture/file_format/parameter_samples.py`; each rank keeps what it holds of it.
+
+Which parameters are sampled:
+
+* in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
+* in the first pass after each optimizer step: the next NUM_A_STEP, whose gradients the next step keeps
+* in each other pass: the next NUM_A_PASS
+
+So a model of any size costs a job the same.
 """
 
 import weakref
@@ -30,7 +34,7 @@ _NUM_ASKED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenSamples:
-    """Samples as they were taken, one after the other, and what they are of."""
+    """Samples as they were taken, one after the other, and what they were taken of."""
 
     values: Tensor
     places: Sequence[tuple[str, Place]]  # by name
@@ -40,7 +44,7 @@ class TakenSamples:
     left_out: Mapping[str, int]
 
     def parameter_samples(self) -> ParameterSamples:
-        """Once `values` are on the host."""
+        """Return them as they are written, once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
         for name, place in self.places:
@@ -58,7 +62,10 @@ class TakenSamples:
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
-    """Where a module keeps a parameter. A library may put another object there, or other data into the same one."""
+    """The attribute of a module that is a parameter.
+
+    A library may put another object there, or other data into the same object.
+    """
 
     name: str
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
@@ -71,7 +78,7 @@ class Slot:
         return None if module is None else module._parameters.get(self.key)
 
     def place(self, placed: "Placed", held: Any) -> Place | str:
-        """Where `held`, the parameter or its gradient, has the samples now, or why that cannot be said."""
+        """Find the samples in `held`, the parameter or its gradient, as it is now; a text says why they cannot be."""
         known = type(held), held.dtype, held.shape, held.stride()
         if placed.known != known:
             try:
@@ -87,7 +94,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Placed:
-    """Where samples are, as long as it holds that the tensor is of this type, dtype, shape and strides."""
+    """Where samples lie in a tensor, valid while that has this type, dtype, shape and strides."""
 
     place: Place | str = ""  # text: why it is left out
     known: tuple[Any, ...] = ()
@@ -99,17 +106,17 @@ Find = Callable[[Slot, nn.Parameter], tuple[Tensor, Place] | None]
 class ParameterSampler:
     """Takes samples of a model's parameters and of their gradients, on their device.
 
-    No wait for a device, no collective, and no hold on the job's memory. 2 to 10 microseconds a parameter: to keep
-    views of the parameters would take a tenth of that, and would keep memory from being freed that the job moves its
-    weights out of.
+    It never waits for a device, calls no collective and keeps none of the job's memory. A parameter takes 2 to 10
+    microseconds. Views of the parameters would take a tenth of that, but would keep memory alive that the job has moved
+    its weights out of.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._has_looked = False
-        self._all: list[Slot] = []  # also those that no samples are taken of
+        self._all: list[Slot] = []  # also those without samples
         self._slots: list[Slot] = []
-        self._window: Sequence[Slot] = ()  # whose gradients the next step keeps
+        self._window: Sequence[Slot] = ()  # those whose gradients the next step keeps
         self._num_frozen = 0
         self._is_sharded = False
         self._left_out: dict[str, int] = {}
@@ -119,9 +126,9 @@ class ParameterSampler:
 
     @torch.inference_mode()
     def weights(self, *, begins_window: bool = False) -> TakenSamples | None:
-        """The next parameters' samples; None where none can be had.
+        """Take samples of the next parameters; None where none can be taken.
 
-        begins_window  is it the first pass before an optimizer step? Then `gradients` are of the same parameters
+        begins_window  this is the first pass after an optimizer step: `gradients` will be those of these parameters
         """
         self._look()
         is_first = not self._has_taken or (begins_window and not self._has_begun)
@@ -143,7 +150,7 @@ class ParameterSampler:
 
     @torch.inference_mode()
     def gradients_in(self, find: Find, but: Container[str] = ()) -> TakenSamples | None:
-        """Samples for the window's parameters from where `find` says that their gradients are."""
+        """Take samples of the gradients of the window's parameters, where `find` says that they are."""
         collected = _Collected()
         for slot in self._window:
             parameter = slot.parameter()
@@ -155,10 +162,12 @@ class ParameterSampler:
     def gradients(
         self, of: Container[int] | None = None, but: Container[str] = ()
     ) -> tuple[TakenSamples | None, list[str]]:
-        """Samples for the window's parameters, and the names of those that are trained and have no gradient.
+        """Take samples of the gradients of the window's parameters.
 
-        of   ids of the parameters that are asked for; None: all
-        but  names that are not asked for
+        Returns also the names of those that are trained and have no gradient.
+
+        of   ids of the parameters to sample; None: all
+        but  names of parameters to leave out
         """
         collected, without = _Collected(), []
         for slot in self._window:
@@ -173,14 +182,14 @@ class ParameterSampler:
         return self._snapshot(collected) if collected.views else None, without
 
     def is_of_model(self, parameters: Container[int]) -> bool:
-        """Is one of the model's parameters among those with these ids?"""
+        """Tell whether one of the model's parameters has one of these ids."""
         self._look()
         return any(id(slot.parameter()) in parameters for slot in (*self._window, *self._all))
 
     def has_no_gradients(self, *, in_shards: bool) -> bool:
-        """Have the first few parameters that are trained none, whether they were emptied or never filled?
+        """Tell whether the first few trained parameters have no gradients, emptied or never filled.
 
-        in_shards  ask also parameters that are sharded, whose gradients may be kept elsewhere for a time
+        in_shards  look at sharded parameters too, whose gradients may be kept elsewhere for a time
         """
         self._look()
         trained = (p for slot in self._all if (p := slot.parameter()) is not None and p.requires_grad)
@@ -209,7 +218,7 @@ class ParameterSampler:
         )
 
     def _look(self) -> None:
-        """Once: which parameters there are, and which of them have samples here."""
+        """Find the parameters, and those that have samples on this rank. Later calls do nothing."""
         model = self._model()
         if self._has_looked or model is None:
             return
@@ -242,7 +251,7 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, nn.Parameter]]:
 
 @dataclass(slots=True)
 class _Collected:
-    """Of a model over several devices: those of the first one."""
+    """Views of samples on one device. Of a model over several devices these are the samples of the first one."""
 
     views: list[Tensor] = field(default_factory=list)
     places: list[tuple[str, Place]] = field(default_factory=list)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from capture.record.background_writer import BackgroundWriter, warn
-from capture.record.forward_hooks import Tap
+from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
 from capture.record.job_facts import prepare_folder, rank_and_world_size
@@ -125,7 +125,7 @@ class Recorder:
         self._is_closed = False
         self._process = os.getpid()
         self._choice = Choice(keep)
-        self._tap = Tap(self._pass_begins, self._pass_ends)
+        self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent, clock = threading.Event(), Clock()
@@ -147,7 +147,7 @@ class Recorder:
             self._writer.stop(error)
             return
         self.hears_signals = listen(self)
-        self._tap.attach(model)
+        self._forward_hooks.attach(model)
         if keep.reproduce:
             self._optimizer_hooks.attach()
 
@@ -201,7 +201,7 @@ class Recorder:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._tap.remove()
+        self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)

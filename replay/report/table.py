@@ -28,8 +28,9 @@
     verdict    CANNOT TELL: nothing was recorded of what the job computed. [...]
     log        logs/20261121-112435-replay
 
-File names and the verdict are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs
-where there is something to say. On a terminal each pass's line overwrites the one before. --quiet begins at `counted`.
+File names and the verdict are cut in this text alone, and there are columns for several ranks, for step, gradient norm
+and new graphs where there is something to say. On a terminal each pass's line overwrites the one before. --quiet begins
+at `counted`.
 """
 
 import sys
