@@ -6,7 +6,8 @@
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
 percentiles), the time that the job's thread spends in the hooks beside a bare copy of the same tensors, how often the
-host waits for the device, bytes a pass beside torch.save's, and how long a ring of 64 passes takes to reach the disk.
+host waits for the device, bytes a pass beside torch.save's, and how long a flight recorder of 64 passes takes to
+reach the disk.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def main() -> None:
             | {
                 "every pass a file": lambda: recording(job.model, folder / "files"),
                 "every pass a file, to be judged": lambda: recording(job.model, folder / "judged", reproduce=True),
-                "ring of 64": lambda: recording(job.model, folder / "ring", ring=64),
+                "flight recorder of 64": lambda: recording(job.model, folder / "flight", flight_recorder=64),
             },
         )
         compare_steps(
@@ -181,12 +182,12 @@ def compare_hook(job: Job, folder: Path) -> None:
         return [host.copy_(t, non_blocking=True) for host, t in zip(pinned, batch.values(), strict=True)]
 
     print(f"a bare copy of the same tensors takes {microseconds(job, copy):.0f} us of the job's thread")
-    for name, ring in (("every pass a file", None), ("ring of 64", 64)):
-        with recording(job.model, folder / name, ring=ring, max_queued=10_000) as recorder:
+    for name, num_passes in (("every pass a file", None), ("flight recorder of 64", 64)):
+        with recording(job.model, folder / name, flight_recorder=num_passes, max_queued=10_000) as recorder:
 
             def hook(recorder: Recorder = recorder) -> None:
-                recorder._tap.before_forward(job.model, (), batch)
-                recorder._tap.after_forward(job.model, (), None)
+                recorder._forward_hooks.before_forward(job.model, (), batch)
+                recorder._forward_hooks.after_forward(job.model, (), None)
 
             print(f"the hook, {name}: {microseconds(job, hook):.0f} us", flush=True)
     output = job.model(**batch, use_cache=False)
@@ -194,8 +195,8 @@ def compare_hook(job: Job, folder: Path) -> None:
     parameters, norm = list(job.model.parameters()), torch.ones((), device=job.device)
     with recording(job.model, folder / "judged", reproduce=True, max_queued=10_000) as recorder:
         parts = {
-            "a pass begins": lambda: recorder._tap.before_forward(job.model, (), batch),
-            "a pass ends": lambda: recorder._tap.after_forward(job.model, (), output),
+            "a pass begins": lambda: recorder._forward_hooks.before_forward(job.model, (), batch),
+            "a pass ends": lambda: recorder._forward_hooks.after_forward(job.model, (), output),
             "clipping": lambda: recorder.clips(parameters, 1.0, norm),
             "the optimizer's step": lambda: recorder.steps(job.optimizer),
         }
@@ -267,7 +268,7 @@ def compare_bytes(job: Job, folder: Path) -> None:
 
 
 def time_flush(job: Job, folder: Path) -> None:
-    with recording(job.model, folder, ring=64, max_queued=128) as recorder:
+    with recording(job.model, folder, flight_recorder=64, max_queued=128) as recorder:
         with torch.no_grad():
             for _ in range(64):
                 job.model(**job.batches[0], use_cache=False)
@@ -276,7 +277,7 @@ def time_flush(job: Job, folder: Path) -> None:
         recorder.note(loss=float("nan"))
         recorder.flush()
         took = time.perf_counter() - began
-    print(f"{took:.2f} s until {len(capture_files(folder))} passes of a ring are on the disk", flush=True)
+    print(f"{took:.2f} s until {len(capture_files(folder))} passes of a flight recorder are on the disk", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Captures the micro-batches of a training job, and reads them.
+"""Record the micro-batches of a training job, and read them.
 
 from capture import recording
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only once something is used that needs it."""
+    """Import a public name on first use, so that torch is not imported before."""
     if name not in _HOMES:
         raise AttributeError(f"module 'capture' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m capture`."""
+"""Run the `capture` command as `python -m capture`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`capture run`, and `capture check | convert | redact | pack`: what can be done to a folder without a model."""
+"""The `capture` command: run a job and record it, and check, salvage, convert, redact or pack a folder."""
 
 import argparse
 import sys
@@ -9,10 +9,7 @@ from typing import Any
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
-KEEP_SETTINGS = (
-    *("every", "steps", "ranks", "passes", "max_files", "max_bytes"),
-    *("keep", "ring", "slow_step", "reproduce"),
-)
+FORMER_OPTIONS = {"ring": "--flight-recorder 64", "steps": "--forwards 100:200"}
 PROJECTS = ("openrlhf", "slime", "verl", "skyrl", "roll", "nemo-rl")
 DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
 
@@ -28,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
-    # where `deepspeed --module capture run ...` puts it; the script gets it, as it would without us
+    # `deepspeed --module capture run ...` puts it here; the script gets it, as it would without `capture run`
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -41,7 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_run(commands)
-    command("check", _check, "Read every file and hold it against the manifests.")
+    command("check", _check, "Read every file and compare it with the manifests.")
+    command("salvage", _salvage, "Write the passes that killed processes of this host left in memory.")
     convert = command(
         "convert",
         _convert,
@@ -50,18 +48,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("target", type=Path, help="A new folder.")
     convert.add_argument(
-        "--from", dest="project", choices=PROJECTS, help="Whose dumps they are (default: told from each file)."
+        "--from",
+        dest="project",
+        choices=PROJECTS,
+        help="Project that wrote them (default: told from each file).",
     )
-    convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: as the dump has them).")
-    redact = command("redact", _redact, "Write the folder again without its text.")
+    convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: those of the dump).")
+    redact = command("redact", _redact, "Write a copy of the folder without its text.")
     redact.add_argument("target", type=Path, help="A new folder.")
     redact.add_argument(
-        "--tokens", choices=["permute", "zero"], default="permute", help="What becomes of token ids (default: permute)."
+        "--tokens",
+        choices=["permute", "zero"],
+        default="permute",
+        help="What token ids become (default: permute).",
     )
     pack = command("pack", _pack, "Put the folder into one zip file.")
     pack.add_argument("target", type=Path, help="The zip file.")
     pack.add_argument(
-        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="Its largest size (default: %(default)s)."
+        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="Largest size of the zip file (default: %(default)s)."
     )
     return parser
 
@@ -74,28 +78,37 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--module", metavar="NAME", help="Class of the module to record (default: the outermost causal LM in training)."
     )
-    kept = run.add_argument_group("which passes are kept, as in capture.recording")
-    kept.add_argument("--every", type=int, metavar="N", help="Every Nth.")
-    kept.add_argument("--steps", metavar="FIRST:END", help="By number of forward, as 100:200.")
+    kept = run.add_argument_group("which passes are kept (as in capture.recording)")
+    kept.add_argument("--every", type=int, metavar="N", help="Every Nth forward of those that the other options leave.")
+    kept.add_argument("--forwards", metavar="FIRST:END", help="Numbers of forwards, as 100:200 (without 200).")
     kept.add_argument("--ranks", metavar="LIST", help="Ranks that record, as 0,3.")
     kept.add_argument("--passes", metavar="all/train/rollout", help="With autograd on (train), off (rollout), or all.")
-    kept.add_argument("--max-files", type=int, metavar="N", help="At most this many files of a rank.")
-    kept.add_argument("--max-bytes", type=int, metavar="N", help="At most this many bytes of a rank.")
-    kept.add_argument("--keep", metavar="first/last", help="What stays of more than that.")
-    kept.add_argument("--ring", type=int, metavar="N", help="Keep the last N in memory, write them on trouble.")
-    kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is trouble.")
+    kept.add_argument("--max-files", type=int, metavar="N", help="At most N files for each rank.")
+    kept.add_argument("--max-bytes", type=int, metavar="N", help="At most N bytes for each rank.")
+    kept.add_argument("--keep", metavar="first/last", help="Which passes stay when a limit is reached.")
+    kept.add_argument(
+        "--flight-recorder", type=int, metavar="N", help="Keep the last N passes in memory; an incident writes them."
+    )
+    kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is an incident.")
     kept.add_argument(
         "--reproduce", action=argparse.BooleanOptionalAction, help="Keep random states, outputs and environment."
     )
-    run.add_argument("-m", dest="is_module", action="store_true", help="What follows is a module, as in python -m.")
-    run.add_argument("job", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="All of it is the script's.")
+    for name in FORMER_OPTIONS:
+        kept.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    run.add_argument("-m", dest="is_module", action="store_true", help="Run a module, as python -m does.")
+    run.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="The script, and what it is given."
+    )
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from capture.record.retention import keep_of
+    from capture.record.retention import SETTINGS, keep_of
 
-    settings = {name: getattr(parsed, name) for name in KEEP_SETTINGS if getattr(parsed, name) is not None}
+    settings = {name: getattr(parsed, name) for name in SETTINGS if getattr(parsed, name) is not None}
     try:
+        for name, now in FORMER_OPTIONS.items():
+            if getattr(parsed, name) is not None:
+                raise CaptureError(f"--{name} is now {now.split()[0]}. Try: capture run {now} ...")
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         keep_of(**settings)
@@ -142,6 +155,16 @@ def _check(parsed: argparse.Namespace) -> int:
     for name in found.missing:
         print(f"missing    {name}")
     return 0 if found.is_whole else 1
+
+
+def _salvage(parsed: argparse.Namespace) -> int:
+    from capture.record.retention import Keep
+    from capture.record.salvage import salvage
+
+    if not parsed.folder.is_dir():
+        raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
+    print(f"salvaged   {salvage(parsed.folder, Keep())} passes of processes that died")
+    return 0
 
 
 def _convert(parsed: argparse.Namespace) -> int:

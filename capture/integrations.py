@@ -1,6 +1,6 @@
-"""For trainers with callbacks: `trainer = Trainer(..., callbacks=[CaptureCallback("inputs/my-run")])`.
+"""Record from trainers with callbacks: `trainer = Trainer(..., callbacks=[CaptureCallback("inputs/my-run")])`.
 
-The one module here that imports transformers; `capture` itself does not import it.
+This is the only module of `capture` that imports transformers; no other module imports this one.
 """
 
 import math
@@ -17,10 +17,10 @@ from capture.search import Search
 
 
 class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Records what transformers' Trainer, or one made from it, calls: its model, in whatever wrapper.
+    """Records the model of transformers' Trainer, or of one made from it, in whatever wrapper it calls.
 
-    From the first training forward on, to the end of training; each `train()` is a recording of its own. `recorder` is
-    the latest, or None before its first pass.
+    It records from the first training forward to the end of training; each `train()` is a recording of its own.
+    `recorder` is the latest one, or None before its first pass.
 
     folder, settings  as for `recording`. Raises TypeError or ValueError for settings that are not allowed
     """
@@ -44,7 +44,10 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._search = Search(is_wanted, self._record)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """A logged loss is the mean since the last log, of all ranks: only of one pass is it the latest pass's own."""
+        """Note the logged loss and norm for the latest pass.
+
+        A logged loss is the mean of all ranks since the last log: it is the pass's own only if that is one pass.
+        """
         num_steps, self._logged_step = state.global_step - self._logged_step, state.global_step
         if self.recorder is None or not logs or "loss" not in logs:
             return

@@ -1,4 +1,4 @@
-"""`capture run`: a script or module with its model recorded, and nothing else changed.
+"""Run a script or module with its model recorded, and nothing else changed: `capture run`.
 
     capture run [--to FOLDER] [--module NAME] train.py ARGUMENTS
     torchrun --nproc-per-node 2 -m capture run train.py ARGUMENTS
@@ -41,7 +41,7 @@ class Job:
         return self.name.rpartition(".")[2] if self.is_module else Path(self.name).stem
 
     def run(self) -> None:
-        """As `python NAME` or `python -m NAME`. Raises what it raises."""
+        """Run it as `python NAME` or `python -m NAME` would. Raises what it raises."""
         sys.argv = [self.name, *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
@@ -51,7 +51,11 @@ class Job:
             self._run_script(str(Path(self.name).absolute()))
 
     def _run_script(self, path: str) -> None:
-        """runpy.run_path would put one path both in sys.argv and in `__file__`: python has the typed and the whole."""
+        """Run a script as `__main__`.
+
+        runpy.run_path would put one path into both sys.argv and `__file__`; python has the typed one in the first and
+        the absolute one in the second.
+        """
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
         main = ModuleType("__main__")
@@ -62,7 +66,7 @@ class Job:
 
 
 def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[str, Any]) -> None:
-    """Runs `job` in this process. Raises what it raises, and nothing of its own.
+    """Run `job` in this process. Raises what the job raises, and nothing else.
 
     folder       an absolute path: the job may go to another folder
     module_name  class of the module to record, in place of the model that is trained
@@ -75,7 +79,7 @@ def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[st
         return trained(module, args, kwargs) if module_name is None else is_called(module_name, module)
 
     try:
-        with ExitStack() as stack:  # so that the recorder hears what the job raises
+        with ExitStack() as stack:  # so that the recorder is told what the job raises
 
             def found(module: nn.Module) -> None:
                 recorder = stack.enter_context(recording(module, folder, **settings))
@@ -89,9 +93,9 @@ def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[st
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:
-    """What was asked for, or `inputs/<time>-<script>`, with the time at which this job began: one for all its ranks.
+    """Choose the folder: what was asked for, or `inputs/<time>-<script>`, with the time at which the whole job began.
 
-    Raises CaptureError for a script that is not there, and where ranks cannot agree on a time.
+    Raises CaptureError for a script that does not exist, and if ranks cannot agree on a time.
     """
     if not job.is_module and not Path(job.name).is_file():
         raise CaptureError(f"{job.name}: no such script. Try: capture run train.py, or capture run -m package.module")
@@ -104,7 +108,7 @@ def folder_for(job: Job, asked: Path | None) -> Path:
 
 
 def _start_of(process: int) -> datetime:
-    """From Linux's /proc: clock ticks since the boot, whose time is there in seconds."""
+    """Read when a process was started from Linux's /proc: clock ticks since boot, and the time of the boot."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))

@@ -1,9 +1,8 @@
-"""Finds the module to record by watching which modules a job calls, from the outermost in.
+"""Find the module to record by watching which modules a job calls, from the outermost in.
 
-A search puts its own function in the place of `torch.nn.Module.__call__` and takes it away once it has found what it
-looks for, so that it costs nothing from then on, and the very call that was found is recorded. torch's global forward
-hooks would do neither: they are given no keyword arguments, a hook that they register misses the call under way, and
-torch.compile warns of them.
+A search replaces `torch.nn.Module.__call__` and restores it once it has found a module: so it costs nothing from then
+on, and the very call that was found is recorded. torch's global forward hooks could do neither: they get no keyword
+arguments, a hook that they register misses the call under way, and torch.compile warns of them.
 """
 
 from collections.abc import Callable, Set
@@ -23,10 +22,12 @@ _call_module: Callable[..., Any] = nn.Module.__call__
 
 
 class Search:
-    """Hands the first call that `is_wanted` agrees to over to `found`, before it is made; or ends without.
+    """Watches calls until `is_wanted` agrees to one, and gives its module to `found` before the call is made.
 
-    is_wanted  is asked for each call of a module outside compiled code: the module, its arguments, its keywords
-    found      is given the module. What either raises is one warning, and the end of the search
+    is_wanted  is asked at each call of a module outside compiled code, with module, arguments and keyword arguments
+    found      is given the module
+
+    An exception of either is one warning, and the end of the search.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Search:
         nn.Module.__call__ = _call_and_look  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """A second call does nothing."""
+        """Stop watching. A second call does nothing."""
         if self in _searches:
             _searches.remove(self)
-        if not _searches and nn.Module.__call__ is _call_and_look:  # else somebody wraps it, and we only pass on
+        if (
+            not _searches and nn.Module.__call__ is _call_and_look
+        ):  # else somebody has wrapped ours, which only passes on
             nn.Module.__call__ = _call_module  # type: ignore[method-assign]
 
     def look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,11 +67,11 @@ def _call_and_look(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class TrainedLanguageModel:
-    """Wants the outermost module that trains a causal language model.
+    """Tells whether a call is that of the outermost module that trains a causal language model.
 
-    It is called with token ids or embeddings and autograd on, has a parameter to train, and is or holds a module with
-    a model's config and an output head. Reward models have no such head; reference models and rollouts run without
-    autograd. `called_without_autograd` names the language models that were passed over for that.
+    Such a module is called with token ids or embeddings and autograd on, has a parameter to train, and is or holds a
+    module with a model's config and an output head. Reward models have no such head; reference models and rollouts run
+    without autograd. `called_without_autograd` names the language models that were passed over for that.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class TrainedLanguageModel:
 
 
 def is_language_model(module: nn.Module) -> bool:
-    """Has it a config of its own that names a model's type, and, where it can be asked for its output head, one?"""
+    """Tell whether it has a config of its own with a model's type, and an output head, if it can be asked for one."""
     if not isinstance(getattr(vars(module).get("config"), "model_type", None), str):
         return False
     head = getattr(module, "get_output_embeddings", None)
@@ -94,17 +97,17 @@ def is_language_model(module: nn.Module) -> bool:
 
 
 def is_called(name: str, module: nn.Module) -> bool:
-    """Is `name` that of the module's class or of one that it is made from, bare or with its package?"""
+    """Tell whether `name` is that of the module's class or of a base class, bare or with its package."""
     return any(name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
 
 
 def _names_of_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Set[str]:
     try:
         return take_apart(forward_signature(module), args, kwargs).tensors.keys()
-    except TypeError:  # a call that its own forward will refuse
+    except TypeError:  # a call that the module's own forward will refuse
         return set()
 
 
 def _may_hold_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Quick: is there a tensor of rows and tokens?"""
+    """Tell quickly whether a tensor of rows and tokens is among the arguments."""
     return any(isinstance(value, torch.Tensor) and value.ndim >= 2 for value in (*args, *kwargs.values()))

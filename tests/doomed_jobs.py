@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from capture import Recorder, recording
-from capture.record.incidents import read_troubles
-from capture.record.pass_store import salvage
+from capture.record.incidents import read_incidents
 from capture.record.retention import Keep
+from capture.record.salvage import salvage
 
 NUM_PASSES = 6
 
@@ -32,7 +32,7 @@ class TinyModel(nn.Module):
 
 def record(folder: Path) -> Recorder:
     model = TinyModel()
-    recorder = recording(model, folder, ring=4)
+    recorder = recording(model, folder, flight_recorder=4)
     for _ in range(NUM_PASSES):
         model(torch.ones(2, 4, dtype=torch.long))
     return recorder
@@ -81,7 +81,7 @@ def catches_the_interrupt(folder: Path, ready: Callable[[], None]) -> None:
 def keeps_now_and_goes_on(folder: Path, ready: Callable[[], None]) -> None:
     with record(folder) as recorder:
         ready()
-        while not read_troubles(folder):
+        while not read_incidents(folder):
             recorder.flush()
         model = TinyModel()
         model(torch.ones(2, 4, dtype=torch.long))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import capture
 from capture import capture_files, read_micro_batch, recording
 from capture.file_format.manifest import check_folder
-from capture.record.incidents import read_troubles
+from capture.record.incidents import read_incidents
 from tests.test_keep import TinyModel, steps_in
 
 ROOT = Path(capture.__file__).resolve().parent.parent
@@ -53,8 +53,8 @@ def test_a_job_ends_as_it_would_have_and_leaves_its_last_passes(
 ) -> None:
     folder, endings = ended
     assert endings[job] == ending
-    troubles = [found for record in read_troubles(folder / job) for found in record.troubles]
-    assert [found.where for found in troubles] == ([] if where is None else [where])
+    incidents = [found for record in read_incidents(folder / job) for found in record.incidents]
+    assert [found.where for found in incidents] == ([] if where is None else [where])
     assert steps_in(folder / job) == steps
     checked = check_folder(folder / job)
     assert checked.is_whole
@@ -120,4 +120,4 @@ def test_data_loaders_work_beside_a_recording(context: str, tmp_path: Path) -> N
     assert (recorder.num_written, recorder.failure) == (3, None)
     batches = [read_micro_batch(path) for path in capture_files(tmp_path)]
     assert [batch.sequences_BS[:, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
-    assert read_troubles(tmp_path) == []
+    assert read_incidents(tmp_path) == []

@@ -234,8 +234,11 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda body: body.update(random={"torch": b"state"}), "random must hold a dict for each generator"),
         (lambda body: body.update(outputs={"loss": {"a": 1}}), "outputs must be numbers, texts or lists of numbers"),
         (lambda body: body.update(outputs={"rows": [1.0, "a"]}), "outputs must be numbers"),
-        (lambda body: body.update(weights='{"samples": 3}'), "weights are no fingerprint"),
-        (lambda body: body.update(weights='{"samples": {"a": ["float32", [2], 1, [0.5, 0.5]]}}'), "are no fingerprint"),
+        (lambda body: body.update(weights='{"samples": 3}'), "no samples"),
+        (
+            lambda body: body.update(weights='{"samples": {"a": ["float32", [2], 1, [0.5, 0.5]]}}'),
+            "no samples",
+        ),
         (lambda body: body["tensors"].update(a=3), "must be a dict of dtype"),
         (lambda body: body["tensors"]["noise"].update(dtype="float31"), "unknown dtype 'float31'"),
         (lambda body: body["tensors"]["noise"].update(shape=[2, -300]), "shape must be"),

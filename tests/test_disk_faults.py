@@ -132,7 +132,7 @@ class Watched:
 
 KINDS: dict[str, dict[str, Any]] = {
     "last two": {"max_files": 2, "keep": "last"},
-    "ring": {"ring": 2},
+    "flight recorder": {"flight_recorder": 2},
 }
 
 
@@ -141,9 +141,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
     kind: str, stays_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        capture.record.pass_store, "SHARED_MEMORY", tmp_path / "none"
-    )  # its trouble is not the folder's
+    # so that a disk that fails is the folder's alone
+    monkeypatch.setattr(capture.record.pass_store, "SHARED_MEMORY", tmp_path / "none")
     undisturbed, _ = train(None)
     with monkeypatch.context() as patch:
         whole = BadDisk(tmp_path / "whole", range(0))
@@ -173,7 +172,7 @@ def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
             files = [read_micro_batch(path) for path in capture_files(folder)]
             assert len(files) >= recorder.num_written, what
         if not stays_bad:
-            train(folder, ring=1)
+            train(folder, flight_recorder=1)
             assert not [path for path in folder.iterdir() if path.suffix == ".tmp"], what
 
 

@@ -14,14 +14,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from capture.record.parameter_sampler import (
-    NUM_A_PASS,
-    Fingerprint,
-    ParameterSampler,
-    Sample,
-    plain_name,
-    run_of,
-)
+from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
+from capture.record.parameter_sampler import NUM_A_PASS, ParameterSampler
 from capture.record.sharding import own_indices, place_of
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -42,7 +36,7 @@ class Model(nn.Module):
         return total
 
 
-def fingerprints(folder: Path) -> list[Fingerprint | None]:
+def fingerprints(folder: Path) -> list[ParameterSamples | None]:
     return [read_call(path).weights for path in capture_files(folder)]
 
 
@@ -100,7 +94,7 @@ def test_a_model_that_the_job_lets_go_is_freed() -> None:
     assert parameter() is None
 
 
-def test_trouble_with_the_samples_is_a_warning_and_the_pass_is_kept(
+def test_a_failure_with_the_samples_is_a_warning_and_the_pass_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:

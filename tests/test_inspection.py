@@ -14,9 +14,10 @@ import torch
 import capture.record.flight_recorder
 import capture.record.pass_store
 from actor_init.spec import UsageError
-from capture import recording
+from capture import capture_files, recording
+from capture.cli import main
 from capture.file_format.actor_config import ACTOR_CONFIG_NAME
-from capture.record.incidents import trouble, write_troubles
+from capture.record.incidents import incident, write_incidents
 from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import Spread, inspect_folder
@@ -86,55 +87,55 @@ def test_a_folder_without_captures_is_refused(tmp_path: Path, name: str, says: s
         inspect_folder(tmp_path / name)
 
 
-def test_trouble_comes_first_and_odd_passes_last(tmp_path: Path) -> None:
+def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
     write_pass(tmp_path, step=0, length=10)
     write_pass(tmp_path, step=1, length=30, num_real=2)
     long = write_pass(tmp_path, step=2, length=40, num_real=39)
     empty = write_pass(tmp_path, step=3, num_real=0)
     found = [
-        replace(trouble("not finite", "loss", 3, "loss is nan"), files=[long.name], num_unreached=1),
-        trouble("signal", "SIGTERM", 3),
+        replace(incident("not finite", "loss", 3, "loss is nan"), files=[long.name], num_not_copied=1),
+        incident("signal", "SIGTERM", 3),
     ]
-    write_troubles(tmp_path, found, num_uncounted=4, rank=1, stamp="x")
+    write_incidents(tmp_path, found, num_others=4, rank=1, stamp="x")
     facts = inspect_folder(tmp_path)
-    assert [(one.rank, one.found.what) for one in facts.troubles] == [(1, "not finite"), (1, "signal")]
+    assert [(one.rank, one.incident.what) for one in facts.incidents] == [(1, "not finite"), (1, "signal")]
     assert [(one.source, one.reason) for one in facts.longest] == [(long.name, "2 rows of 40, 78 tokens real")]
     assert [one.reason for one in facts.odd] == ["93% is padding", "2 of 2 rows have no real token", "100% is padding"]
     assert facts.odd[-1].source == empty.name
     out = io.StringIO()
     print_inspection(facts, out)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("trouble    rank 1, step 3, ")
+    assert lines[0].startswith("incident   rank 1, forward 3, ")
     assert lines[0].endswith("not finite, loss: loss is nan; 1 file for it, 1 pass not on the host in time")
     assert lines[1].endswith("signal, SIGTERM; 0 files for it")
-    assert lines[2] == "trouble    4 more like these, for which nothing was written"
+    assert lines[2] == "incident   4 more like these, for which nothing was written"
     assert lines[-1].startswith(f"odd        {empty.name}")
 
 
-def test_trouble_without_a_pass_is_worth_reading(tmp_path: Path) -> None:
-    write_troubles(tmp_path, [trouble("exception", "loop", None, "broke")], num_uncounted=0, rank=0, stamp="x")
+def test_an_incident_without_a_pass_is_worth_reading(tmp_path: Path) -> None:
+    write_incidents(tmp_path, [incident("exception", "loop", None, "broke")], num_others=0, rank=0, stamp="x")
     facts = inspect_folder(tmp_path)
-    assert (facts.kinds, facts.damaged, len(facts.troubles)) == ([], [], 1)
+    assert (facts.kinds, facts.damaged, len(facts.incidents)) == ([], [], 1)
 
 
-def test_a_damaged_trouble_record_is_one_of_the_damaged_files(tmp_path: Path) -> None:
+def test_a_damaged_record_of_incidents_is_one_of_the_damaged_files(tmp_path: Path) -> None:
     write_pass(tmp_path)
-    (tmp_path / "trouble_rank0_x.json").write_text("{")
+    (tmp_path / "incidents_rank0_x.json").write_text("{")
     [(_, reason)] = inspect_folder(tmp_path).damaged
-    assert "trouble_rank0_x.json: cannot be read" in reason
+    assert "incidents_rank0_x.json: cannot be read" in reason
 
 
-def ring_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
-    """What that process has in shared memory: a ring of two passes."""
+def spool_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
+    """What that process has in shared memory: a flight recorder of two passes."""
     model = TinyModel()
-    with recording(model, folder, ring=2) as recorder:
+    with recording(model, folder, flight_recorder=2) as recorder:
         for _ in range(2):
             model(torch.ones(2, 4, dtype=torch.long))
         recorder.flush()
         [own] = [path for path in shared.iterdir() if f"-{os.getpid()}-" in path.name]
-        ring = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
-        shutil.copytree(own, ring)
-    return ring
+        spool = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
+        shutil.copytree(own, spool)
+    return spool
 
 
 @pytest.fixture
@@ -151,38 +152,50 @@ DEAD = 2**22 + 1  # more than Linux counts processes
 
 def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path: Path, shared: Path) -> None:
     folder = tmp_path / "run"
-    ring = ring_of(DEAD, 1, folder, shared)
-    write_troubles(
+    spool = spool_of(DEAD, 1, folder, shared)
+    write_incidents(
         folder,
         [
-            trouble("exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."),
-            trouble("exception", "loop", 1, "RuntimeError: the optimizer broke"),
+            incident("exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."),
+            incident("exception", "loop", 1, "RuntimeError: the optimizer broke"),
         ],
-        num_uncounted=0,
+        num_others=0,
         rank=0,
         stamp="x",
     )
     facts = inspect_folder(folder)
-    assert not ring.exists()
+    assert not spool.exists()
     assert facts.num_by_format == {"of format 1": 2}
-    lines = [text for _, text in wording.troubles(facts)]
-    assert lines[0].startswith("rank 1, step 1, ")
+    lines = [text for _, text in wording.incidents(facts)]
+    assert lines[0].startswith("rank 1, forward 1, ")
     assert lines[0].endswith(": died, without a word; 2 files for it")
     assert "the optimizer broke" in lines[1]
     assert "Connection closed by peer" in lines[2]
 
 
-def test_the_ring_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
+def test_salvage_writes_what_a_killed_rank_had(
+    tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    spool_of(DEAD, 1, folder, shared)
+    assert main(["salvage", str(folder)]) == 0
+    assert capsys.readouterr().out == "salvaged   2 passes of processes that died\n"
+    assert (len(capture_files(folder)), list(shared.iterdir())) == (2, [])
+    assert main(["salvage", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
     """One in another container, whose number no process has here: it holds the lock."""
     folder = tmp_path / "run"
-    ring = ring_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared)
     write_pass(folder)
-    held = os.open(ring, os.O_RDONLY)
+    held = os.open(spool, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert inspect_folder(folder).troubles == []
-    assert len(list(ring.iterdir())) == 2
+    assert inspect_folder(folder).incidents == []
+    assert len(list(spool.iterdir())) == 2
     os.close(held)
-    assert [found.rank for found in inspect_folder(folder).troubles] == [1]
+    assert [found.rank for found in inspect_folder(folder).incidents] == [1]
 
 
 def test_a_folder_that_cannot_be_written_is_told_what_to_type(
@@ -192,10 +205,10 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
         raise PermissionError(13, "Permission denied")
 
     folder = tmp_path / "run"
-    ring = ring_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared)
     monkeypatch.setattr("replay.inspection.folder_facts.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
-    assert out.getvalue().startswith("trouble    rank 1 died without a word, and the last passes are in this host's")
-    assert f"python -m capture.record.flight_recorder {folder}" in out.getvalue().splitlines()[0]
-    assert ring.exists()
+    assert out.getvalue().startswith("incident   rank 1 died without a word, and the last passes are in this host's")
+    assert f"capture salvage {folder}" in out.getvalue().splitlines()[0]
+    assert spool.exists()

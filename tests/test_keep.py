@@ -1,4 +1,4 @@
-"""What is kept: by rule, within limits, in the ring, and when there was trouble."""
+"""What is kept: by rule, within limits, in the flight recorder, and when there was an incident."""
 
 import contextlib
 import json
@@ -22,8 +22,8 @@ from capture import CaptureError, Recorder, capture_files, read_micro_batch, rec
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
-from capture.record.flight_recorder import remains_of
-from capture.record.incidents import read_troubles, scrubbed
+from capture.record.flight_recorder import dead_spools
+from capture.record.incidents import read_incidents, scrubbed
 from capture.record.retention import Keep, keep_of
 from capture.record.rng_and_outputs import restore_random_states
 from capture.record.slow_step import StepWatch
@@ -59,12 +59,12 @@ def assert_all_counted(recorder: Recorder) -> None:
     [
         ({}, list(range(12))),
         ({"every": 5}, [0, 5, 10]),
-        ({"steps": "3:6"}, [3, 4, 5]),
-        ({"steps": "9:"}, [9, 10, 11]),
-        ({"steps": ":2"}, [0, 1]),
-        ({"steps": range(3, 5)}, [3, 4]),
-        ({"steps": (3, 5)}, [3, 4]),
-        ({"steps": "2:9", "every": 3}, [2, 5, 8]),
+        ({"forwards": "3:6"}, [3, 4, 5]),
+        ({"forwards": "9:"}, [9, 10, 11]),
+        ({"forwards": ":2"}, [0, 1]),
+        ({"forwards": range(3, 5)}, [3, 4]),
+        ({"forwards": (3, 5)}, [3, 4]),
+        ({"forwards": "2:9", "every": 3}, [2, 5, 8]),
         ({"passes": "train"}, list(range(0, 12, 2))),
         ({"passes": "rollout"}, list(range(1, 12, 2))),
         ({"passes": "train", "every": 2}, [0, 4, 8]),
@@ -74,7 +74,7 @@ def assert_all_counted(recorder: Recorder) -> None:
         ({"max_files": 3, "keep": "last"}, [9, 10, 11]),
         ({"max_files": 2, "keep": "last", "every": 3}, [6, 9]),
         ({"reproduce": True}, list(range(12))),
-        ({"ring": 3}, []),
+        ({"flight_recorder": 3}, []),
     ],
 )
 def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expec
     [
         ({"every": 0}, "every must be an integer of 1 or more, not 0"),
         ({"max_files": 1.5}, "max_files must be an integer"),
-        ({"ring": -1}, "ring must be"),
-        ({"steps": "100"}, "steps must be FIRST:END, such as 100:200"),
-        ({"steps": "a:b"}, "steps must be FIRST:END"),
-        ({"steps": range(0, 9, 2)}, "steps must be FIRST:END"),
-        ({"steps": "5:5"}, "holds none"),
+        ({"flight_recorder": -1}, "flight_recorder must be"),
+        ({"forwards": "100"}, "forwards must be FIRST:END, such as 100:200"),
+        ({"forwards": "a:b"}, "forwards must be FIRST:END"),
+        ({"forwards": range(0, 9, 2)}, "forwards must be FIRST:END"),
+        ({"forwards": "5:5"}, "holds none"),
         ({"ranks": "0,x"}, "ranks must be numbers, such as 0,3"),
         ({"ranks": []}, "ranks must be numbers of 0 or more"),
         ({"passes": "eval"}, "passes must be one of all, train, rollout, not 'eval'"),
@@ -112,10 +112,23 @@ def test_settings_that_are_none_are_refused_with_what_is_allowed(settings: dict[
         keep_of(**settings)
 
 
-def test_the_ring_and_reproduction_go_together_unless_said() -> None:
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [({"ring": 2}, "`ring` is now `flight_recorder`"), ({"steps": "0:2"}, "`steps` is now `forwards`")],
+)
+def test_former_names_are_refused_with_the_new_ones(former: Any, now: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=now):
+        keep_of(**former)
+    with pytest.raises(TypeError, match=now):
+        recording(TinyModel(), tmp_path, **former)
+    with pytest.raises(TypeError, match="no setting `rings`"):
+        keep_of(rings=2)  # type: ignore[arg-type]
+
+
+def test_the_flight_recorder_and_reproduction_go_together_unless_said() -> None:
     assert keep_of() == Keep()
-    assert keep_of(ring=2).reproduce
-    assert not keep_of(ring=2, reproduce=False).reproduce
+    assert keep_of(flight_recorder=2).reproduce
+    assert not keep_of(flight_recorder=2, reproduce=False).reproduce
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])
@@ -159,9 +172,9 @@ def boom() -> RuntimeError:
     return RuntimeError("the kernel broke")
 
 
-def test_an_exception_in_forward_writes_the_ring_with_the_pass_that_failed(tmp_path: Path) -> None:
+def test_an_exception_in_forward_writes_the_flight_recorder_with_the_pass_that_failed(tmp_path: Path) -> None:
     model = TinyModel()
-    with recording(model, tmp_path, ring=3) as recorder:
+    with recording(model, tmp_path, flight_recorder=3) as recorder:
         for _ in range(6):
             model(IDS_BS)
         with pytest.raises(RuntimeError):
@@ -169,9 +182,9 @@ def test_an_exception_in_forward_writes_the_ring_with_the_pass_that_failed(tmp_p
         assert recorder.flush()
         assert steps_in(tmp_path) == [4, 5, 6]
         model(IDS_BS)
-    [record] = read_troubles(tmp_path)
-    [found] = record.troubles
-    assert (found.what, found.where, found.step) == ("exception", "forward", 6)
+    [record] = read_incidents(tmp_path)
+    [found] = record.incidents
+    assert (found.what, found.where, found.forward) == ("exception", "forward", 6)
     assert found.message == "RuntimeError: the kernel broke"
     assert "raise fails_with" in found.traceback
     assert sorted(found.files) == [path.name for path in capture_files(tmp_path)]
@@ -182,39 +195,39 @@ def test_an_exception_in_forward_writes_the_ring_with_the_pass_that_failed(tmp_p
 def test_an_exception_of_the_loop_is_told_once(tmp_path: Path) -> None:
     for where, fails_with in (("loop", None), ("forward", boom())):
         model, folder = TinyModel(), tmp_path / where
-        with contextlib.suppress(RuntimeError), recording(model, folder, ring=2):
+        with contextlib.suppress(RuntimeError), recording(model, folder, flight_recorder=2):
             for _ in range(3):
                 model(IDS_BS)
             model(IDS_BS, fails_with=fails_with)
             raise RuntimeError("backward broke")
-        [record] = read_troubles(folder)
-        assert [found.where for found in record.troubles] == [where]
+        [record] = read_incidents(folder)
+        assert [found.where for found in record.incidents] == [where]
         assert steps_in(folder) == [2, 3]
 
 
-def test_an_exception_that_is_being_handled_is_no_trouble(tmp_path: Path) -> None:
+def test_an_exception_that_is_being_handled_is_no_incident(tmp_path: Path) -> None:
     model = TinyModel()
-    with recording(model, tmp_path, ring=2):
+    with recording(model, tmp_path, flight_recorder=2):
         try:
             raise boom()
         except RuntimeError:
             model(IDS_BS)
-    assert read_troubles(tmp_path) == []
+    assert read_incidents(tmp_path) == []
 
 
 def test_out_of_memory_is_called_by_its_name(tmp_path: Path) -> None:
     model = TinyModel()
-    with recording(model, tmp_path, ring=2), pytest.raises(torch.OutOfMemoryError):
+    with recording(model, tmp_path, flight_recorder=2), pytest.raises(torch.OutOfMemoryError):
         model(IDS_BS, fails_with=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert [found.what for found in read_troubles(tmp_path)[0].troubles] == ["out of memory"]
+    assert [found.what for found in read_incidents(tmp_path)[0].incidents] == ["out of memory"]
     assert steps_in(tmp_path) == [0]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("way", ["output", "loss", "grad_norm"])
-def test_a_number_that_is_not_finite_writes_the_ring(value: float, way: str, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_writes_the_flight_recorder(value: float, way: str, tmp_path: Path) -> None:
     model = TinyModel()
-    with recording(model, tmp_path, ring=2) as recorder:
+    with recording(model, tmp_path, flight_recorder=2) as recorder:
         for _ in range(3):
             model(IDS_BS)
         if way == "output":
@@ -224,39 +237,39 @@ def test_a_number_that_is_not_finite_writes_the_ring(value: float, way: str, tmp
             recorder.note(**{way: torch.tensor(value)})
         assert recorder.flush()
         assert steps_in(tmp_path) == [2, 3]
-    [found] = read_troubles(tmp_path)[0].troubles
-    assert (found.what, found.where, found.step) == ("not finite", "loss" if way == "output" else way, 3)
+    [found] = read_incidents(tmp_path)[0].incidents
+    assert (found.what, found.where, found.forward) == ("not finite", "loss" if way == "output" else way, 3)
 
 
-def test_a_job_that_goes_on_after_every_trouble_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_a_job_that_goes_on_after_every_incident_does_not_fill_the_disk(tmp_path: Path) -> None:
     model = TinyModel()
-    with recording(model, tmp_path, ring=2, max_queued=100) as recorder:
+    with recording(model, tmp_path, flight_recorder=2, max_queued=100) as recorder:
         for _ in range(30):
             model(IDS_BS, scale=math.nan)
             recorder.flush()
-    [record] = read_troubles(tmp_path)
-    assert (len(record.troubles), record.num_others) == (capture.record.pass_store.MAX_TROUBLES_OF_A_KIND, 22)
-    assert len(capture_files(tmp_path)) == capture.record.pass_store.MAX_TROUBLES_OF_A_KIND
+    [record] = read_incidents(tmp_path)
+    assert (len(record.incidents), record.num_others) == (capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND
     assert_all_counted(recorder)
 
 
-def test_a_step_that_hangs_writes_the_ring_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
-    real = capture.record.incidents.write_troubles
+    real = capture.record.incidents.write_incidents
 
-    def write_troubles(*args: Any, **kwargs: Any) -> None:
+    def write_incidents(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
         told.set()
 
-    monkeypatch.setattr(capture.record.pass_store, "write_troubles", write_troubles)
+    monkeypatch.setattr(capture.record.pass_store, "write_incidents", write_incidents)
     model = TinyModel()
-    with recording(model, tmp_path, ring=4, slow_step=50.0):
+    with recording(model, tmp_path, flight_recorder=4, slow_step=50.0):
         for _ in range(12):
             model(IDS_BS)
         assert told.wait(60)
         assert steps_in(tmp_path)[-1] == 11
-    found = read_troubles(tmp_path)[0].troubles[-1]
-    assert (found.what, found.where, found.step) == ("slow step", "step", 11)
+    found = read_incidents(tmp_path)[0].incidents[-1]
+    assert (found.what, found.where, found.forward) == ("slow step", "step", 11)
 
 
 def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +347,7 @@ def test_nothing_of_the_host_is_inside(tmp_path: Path, monkeypatch: pytest.Monke
         f"cannot open '{tmp_path}/x.bin' with {secrets['HF_TOKEN']}, see https://example.com/a/b, /usr/lib/libc.so"
     )
     folder = tmp_path / "run"
-    with recording(model, folder, ring=2) as recorder, pytest.raises(RuntimeError):
+    with recording(model, folder, flight_recorder=2) as recorder, pytest.raises(RuntimeError):
         model(IDS_BS, fails_with=RuntimeError(message))
     assert recorder.num_written == 1
     written = b"".join(path.read_bytes() for path in folder.iterdir())
@@ -355,16 +368,46 @@ def test_scrubbing_leaves_the_rest_alone() -> None:
     assert scrubbed("PATH=/usr/bin:/home/me/bin") == "PATH=bin:bin"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', json.dumps({"format": 1, "troubles": [3]})])
-def test_a_broken_trouble_record_is_refused_by_name(content: str, tmp_path: Path) -> None:
-    (tmp_path / "trouble_rank0_x.json").write_text(content)
-    with pytest.raises(CaptureError, match="trouble_rank0_x"):
-        read_troubles(tmp_path)
+BROKEN = {"format": 1, "rank": 0, "num_others": 0}
+
+
+@pytest.mark.parametrize("name", ["incidents_rank0_x.json", "trouble_rank0_x.json"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"format": 2}', json.dumps({**BROKEN, "incidents": [3]}), json.dumps({**BROKEN, "troubles": [3]})],
+)
+def test_a_broken_record_of_incidents_is_refused_by_name(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CaptureError, match=name):
+        read_incidents(tmp_path)
+
+
+def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """As they were written when incidents were called trouble."""
+    former = {
+        "what": "not finite",
+        "where": "loss",
+        "step": 3,
+        "time": "2026-11-21T11:20:09.133124+00:00",
+        "message": "loss is nan",
+        "traceback": "",
+        "files": ["a.pkl"],
+        "num_unreached": 2,
+    }
+    content = {"format": 1, "rank": 1, "num_others": 4, "troubles": [former]}
+    (tmp_path / "trouble_rank1_2026_11_21T11_20_09_133124.json").write_text(json.dumps(content))
+    [record] = read_incidents(tmp_path)
+    [found] = record.incidents
+    assert (record.rank, record.num_others, found.what, found.where) == (1, 4, "not finite", "loss")
+    assert (found.forward, found.files, found.num_not_copied) == (3, ["a.pkl"], 2)
 
 
 def test_two_models_are_captured_at_once(tmp_path: Path) -> None:
     models = [TinyModel(), TinyModel()]
-    with recording(models[0], tmp_path / "a", ring=2) as first, recording(models[1], tmp_path / "b") as second:
+    with (
+        recording(models[0], tmp_path / "a", flight_recorder=2) as first,
+        recording(models[1], tmp_path / "b") as second,
+    ):
         for _ in range(3):
             for model in models:
                 model(IDS_BS)
@@ -380,7 +423,7 @@ def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_p
 
     def train() -> None:
         model = TinyModel()
-        recorder = recording(model, tmp_path, ring=2)
+        recorder = recording(model, tmp_path, flight_recorder=2)
         hears.append(recorder.hears_signals)
         try:
             for _ in range(5):
@@ -403,11 +446,11 @@ def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_p
         threading.excepthook = before
     assert len(said) == 1
     assert hears == [False]
-    assert [found.where for found in read_troubles(tmp_path)[0].troubles] == ["another thread"]
+    assert [found.where for found in read_incidents(tmp_path)[0].incidents] == ["another thread"]
     assert steps_in(tmp_path) == [3, 4]
 
 
-def test_the_next_recording_saves_the_ring_of_a_process_that_died(
+def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "shm"
@@ -415,7 +458,7 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
     for module in (capture.record.flight_recorder, capture.record.pass_store):
         monkeypatch.setattr(module, "SHARED_MEMORY", shared)
     model, folder = TinyModel(), tmp_path / "run"
-    with recording(model, folder, ring=3) as recorder:
+    with recording(model, folder, flight_recorder=3) as recorder:
         for _ in range(5):
             model(IDS_BS)
             recorder.note(grad_norm=0.5)
@@ -423,7 +466,7 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
         [spool] = shared.iterdir()
         assert spool.stat().st_mode & 0o777 == 0o700
         assert len(list(spool.iterdir())) == 3
-        assert list(remains_of(folder)) == []
+        assert list(dead_spools(folder)) == []
         copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
         shutil.copytree(spool, copy)
         torn = max(copy.iterdir())
@@ -433,14 +476,14 @@ def test_the_next_recording_saves_the_ring_of_a_process_that_died(
         model(IDS_BS)
     assert list(shared.iterdir()) == []
     assert steps_in(folder) == [0, 2, 3]
-    [found] = read_troubles(folder)[0].troubles
-    assert (found.what, found.step, len(found.files), found.num_unreached) == ("died", 3, 2, 1)
+    [found] = read_incidents(folder)[0].incidents
+    assert (found.what, found.forward, len(found.files), found.num_not_copied) == ("died", 3, 2, 1)
     assert read_call(folder / found.files[0]).outputs["grad_norm"] == 0.5
     assert check_folder(folder).uncommitted == []
     assert recorder.num_written == 1
 
 
-def test_a_ring_without_shared_memory_is_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_passes_are_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
     for module in (capture.record.flight_recorder, capture.record.pass_store):
@@ -448,7 +491,7 @@ def test_a_ring_without_shared_memory_is_in_memory_alone(tmp_path: Path, monkeyp
     model = TinyModel()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with recording(model, tmp_path / "run", ring=3) as recorder:
+        with recording(model, tmp_path / "run", flight_recorder=3) as recorder:
             model(IDS_BS)
             recorder.flush()
             shutil.rmtree(shared)
@@ -456,6 +499,6 @@ def test_a_ring_without_shared_memory_is_in_memory_alone(tmp_path: Path, monkeyp
                 model(IDS_BS)
             recorder.note(loss=math.nan)
     assert len(caught) == 1
-    assert "The ring is in memory alone" in str(caught[0].message)
+    assert "The flight recorder is in this process's memory alone" in str(caught[0].message)
     assert steps_in(tmp_path / "run") == [1, 2, 3]
     assert_all_counted(recorder)

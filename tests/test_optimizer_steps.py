@@ -22,9 +22,10 @@ from torch.optim import optimizer as torch_optimizer
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
+from capture.file_format.parameter_samples import Sample
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record.optimizer_hooks import OptimizerHooks
-from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler, Sample
+from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
 from capture.record.step_window import own_norm
 from tests.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
@@ -348,7 +349,7 @@ def test_passes_that_are_not_kept_count(tmp_path: Path) -> None:
 def test_the_rings_passes_have_their_steps(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with recording(model, tmp_path, ring=3) as recorder:
+    with recording(model, tmp_path, flight_recorder=3) as recorder:
         for _ in range(5):
             loss_of(model).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -361,16 +362,16 @@ def test_the_rings_passes_have_their_steps(tmp_path: Path) -> None:
         assert_are(step, gradients(loss_of), rel=0)
 
 
-def test_a_norm_that_is_not_finite_is_trouble_without_code(tmp_path: Path) -> None:
+def test_a_norm_that_is_not_finite_is_an_incident_without_code(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with recording(model, tmp_path, ring=3):
+    with recording(model, tmp_path, flight_recorder=3):
         loss_of(model).mul(math.inf).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert len(capture_files(tmp_path)) == 1
-    [trouble] = tmp_path.glob("trouble_*.json")
-    assert trouble.read_text().count('"not finite"') == 1
+    [record] = tmp_path.glob("incidents_*.json")
+    assert record.read_text().count('"not finite"') == 1
 
 
 def test_a_plain_recording_keeps_no_steps_and_hooks_nothing(tmp_path: Path) -> None:
@@ -384,7 +385,7 @@ def test_a_plain_recording_keeps_no_steps_and_hooks_nothing(tmp_path: Path) -> N
     assert (call.optimizer_step, call.step, "token_log_probs" in call.outputs) == (None, None, False)
 
 
-def test_trouble_with_a_step_is_one_warning_and_the_passes_are_kept(
+def test_a_failure_with_a_step_is_one_warning_and_the_passes_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:

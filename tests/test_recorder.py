@@ -266,22 +266,22 @@ def full_disk(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", ["full disk", "folder removed", "folder is a file", "arguments that cannot be copied"]
+    "fault", ["full disk", "folder removed", "folder is a file", "arguments that cannot be copied"]
 )
-def test_trouble_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
-    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage]
+def test_a_failure_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage]
 ) -> None:
     folder = tmp_path / "run"
     undisturbed = train(TinyModel())
-    if trouble == "folder is a file":
+    if fault == "folder is a file":
         folder.touch()
     model = TinyModel()
     recorder = recording(model, folder)
-    if trouble == "full disk":
+    if fault == "full disk":
         monkeypatch.setattr(os, "fsync", full_disk)
-    if trouble == "folder removed":
+    if fault == "folder removed":
         shutil.rmtree(folder)
-    if trouble == "arguments that cannot be copied":
+    if fault == "arguments that cannot be copied":
         monkeypatch.setattr(capture.record.snapshot, "copy_to_host", full_disk)
     disturbed = train(model)
     recorder.close()
@@ -290,7 +290,7 @@ def test_trouble_is_one_warning_and_a_count_and_the_losses_stay_as_they_were(
     assert "capture stops, the job goes on" in str(caught[0].message)
     assert recorder.failure is not None
     assert (recorder.num_written, recorder.num_dropped) == (0, recorder.num_seen)
-    assert recorder.num_seen == (0 if trouble == "folder is a file" else 4)
+    assert recorder.num_seen == (0 if fault == "folder is a file" else 4)
 
 
 def test_recording_changes_no_loss(tmp_path: Path) -> None:

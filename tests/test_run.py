@@ -102,11 +102,14 @@ def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, say
     assert len(capture_files(tmp_path / "kept")) == 1
 
 
-def test_what_the_script_raises_is_trouble_that_the_ring_is_written_for(tmp_path: Path) -> None:
+def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_path: Path) -> None:
     script = "model = Tiny()\nfor _ in range(5):\n    model(ids)\n"
-    done = captured_run(tmp_path, script, "--to", "quiet", "--ring", "2", "job.py")
+    few = ["--flight-recorder", "2", "job.py"]
+    done = captured_run(tmp_path, script, "--to", "quiet", *few)
     assert "capture: 0 passes of Tiny, 5 left out by what to keep, in" in done.stderr
-    done = captured_run(tmp_path, script + "raise ValueError('broke')", "--to", "loud", "--ring", "2", "job.py")
+    done = captured_run(
+        tmp_path, script + "raise ValueError('broke')", "--to", "loud", "--flight-recorder", "2", "job.py"
+    )
     assert "capture: 2 passes of Tiny, 3 left out by what to keep, in" in done.stderr
     assert len(capture_files(tmp_path / "loud")) == 2
 
@@ -136,6 +139,8 @@ def test_without_a_model_the_script_runs_all_the_same(script: str, typed: list[s
         (["nowhere.py"], "nowhere.py: no such script. Try: capture run train.py"),
         (["--every", "0", "job.py"], "every must be an integer of 1 or more"),
         (["--passes", "some", "job.py"], "passes must be one of all, train, rollout"),
+        (["--ring", "8", "job.py"], "--ring is now --flight-recorder. Try: capture run --flight-recorder 64 ..."),
+        (["--steps=1:2", "job.py"], "--steps is now --forwards. Try: capture run --forwards 100:200 ..."),
     ],
 )
 def test_wrong_usage_runs_nothing(typed: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +260,7 @@ def test_a_module_is_found_by_the_name_of_its_class_trained_or_not(name: str) ->
     assert found_by(lambda module, *_: is_called(name, module), job) == [model]
 
 
-def test_trouble_of_a_search_is_one_warning_and_its_end() -> None:
+def test_a_failure_of_a_search_is_one_warning_and_its_end() -> None:
     def broken(*_: Any) -> bool:
         raise RuntimeError("not today")
 

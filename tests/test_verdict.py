@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_the_jobs_differs(
 @pytest.mark.parametrize(
     ("kept", "typed", "reason"),
     [
-        ({}, [], "nothing was recorded of what the job computed. Record with reproduce=True, or a ring"),
+        ({}, [], "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"),
         ({"reproduce": True}, ["--loss", "stand-in"], None),  # no action mask: the same labels
     ],
 )

@@ -1,4 +1,4 @@
-"""`actor.json`: the model's config, beside the captures of a folder."""
+"""Write and read `actor.json`, the model's config beside the captures of a folder."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import read_bytes, write_atomically
-from capture.file_format.encode import FORMAT, other_format
+from capture.file_format.capture_file import FORMAT, other_format
 from capture.file_format.micro_batch import CaptureError
 
 ACTOR_CONFIG_NAME = "actor.json"
@@ -14,7 +14,7 @@ MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
 def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name: str | None) -> Path:
-    """`actor.json`, replaced whole: ranks that write it at the same time leave one of theirs. Raises OSError.
+    """Write `actor.json`. Ranks that do so at the same time leave one whole file of theirs. Raises OSError.
 
     What JSON does not know, such as a dtype, is written as text.
     """
@@ -25,9 +25,9 @@ def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name
 
 
 def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
-    """The config in the folder's `actor.json`, as the model's `config.to_dict()` gave it; None without such a file.
+    """Read the config as the model's `config.to_dict()` gave it; None without an `actor.json`.
 
-    Raises CaptureError if the file is no such config.
+    Raises CaptureError if the file holds no config.
     """
     path = Path(folder) / ACTOR_CONFIG_NAME
     if not path.exists():

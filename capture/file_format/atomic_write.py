@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever dies when; the temporaries of dead processes; and a file read whole."""
+"""Write files that are whole or not there, whatever dies when, remove dead processes' temporaries, and read files."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ _OTHER_HOSTS_SECONDS = 3600.0  # by then a temporary that another host may have 
 
 
 def write_atomically(path: Path, *parts: bytes) -> None:
-    """Readers see the whole file or none; mode 0600. Raises OSError; then there is no new file."""
+    """Write a file with mode 0600, of which readers see all or nothing. Raises OSError; then there is no new file."""
     temporary = path.parent / f".{path.name}.{_HOST}-{os.getpid()}-{_TOKEN}-{next(_number)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -34,12 +34,12 @@ def write_atomically(path: Path, *parts: bytes) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The whole file. Raises CaptureError if it cannot be read, is no file, or is larger."""
+    """Read a whole file. Raises CaptureError if it cannot be read, is no file, or is larger than `max_bytes`."""
     try:
-        if not path.is_file():  # opening a pipe would wait for ever
+        if not path.is_file():  # opening a pipe would wait forever
             raise CaptureError(f"{path}: no such file")
         with open(path, "rb") as file:
-            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # room for as much is made at once
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # memory for that many bytes is allocated at once
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:
@@ -48,7 +48,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def remove_stale_temporaries(folder: Path, rank: int) -> None:
-    """Those of this rank and of files that all ranks share, if their process is gone. Raises OSError."""
+    """Remove temporaries of this rank, and of files that ranks share, if their process is gone. Raises OSError."""
     for entry in list(os.scandir(folder)):
         found = _TEMPORARY.match(entry.name)
         if found is None or ((ranked := re.search(r"_rank(\d+)_", found["name"])) and int(ranked[1]) != rank):

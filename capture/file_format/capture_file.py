@@ -6,25 +6,31 @@ A file is two pickles, one after the other, that name no class (protocol 5):
     {"tensors": {name: {dtype, shape, encoding, data, crc32}}, "call_facts": {name: value},
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
-The second may also have what it takes to do the pass again (`capture/record/rng_and_outputs.py`): "outputs": {name: value},
-"random": {generator: {name: value}}, "environment": {name: text}, "weights": samples of them, as JSON
-(`capture/record/parameter_sampler.py`), "optimizer_step": the number of the optimizer step that the pass went into, and "step": in
-the last pass before it what that step was given, as JSON (`capture/file_format/optimizer_step.py`).
+With `reproduce` the second also has what it takes to do the pass again:
+
+    "outputs": {name: value}
+    "random": {generator: {name: value}}
+    "environment": {name: text}
+    "weights": JSON        samples of the weights (`capture/file_format/parameter_samples.py`)
+    "optimizer_step": int  number of the optimizer step that the pass went into
+    "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
 
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
 
+import pickle
 import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from capture.file_format.atomic_write import read_bytes, write_atomically
-from capture.file_format.encode import FORMAT, encode_call
 from capture.file_format.micro_batch import (
     CaptureError,
     MicroBatch,
@@ -34,12 +40,37 @@ from capture.file_format.micro_batch import (
 )
 from capture.file_format.openrlhf_dump import read_legacy
 from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.parameter_samples import ParameterSamples
+from capture.file_format.plain_data import plain_copy
 from capture.file_format.safe_unpickler import NamesAClassError, load_plain
-from capture.file_format.tensor_codec import MAX_TENSOR_BYTES, decode_tensors
-from capture.file_format.validate import checked_body
-from capture.record.parameter_sampler import Fingerprint
+from capture.file_format.tensor_codec import (
+    MAX_TENSOR_BYTES,
+    check_total,
+    decode_tensors,
+    encode_tensor,
+    size_in_bytes,
+)
 
+FORMAT = 1
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
+
+_ORIGIN_KINDS: dict[str, Any] = {
+    "rank": int | None,
+    "world_size": int | None,
+    "step": int | None,
+    "time": str | None,
+    "model_name": str | None,
+    "versions": dict,
+}
+_BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
+_OPTIONAL_BODY_KINDS = {
+    "outputs": dict,
+    "random": dict,
+    "environment": dict,
+    "weights": str,
+    "optimizer_step": int,
+    "step": str,
+}
 
 
 def write_call(
@@ -51,10 +82,10 @@ def write_call(
     origin: Origin,
     left_out: Mapping[str, str] | None = None,
 ) -> Path:
-    """One forward's arguments as a new file `actor_inputs_rank<rank>_<time>_<step>.pkl`. Returns its path.
+    """Write one forward's arguments as a new file `actor_inputs_rank<rank>_<time>_<step>.pkl`, and return its path.
 
-    tensors and call_facts by the names of the forward's arguments, tensors on the CPU. `origin.source` is not written:
-    it is the file's name. What `origin` does not say, time apart, is written as None.
+    `tensors`, on the CPU, and `call_facts` have the names of the forward's arguments. `origin.source` is not written:
+    it is the file's name. Without a time in `origin` it is now; what else it does not say is None.
 
     Raises CaptureError for a call that `read_call` would refuse, TypeError for a call fact that is not plain data, and
     OSError; then there is no file.
@@ -67,12 +98,12 @@ def write_call(
 class Call:
     """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
 
-    outputs      what came of it: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`, `token_log_probs` of
-                 `sampled_tokens`, and of longer ones `<name>_row_sums` and `<name>_crc32`, for `log_probs` and
-                 `output` also `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
+    outputs      what the forward gave: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`,
+                 `token_log_probs` at `sampled_tokens`; longer outputs as `<name>_row_sums` and `<name>_crc32`, and
+                 `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
     random       the generators' states before it, for `restore_random_states`
     environment  settings that change numbers
-    weights      samples of those that it was done with
+    weights      samples of the weights that it was done with
     optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
     step         what the optimizer was given after it, if it was the last pass before a step
     """
@@ -86,17 +117,18 @@ class Call:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     random: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    weights: Fingerprint | None = None
+    weights: ParameterSamples | None = None
     optimizer_step: int | None = None
     step: OptimizerStep | None = None
 
     def micro_batch(self) -> MicroBatch:
+        """Name the arguments of the call. Raises CaptureError for a call without token ids."""
         return micro_batch_from_call(
             self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
 
     def write(self, folder: str | Path) -> Path:
-        """All of it as a new file of format 1; returns its path. Raises what `write_call` does."""
+        """Write it as a new file of format 1 and return its path. Raises what `write_call` does."""
         encoded = encode_call(
             self.tensors,
             self.call_facts,
@@ -117,8 +149,79 @@ class Call:
         return path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedCall:
+    """One forward as it will be written; `body` is plain data and may still get outputs."""
+
+    rank: int
+    step: int
+    time: str
+    body: dict[str, Any]
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """Return the file's two pickles."""
+        payload = pickle.dumps(self.body, protocol=5)
+        head = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
+        return pickle.dumps(head, protocol=5), payload
+
+    def new_path(self, folder: Path) -> Path:
+        """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
+        step = self.step
+        while (path := folder / _file_name(self.rank, self.time, step)).exists():
+            step += 1
+        return path
+
+
+def encode_call(
+    tensors: Mapping[str, Tensor],
+    call_facts: Mapping[str, Any],
+    *,
+    trains: bool,
+    origin: Origin,
+    left_out: Mapping[str, str] | None = None,
+    random: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, str] | None = None,
+    weights: str | None = None,
+    optimizer_step: int | None = None,
+) -> EncodedCall:
+    """Encode one forward.
+
+    Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data.
+    """
+    time = origin.time or utc_time()
+    name = _file_name(origin.rank or 0, time, origin.step or 0)
+    origin = replace(origin, source=name, time=time)
+    check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
+    check_call(tensors, call_facts, trains=trains, origin=origin)
+    written_origin = asdict(origin)
+    del written_origin["source"]
+    body = {
+        "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
+        "call_facts": plain_copy(dict(call_facts)),
+        "left_out": plain_copy(dict(left_out or {})),
+        "trains": trains,
+        "origin": plain_copy(written_origin),
+    }
+    body |= {"random": plain_copy(dict(random))} if random else {}
+    body |= {"environment": plain_copy(dict(environment))} if environment else {}
+    body |= {"weights": weights} if weights else {}
+    body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
+    encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body)
+    load_plain(encoded.parts()[1], source=name)
+    return encoded
+
+
+def utc_time() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _file_name(rank: int, time: str, step: int) -> str:
+    compact = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y%m%d_%H%M%S_%f")
+    return f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
+
+
 def read_micro_batch(path: str | Path) -> MicroBatch:
-    """A file of format 1 or a dump of OpenRLHF's actor; CPU tensors, dtypes as captured.
+    """Read a file of format 1 or a dump of OpenRLHF's actor, as CPU tensors with their captured dtypes.
 
     Nothing in the file can run code. Raises CaptureError, and nothing else, for a file that is missing, truncated,
     damaged, hostile, foreign or of a later format.
@@ -128,9 +231,9 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
 
 
 def read_call(path: str | Path) -> Call:
-    """The same as it was called, also with embeddings in the place of token ids.
+    """Read a file as the call that it was; it may have embeddings in the place of token ids.
 
-    Raises what `read_micro_batch` does, also where the call is neither.
+    Raises what `read_micro_batch` does, also for a call with neither.
     """
     read = _read(path)
     if isinstance(read, Call):
@@ -153,14 +256,14 @@ def read_call(path: str | Path) -> Call:
 
 
 def _read(path: str | Path) -> Call | MicroBatch:
-    """A call of format 1, or the micro-batch of a dump."""
+    """Read a call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
     data = read_bytes(Path(path), MAX_FILE_BYTES)
     try:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
         return read_legacy(data, source)
-    body = checked_body(head, data, end, source)
+    body = _checked_body(head, data, end, source)
     del data
     return Call(
         tensors=decode_tensors(body["tensors"], source),
@@ -171,14 +274,71 @@ def _read(path: str | Path) -> Call | MicroBatch:
         outputs=body.get("outputs", {}),
         random=body.get("random", {}),
         environment=body.get("environment", {}),
-        weights=Fingerprint.of_text(body["weights"], source) if "weights" in body else None,
+        weights=ParameterSamples.of_text(body["weights"], source) if "weights" in body else None,
         optimizer_step=body.get("optimizer_step"),
         step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
     )
 
 
+def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
+    """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
+    if not isinstance(head, dict) or "format" not in head:
+        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
+    if head["format"] != FORMAT:
+        raise CaptureError(other_format(source, head["format"]))
+    if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
+        raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
+    payload = memoryview(data)[start:]
+    if len(payload) != head["num_bytes"]:
+        raise CaptureError(
+            f"{source}: {'truncated' if len(payload) < head['num_bytes'] else 'damaged'}: {head['num_bytes']} bytes "
+            f"were written after the head, {len(payload)} are here. Delete the file or copy it again"
+        )
+    if zlib.crc32(payload) != head["crc32"]:
+        raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
+    body: Any
+    body, end = load_plain(payload, source=source)
+    present = body if isinstance(body, dict) else {}
+    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
+    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
+        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+    for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
+        if not all(isinstance(value, str) for value in named.values()):
+            raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
+    if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
+        raise CaptureError(f"{source}: random must hold a dict for each generator, not {_shown(body['random'])}")
+    if not all(_is_output(value) for value in body.get("outputs", {}).values()):
+        raise CaptureError(
+            f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
+        )
+    checked: dict[str, Any] = body
+    return checked
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (
+        isinstance(value, list) and all(type(item) in (int, float) for item in value)
+    )
+
+
+def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(isinstance(value[key], kind) for key, kind in kinds.items())
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+def other_format(source: str, written: object) -> str:
+    return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
+
+
 def capture_files(folder: str | Path) -> list[Path]:
-    """The folder's captured files by rank, in recorded order within a rank. Raises CaptureError without a folder."""
+    """List a folder's captures by rank, in recorded order within a rank. Raises CaptureError without a folder."""
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
 
@@ -187,6 +347,6 @@ def capture_files(folder: str | Path) -> list[Path]:
 
 
 def rank_in_name(path: Path) -> int:
-    """The rank that a capture's file name says; -1 where it says none."""
+    """Return the rank in a capture's file name; -1 without one."""
     rank = re.search(r"rank(\d{1,9})", path.name)
     return int(rank[1]) if rank else -1

@@ -1,4 +1,4 @@
-"""What a recording committed: `manifest_rank<rank>_<time>.json`, written last and atomically, one for each rank.
+"""Write and read manifests: `manifest_rank<rank>_<time>.json` lists what a rank's recording committed, written last.
 
 A folder whose recording was cut short has files and no manifest for them; they are as readable as the others.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import Call, capture_files, read_call
-from capture.file_format.encode import FORMAT
+from capture.file_format.capture_file import FORMAT, Call, capture_files, read_call
 from capture.file_format.micro_batch import CaptureError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -20,7 +19,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One committed file."""
+    """One committed file in a manifest."""
 
     name: str
     num_bytes: int
@@ -33,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderCheck:
-    """What `check_folder` found, by file name."""
+    """The files of a folder as `check_folder` found them, by name."""
 
     good: list[str] = field(default_factory=list)
     uncommitted: list[str] = field(default_factory=list)  # good, but no manifest has them
@@ -47,6 +46,7 @@ class FolderCheck:
 
 
 def entry_of(path: Path, call: Call) -> Entry:
+    """Describe the file at `path`, which holds `call`. Raises OSError."""
     data = path.read_bytes()
     return Entry(
         name=path.name,
@@ -60,25 +60,25 @@ def entry_of(path: Path, call: Call) -> Entry:
 
 
 def stamp_of(time: str) -> str:
-    """`time`, ISO 8601, as part of a file name."""
+    """Turn an ISO 8601 time into a part of a file name."""
     return "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
 
 
 def write_manifest(folder: Path, entries: Sequence[Entry], *, rank: int, time: str) -> Path:
-    """`time` tells recordings into one folder apart. Raises OSError."""
+    """Write a rank's manifest and return its path. `time` tells recordings into one folder apart. Raises OSError."""
     path = folder / f"manifest_rank{rank}_{stamp_of(time)}.json"
     rewrite_manifest(path, entries)
     return path
 
 
 def rewrite_manifest(path: Path, entries: Sequence[Entry]) -> None:
-    """Raises OSError."""
+    """Replace the manifest at `path`. Raises OSError."""
     content = {"format": FORMAT, "files": [asdict(entry) for entry in entries]}
     write_atomically(path, json.dumps(content, indent=1).encode())
 
 
 def read_manifest(path: Path) -> list[Entry]:
-    """Raises CaptureError for a file that is no manifest."""
+    """Read the entries of a manifest. Raises CaptureError for a file that is no manifest."""
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CaptureError(f"{path.name}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
@@ -99,7 +99,7 @@ def read_manifest(path: Path) -> list[Entry]:
 
 
 def check_folder(folder: Path) -> FolderCheck:
-    """Reads every file and holds it against the manifests. Raises CaptureError without a folder."""
+    """Read every file and compare it with the manifests. Raises CaptureError without a folder."""
     present = capture_files(folder)
     manifests = sorted(folder.glob("manifest_rank*.json"))
     found = FolderCheck(num_manifests=len(manifests))

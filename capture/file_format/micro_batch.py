@@ -1,4 +1,4 @@
-"""What one micro-batch is: the tensors that went into a model's forward, and where they came from.
+"""Define a micro-batch: the tensors that went into a model's forward, and where they came from.
 
 Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_TOKENS = 2**24  # of one micro-batch, padding included: a bound for readers, far above what a device holds
+MAX_TOKENS = 2**24  # in one micro-batch, padding included: a bound for readers, far above what a device holds
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
@@ -29,7 +29,7 @@ class Origin:
     source: str  # file name within its folder
     rank: int | None = None
     world_size: int | None = None
-    step: int | None = None  # counts the forwards that this rank's recorder saw
+    step: int | None = None  # number of the forward, as this rank's recorder counted them
     time: str | None = None  # ISO 8601, UTC for format 1, as written for older dumps
     model_name: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class MicroBatch:
     extra_tensors     every other tensor argument by name, as it came
     call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
     left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
-    trains            was autograd on?
+    trains            whether autograd was on
 
     Raises CaptureError where these do not fit together.
     """
@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def num_padded_tokens(self) -> int:
-        """Real and padding tokens together: rows x the longest row."""
+        """Count real and padding tokens together: rows x the longest row."""
         return self.sequences_BS.numel()
 
     @property
@@ -106,7 +106,7 @@ class MicroBatch:
         return int(self.attention_mask_BS.sum())
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same micro-batch with every tensor on `device`."""
+        """Return the same micro-batch with every tensor on `device`."""
         moved: dict[str, Any] = {
             f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
@@ -115,7 +115,7 @@ class MicroBatch:
 
 
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:
-    """The same micro-batch, its last row first. An extra tensor of as many rows goes along."""
+    """Return the same micro-batch with its last row first; so are extra tensors with as many rows."""
 
     def reversed_rows(tensor: Tensor) -> Tensor:
         return tensor.flip(0) if tensor.ndim > 1 and len(tensor) == batch.num_rows else tensor
@@ -132,7 +132,7 @@ _MASK_DTYPES = (torch.bool, *_ID_DTYPES, torch.float16, torch.bfloat16, torch.fl
 
 
 def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
-    """Bool, int or float 0/1 values as a bool mask. Raises CaptureError on any other value."""
+    """Turn bool, int or float values of 0 and 1 into a bool mask. Raises CaptureError on any other value."""
     _check_kind(name, tensor, _MASK_DTYPES, source)
     mask = tensor != 0
     if not torch.equal(tensor, mask.to(tensor.dtype)):
@@ -193,7 +193,7 @@ def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def check_call(tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin) -> None:
-    """Is it a call that a capture may hold: a micro-batch, or one with embeddings in the place of token ids?
+    """Check that a capture may hold the call: a micro-batch, or one with embeddings in the place of token ids.
 
     Raises CaptureError if not.
     """

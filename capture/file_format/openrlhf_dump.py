@@ -1,6 +1,6 @@
-"""Reads the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without a checksum.
+"""Read the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without a checksum.
 
-Their tensors name three functions, which `capture/file_format/saved_tensors.py` has stand-ins for.
+Their tensors name three functions; `capture/file_format/saved_tensors.py` has stand-ins for them.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from capture.file_format.saved_tensors import SavedTensors
 
 
 def read_legacy(data: bytes, source: str) -> MicroBatch:
-    """`data` is the whole file. Raises CaptureError for everything that is not such a dump."""
+    """Read a whole file, given as `data`. Raises CaptureError for everything that is no such dump."""
     dump, end = load_plain(data, source=source, names=SavedTensors(source).names)
     if end != len(data):
         raise CaptureError(f"{source}: {len(data) - end} bytes after the end of the dump: the file is damaged")

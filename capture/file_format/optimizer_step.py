@@ -1,6 +1,6 @@
-"""What one rank saw at a step of the job's optimizer: which passes went into it, and the gradient that it was given.
+"""Describe a step of the job's optimizer as one rank saw it: the passes that went into it, and the gradient.
 
-It lies in the file of the last pass before the step, as JSON. The other passes of its window know the step's number.
+It is written as JSON into the file of the last pass before the step. The other passes have the step's number.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from capture.file_format.micro_batch import CaptureError
-from capture.record.parameter_sampler import Fingerprint, Sample
+from capture.file_format.parameter_samples import ParameterSamples, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,28 +18,27 @@ class OptimizerStep:
     """One rank's part of one optimizer step. What is not known is None.
 
     number            steps that this rank's recorder saw before
-    passes            the forwards with autograd on since the last step, by `Origin.step`; in order
-    shares            of each of them the derivative of what was differentiated by the pass's own loss: 1 where the loss
-                      itself was, 1 / 4 in a mean over four passes; with fp16's loss scale in it
-    gradients         samples of the gradients as the optimizer would get them without clipping, at the places that
+    passes            numbers of the forwards with autograd on since the last step, as in `Origin.step`, in order
+    shares            for each of them the derivative of what was differentiated by the pass's own loss: 1 where the
+                      loss itself was, 1 / 4 in a mean over four passes; fp16's loss scale is part of it
+    gradients         samples of the gradients as the optimizer would get them without clipping, at the elements that
                       samples of the weights have; of parameters that have a gradient
-    without_gradient  names of sampled parameters that are trained and have none
-    grad_norm         global, before clipping, where the job computed one
-    is_part_of_norm   then it is the norm of this rank's shards: the squares of all ranks add up
-    max_norm          what the job clipped to
-    num_clipped       parameters that were clipped by that norm; None: all
-    is_unclipped      False: there was clipping that went by unseen or came before the last pass, so that `gradients`
-                      may be shorter
-    optimizer         class
+    without_gradient  names of sampled parameters that are trained and have no gradient
+    grad_norm         global norm before clipping, where the job computed one
+    is_part_of_norm   `grad_norm` is that of this rank's shards: the squares of all ranks add up
+    max_norm          norm that the job clipped to
+    num_clipped       number of parameters that were clipped by that norm; None: all
+    is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
+    optimizer         name of its class
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
                       and `num_parameters`
-    has_state         False: it was this optimizer's first step, so that its moments began at 0
+    has_state         False: it was this optimizer's first step, so its moments began at 0
     """
 
     number: int
     passes: Sequence[int]
     shares: Sequence[float | None]
-    gradients: Fingerprint | None = None
+    gradients: ParameterSamples | None = None
     without_gradient: Sequence[str] = ()
     grad_norm: float | None = None
     is_part_of_norm: bool = False
@@ -51,25 +50,25 @@ class OptimizerStep:
     has_state: bool | None = None
 
     def text(self) -> str:
-        """As it is written."""
+        """Return it as it is written."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every sample
         return json.dumps({**plain, "gradients": None if self.gradients is None else self.gradients.text()})
 
     @classmethod
     def of_text(cls, text: str, source: str) -> Self:
-        """Raises CaptureError for what `text` did not write."""
+        """Read what `text` wrote. Raises CaptureError for anything else."""
         try:
             written = json.loads(text)
             gradients = written.pop("gradients")
             plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
-            found = cls(gradients=None if gradients is None else Fingerprint.of_text(gradients, source), **plain)
+            found = cls(gradients=None if gradients is None else ParameterSamples.of_text(gradients, source), **plain)
             found.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None
         return found
 
     def check(self) -> None:
-        """Raises ValueError for values of other kinds than the fields say."""
+        """Check the kinds of all values. Raises ValueError."""
         numbers = [self.number, *self.passes]
         floats = [self.grad_norm, self.max_norm, *self.shares]
         is_right = (
@@ -88,7 +87,7 @@ class OptimizerStep:
 
 
 def merged(one: OptimizerStep, other: OptimizerStep) -> OptimizerStep:
-    """Two parts of one step, in their order."""
+    """Merge two parts of one step, in their order."""
     samples: dict[str, Sample] = {}
     for part in (other.gradients, one.gradients):
         samples |= {} if part is None else {sample.name: sample for sample in part.samples}
@@ -113,7 +112,7 @@ def merged(one: OptimizerStep, other: OptimizerStep) -> OptimizerStep:
 
 
 def distinct(settings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Groups of the same settings as one, with the number of all their parameters."""
+    """Merge groups of the same settings, and add up their parameters."""
     found: list[dict[str, Any]] = []
     for group in settings:
         for other in found:
@@ -129,9 +128,9 @@ NUM_TOKENS = 64
 
 
 def sampled_tokens(num_rows: int, num_tokens: int) -> list[tuple[int, int]]:
-    """Rows and columns of at most NUM_TOKENS tokens, evenly spaced over all but each row's first.
+    """Choose rows and columns of at most NUM_TOKENS tokens, evenly spaced over all but each row's first.
 
-    Their shape alone decides, so that a job need not look at its masks; what is padding among them says nothing.
+    The shape alone decides, so a job need not look at its masks; log-probs of padding among them say nothing.
     """
     total = num_rows * (num_tokens - 1)
     if total <= 0:

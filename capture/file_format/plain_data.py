@@ -1,4 +1,4 @@
-"""What a class-free pickle can hold: None, bool, int, float, str, bytes, and list, tuple and dict of these."""
+"""Copy plain data, all that a class-free pickle holds: None, numbers, texts, bytes, and containers of these."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ MAX_INT_BYTES = 8
 
 
 def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """A copy of `value` that a class-free pickle can hold: exact built-in types only, nothing referred to twice.
+    """Copy `value` into what a class-free pickle can hold: exact built-in types only, nothing referred to twice.
 
     Raises TypeError naming the first type that is not plain data.
     """
@@ -28,7 +28,7 @@ def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def is_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
-    """Has `value` more than `max_depth` lists, tuples and dicts within one another?"""
+    """Tell whether more than `max_depth` lists, tuples and dicts lie within one another."""
     level = [value]
     for _ in range(max_depth + 2):
         level = [

@@ -1,4 +1,4 @@
-"""Reads pickles of plain data with a reader of our own: no unpickler ever sees a captured file.
+"""Read pickles of plain data with a reader of our own: no unpickler ever sees a captured file.
 
 A pickle is a program. This reader knows only the instructions that build None, bool, int, float, str, bytes, list,
 tuple and dict; there is none that imports or calls, so there is nothing to attack. A reader of older dumps may lend it
@@ -39,7 +39,7 @@ def load_plain(
     names: Mapping[tuple[str, str], Any] | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, int]:
-    """The value of the pickle that starts at byte `start`, and where it ends.
+    """Read the pickle that starts at byte `start`; returns its value and where it ends.
 
     names            what (module, name) stands for; a callable among them may be called. None: NamesAClassError
     persistent_load  what a persistent id stands for

@@ -1,4 +1,4 @@
-"""Stand-ins for the functions that a pickled tensor names, none of which is ever called.
+"""Provide stand-ins for the functions that a pickled tensor names, none of which is ever called.
 
 A tensor in a pickle names three. One of them, `torch.storage._load_from_bytes`, unpickles again whatever it is given.
 Each has a stand-in here that reads what a saved tensor needs and refuses the rest. The inner bytes are what
@@ -50,7 +50,7 @@ class _NoHooks:
 
 
 class SavedTensors:
-    """What the three names of a pickled tensor stand for, and how many bytes of tensors they have made so far.
+    """Makes tensors for the three names in a pickled tensor, and counts their bytes.
 
     All raise CaptureError for what torch does not write, and for more than `max_storages` or `max_bytes`.
     """
@@ -64,7 +64,7 @@ class SavedTensors:
 
     @property
     def names(self) -> dict[tuple[str, str], Any]:
-        """The table for `load_plain`."""
+        """Return the table of names for `load_plain`."""
         return {
             ("torch._utils", "_rebuild_tensor_v2"): self.rebuild_tensor,
             ("torch.storage", "_load_from_bytes"): self.load_storage,
@@ -105,7 +105,7 @@ class SavedTensors:
         return self._of_elements(data[end + 8 :], dtype, num_elements)
 
     def storage(self, elements: bytes, dtype: torch.dtype, num_elements: int) -> _Storage:
-        """One whose elements stand in a file of their own, as in `torch.save`'s zip."""
+        """Make a storage whose elements stand in a file of their own, as in `torch.save`'s zip."""
         self._count()
         return self._of_elements(memoryview(elements), dtype, num_elements)
 
@@ -148,7 +148,7 @@ class SavedTensors:
         return view.contiguous()
 
     def _charge(self, num_bytes: int) -> None:
-        """The same saved bytes may be named many times: what is counted is what was made of them."""
+        """Count bytes of tensors that are made: the same saved bytes may be named many times."""
         self.num_tensor_bytes += num_bytes
         self._check(self.num_tensor_bytes)
 

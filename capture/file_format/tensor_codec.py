@@ -1,4 +1,4 @@
-"""A tensor as plain data, `{dtype, shape, encoding, data, crc32}`, and back, bit for bit.
+"""Turn a tensor into plain data, `{dtype, shape, encoding, data, crc32}`, and back, bit for bit.
 
 `encoding` says how `data` was made, step by step: what an element was stored as, then what was done to the bytes.
 
@@ -8,7 +8,7 @@
     /shuffle           first every element's lowest byte, then every second byte, and so on
     /deflate           zlib
 
-`int32/shuffle/deflate` is how token ids usually come out, at a sixth of their int64 size. `crc32` is that of the
+Token ids usually become `int32/shuffle/deflate`, a sixth of their int64 size. `crc32` is that of the
 restored tensor's bytes, so it guards the encoding as well as the file.
 """
 
@@ -34,12 +34,12 @@ DTYPES = {
     )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # said aloud: a job may have set another default device
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # explicit: a job may have set another default device
 _QUICK_DEFLATE_BYTES = 4 * 2**20  # above this the writer would fall behind at zlib's default level
 
 
 def can_encode(tensor: Tensor) -> bool:
-    """Is it an ordinary dense tensor with values? Distributed, sparse, quantized, meta and fake tensors are not."""
+    """Tell whether it is an ordinary dense tensor with values, not distributed, sparse, quantized, meta or fake."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -49,7 +49,7 @@ def can_encode(tensor: Tensor) -> bool:
 
 
 def encode_tensor(tensor: Tensor) -> dict[str, Any]:
-    """`tensor`: any shape, a dtype of DTYPES, on the CPU."""
+    """Encode a tensor of any shape and a dtype of DTYPES, on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat = flat.as_strided(
         flat.shape, (1,)
@@ -73,7 +73,7 @@ def encode_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def decode_tensors(records: Any, source: str) -> dict[str, Tensor]:
-    """Every tensor of a file by name. Raises CaptureError before any is decoded if together they are too large."""
+    """Decode the tensors of a file by name. Raises CaptureError before it begins if together they are too large."""
     if not isinstance(records, dict):
         raise CaptureError(f"{source}: tensors must be a dict by name, not {type(records).__name__}")
     num_bytes = sum(_checked_num_bytes(record, f"{source}: tensor {name!r}") for name, record in records.items())
@@ -87,12 +87,12 @@ def check_total(num_bytes: int, source: str) -> None:
 
 
 def size_in_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int:
-    """An empty dimension counts as one: sizes are bounded even where there is no element."""
+    """Compute a tensor's size. An empty dimension counts as one, which bounds sizes even without elements."""
     return math.prod(max(size, 1) for size in shape) * dtype.itemsize
 
 
 def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
-    """A flat tensor with a copy of `data`."""
+    """Make a flat tensor with a copy of `data`."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else empty).view(dtype)
 
@@ -137,9 +137,9 @@ def _decoded(record: dict[str, Any], what: str) -> Tensor:
 
 
 def _inflated(data: bytes, num_bytes: int, what: str) -> bytes:
-    """Inflates to one byte more than expected, never further.
+    """Inflate to at most one byte more than expected.
 
-    Nor from more: what deflating does not make smaller is stored as it is, and much can inflate to nothing.
+    Data that is not smaller than its result is refused: the writer stores it as it is, and much can inflate to nothing.
     """
     if len(data) >= num_bytes:
         raise CaptureError(f"{what}: {len(data)} compressed bytes for {num_bytes}: the file is damaged")
@@ -175,7 +175,7 @@ def _packed_bits(flat: Tensor) -> Tensor:
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, not copied (and without NumPy): they live as long as it does."""
+    """View the bytes of a contiguous tensor, without a copy or NumPy: they live as long as it does."""
     num_bytes = flat.numel() * flat.element_size()
     if not num_bytes:
         return memoryview(b"")

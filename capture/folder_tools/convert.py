@@ -1,4 +1,4 @@
-"""Older dumps and those of other projects as a folder of format 1."""
+"""Convert older dumps and those of other projects into a folder of format 1."""
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -7,8 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, read_call
-from capture.file_format.encode import utc_time
+from capture.file_format.capture_file import Call, read_call, utc_time
 from capture.file_format.manifest import Entry, entry_of, write_manifest
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import bytes_of
@@ -19,6 +18,8 @@ DUMP_TIME = "%Y%m%d_%H%M%S_%f"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
+    """What `convert_folder` wrote, and what it refused."""
+
     written: list[Path] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # file name: why
     num_bytes_before: int = 0
@@ -28,15 +29,16 @@ class Conversion:
 def convert_folder(
     source: Path, target: Path, *, project: Project | None = None, num_rows: int | None = None
 ) -> Conversion:
-    """Every dump of `source`, a file or a folder, as format 1 in `target`, with a manifest; each file is read back and
-    compared before it counts.
+    """Write every dump of `source`, a file or a folder, as format 1 into `target`, with a manifest.
 
-    project   whose dumps they are; None: told from each file
+    Each file is read back and compared before it counts.
+
+    project   project that wrote the dumps; None: told from each file
     num_rows  rows of a micro-batch; None: as the dump has them
 
-    What a dump does not say stays unsaid, its step apart, which is its place among its rank's files. Its time, if it
-    names no zone, is taken for UTC; a dump without one gets that of the conversion. Raises CaptureError without a
-    source, or for a target that holds something already; OSError.
+    What a dump does not say stays unknown, except its step, which is its number among its rank's files, and its time,
+    which is that of the conversion. A time without a zone is taken for UTC. Raises CaptureError without a source, or
+    for a target that holds something already; OSError.
     """
     if num_rows is not None and num_rows < 1:
         raise CaptureError(f"--rows must be 1 or more, not {num_rows}")
@@ -81,7 +83,7 @@ def _written(call: Call, target: Path) -> Entry:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    """What is compared: NaN is not equal to itself."""
+    """Return the tensor's bytes, which are compared: NaN is not equal to itself."""
     flat = tensor.contiguous().view(-1)
     return bytes(bytes_of(flat))
 
@@ -97,7 +99,7 @@ def _iso_time(written: str | None, source: str) -> str | None:
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Mode 0700. Raises CaptureError if there is something in it."""
+    """Make a folder with mode 0700. Raises CaptureError if there is something in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CaptureError(f"{folder} is not an empty folder. Give the name of a new one")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

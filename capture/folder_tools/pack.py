@@ -1,4 +1,4 @@
-"""A folder of captures as one zip file under a stated size."""
+"""Pack a folder of captures into one zip file of limited size."""
 
 import os
 import tempfile
@@ -13,6 +13,8 @@ from capture.file_format.micro_batch import CaptureError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
+    """The zip file that `pack_folder` wrote."""
+
     path: Path
     num_bytes: int
     num_files: int
@@ -20,7 +22,7 @@ class Package:
 
 
 def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
-    """As many captures as fit, in recorded order, with actor.json and the manifests. Written whole or not at all.
+    """Pack as many captures as fit, in recorded order, with actor.json and the manifests; all or nothing is written.
 
     Files keep their names in a folder named like the zip. Raises CaptureError if the folder is damaged, the target is
     there already, or not even one capture fits; OSError.
@@ -57,10 +59,10 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
     return Package(path=target, num_bytes=num_bytes, num_files=len(chosen), left_out=found.good[len(chosen) :])
 
 
-_OVERHEAD_BYTES = 1024  # of a file's two headers and of the end of the directory
+_OVERHEAD_BYTES = 1024  # for a file's two headers and the end of the directory
 
 
 def _size_so_far(package: zipfile.ZipFile) -> int:
-    """What is written, and the directory that will follow."""
+    """Compute the bytes that are written, with the directory that will follow."""
     assert package.fp is not None
     return package.fp.tell() + sum(46 + len(info.filename) + len(info.extra) for info in package.infolist())

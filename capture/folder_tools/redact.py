@@ -1,4 +1,4 @@
-"""A folder of captures without its text: lengths, masks, positions and timing stay, so that it can be shown around."""
+"""Redact a folder of captures: its text goes; lengths, masks, positions and timing stay, so it can be shared."""
 
 import json
 import secrets
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, capture_files, read_call
-from capture.file_format.encode import utc_time
+from capture.file_format.capture_file import Call, capture_files, read_call, utc_time
 from capture.file_format.manifest import Entry, entry_of, write_manifest
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
@@ -38,22 +37,24 @@ class Tokens(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redaction:
+    """What `redact_folder` wrote, refused and blanked."""
+
     written: list[Path] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # file name: why
     blanked: set[str] = field(default_factory=set)  # arguments whose values are all 0 now
 
 
 def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
-    """Every capture of `source` in `target` without its text.
+    """Write every capture of `source` into `target` without its text.
 
     permute  a micro-batch's real tokens change places among themselves, and every id becomes another one, by a
              permutation of the vocabulary that is drawn anew for each file and kept nowhere; how often the commonest
-             token occurs is still told
+             token occurs can still be seen
     zero     every token id is 0
 
-    Other tensors than masks, positions and borders are 0, call facts keep numbers and lose texts. The model's name
-    goes, what was computed from the text (outputs, random states, gradients and their norms), and the samples of the
-    weights. Of an optimizer's step its passes, their shares and the settings stay.
+    Other tensors than masks, positions and borders become 0; call facts keep numbers and lose texts. Removed are the
+    model's name, what was computed from the text (outputs, random states, gradients and their norms), and the samples
+    of the weights. An optimizer's step keeps its passes, their shares and the settings.
 
     Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
@@ -109,14 +110,17 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
 
 
 def _without_gradients(step: OptimizerStep) -> OptimizerStep:
-    """The embedding's rows with a gradient are the text's tokens."""
+    """Remove gradients: the embedding's rows with a gradient are the text's tokens."""
     return replace(step, gradients=None, without_gradient=(), grad_norm=None, is_part_of_norm=False)
 
 
 def _other_tokens(
     ids_BS: Tensor, real_BS: Tensor, labels_BS: Tensor | None, tokens: Tokens, size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Padding becomes 0. A label that was its place's own token, or the next place's, still is."""
+    """Replace token ids and labels; padding becomes 0.
+
+    A label that was the token at its own position, or at the next one, still is.
+    """
     labelled_BS = None if labels_BS is None else labels_BS != IGNORED_LABEL
     if tokens is Tokens.ZERO:
         zeros = torch.zeros_like(ids_BS)
@@ -136,7 +140,7 @@ def _other_tokens(
 
 
 def _without_texts(value: Any) -> Any:
-    """Numbers and switches stay; texts may be anything."""
+    """Keep numbers and switches, and empty texts, which may be anything."""
     if isinstance(value, Mapping):
         return {key: _without_texts(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,7 +149,7 @@ def _without_texts(value: Any) -> Any:
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's texts are names of architectures and functions; one with a separator may be a path of the host."""
+    """Empty texts of a config that may be paths of the host; others name architectures and functions."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Dumps of other projects as calls of format 1. Nothing in a file can run code: no unpickler but ours ever sees it.
+"""Read dumps of other projects as calls of format 1. Nothing in a file can run code: only our own reader sees it.
 
 Each module states the release whose code defines its format, and how its rows become ours. A micro-batch is what the
 dump says (slime's training data), or all rows of a file, or as many as were asked for.
@@ -20,11 +20,11 @@ from capture.importers.torch_zip import ZIP_START
 
 MAX_DUMP_BYTES = 2 * 2**30
 SUFFIXES = (".pkl", ".pt", ".dp", ".jsonl")
-_CLASS_BYTES = 200  # a pickle names the class of what it holds first
+_CLASS_BYTES = 200  # at its start a pickle names the class of what it holds
 
 
 class Project(Enum):
-    """Whose dump it is; a member's value is what is typed."""
+    """The project that wrote a dump; a member's value is what users type."""
 
     OPENRLHF = "openrlhf"  # and format 1
     SLIME = "slime"
@@ -45,9 +45,9 @@ _MODULES = {Project.VERL: VERL_CLASS[0], Project.ROLL: ROLL_CLASS[0], Project.SK
 
 
 def dump_files(source: Path) -> list[Path]:
-    """`source`, or the dumps in it and in its folders, those of a folder in the order of their numbers.
+    """List `source`, or the dumps in it and in its folders, those of a folder in the order of their numbers.
 
-    Raises CaptureError where there is nothing of that name.
+    Raises CaptureError if there is no such file or folder.
     """
     if source.is_file():
         return [source]
@@ -59,11 +59,11 @@ def dump_files(source: Path) -> list[Path]:
 
 
 def read_dump(path: Path, source: str, project: Project | None, num_rows: int | None) -> Iterator[Call]:
-    """The micro-batches of one file, in its order; without step; of OpenRLHF and format 1 alone, a time.
+    """Read the micro-batches of one file, in its order, without step; only OpenRLHF and format 1 have a time.
 
-    source    what the file is called in messages
-    project   None: told from the file
-    num_rows  rows of a micro-batch; None: as the dump has them. Of OpenRLHF and format 1 a file is always one
+    source    name of the file in messages
+    project   project that wrote it; None: told from the file
+    num_rows  rows of a micro-batch; None: as the dump has them. A file of OpenRLHF or format 1 is always one
 
     Raises CaptureError for a file that is none of these, damaged or hostile; OSError.
     """
@@ -90,12 +90,15 @@ def _told_from(start: bytes, path: Path) -> Project:
 
 
 def _step_of(path: Path) -> int | None:
-    """`step_000007.pkl`, `global_step_7_training_input.pkl`, `train_data_step7.jsonl`, `7/gen_batch.dp`."""
+    """Find the step in a name.
+
+    As in `step_000007.pkl`, `global_step_7_training_input.pkl`, `train_data_step7.jsonl`, `7/gen_batch.dp`.
+    """
     found = re.search(r"step_?(\d{1,15})", path.stem) or re.fullmatch(r"(\d{1,15})", path.parent.name)
     return int(found[1]) if found else None
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
-    """Sorts 10 after 9."""
+    """Make a sort key that puts 10 after 9."""
     parts = re.split(r"(\d{1,15})", name)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

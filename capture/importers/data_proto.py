@@ -1,4 +1,4 @@
-"""verl's and ROLL's `DataProto`: a pickle with the tensors of a batch in a second one, saved by torch.
+"""Read verl's and ROLL's `DataProto`: a pickle with the tensors of a batch in a second one, saved by torch.
 
 verl 0.9.1, `verl/protocol.py` (`DataProto.save_to_disk`; `RolloutSkip` writes `<step>/gen_batch.dp` with it). The
 state is (batch, non_tensor_batch, meta_info). `batch` is the bytes of `torch.save` of a consolidated tensordict, or
@@ -35,7 +35,7 @@ _PARTS = "a part of input_ids"
 
 
 def verl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """`data` is the whole file. `step` is taken where the dump does not say one. Raises CaptureError."""
+    """Read verl's dump, a whole file. `step` counts if the dump does not say one. Raises CaptureError."""
     batch, others, meta = _state(data, source, VERL_CLASS)
     tensors, left_out = _tensors(batch, others, len(data), source)
     responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)
@@ -46,7 +46,7 @@ def verl_calls(data: bytes, source: str, num_rows: int | None, step: int | None)
 
 
 def roll_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """The same of ROLL."""
+    """Read ROLL's dump in the same way."""
     batch, others, meta = _state(data, source, ROLL_CLASS)
     tensors, left_out = _tensors(batch, others, len(data), source)
     mask = tensors.pop("response_mask", None)
@@ -81,7 +81,7 @@ def _calls(
 
 
 def _state(data: bytes, source: str, root: tuple[str, str]) -> tuple[Any, dict[Any, Any], dict[Any, Any]]:
-    """The batch as it was saved, the other columns, and what holds for all."""
+    """Return the batch as it was saved, the other columns, and what holds for all rows."""
     match load_records(data, source=source, classes=(root, _BYTES_IO)):
         case Record(name, (), (batch, dict(others), dict(meta)) | (batch, dict(others), None, dict(meta))) if (
             name == ".".join(root)
@@ -113,7 +113,7 @@ class _Batch:
         self.num_bytes_left = TENSOR_BYTES_PER_FILE_BYTE * num_bytes
 
     def read(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Tensors by name; and what is none, with its kind."""
+        """Return tensors by name, and what is no tensor, with its kind."""
         match batch:
             case Record("_io.BytesIO", (), (bytes(saved), int(), None)):
                 return self._unpacked(saved)
@@ -175,7 +175,7 @@ class _Batch:
         raise CaptureError(f"{self.source}: a tensor that was not saved as verl saves it")
 
     def _of(self, data: Tensor, dtype_name: str, shape: list[Any]) -> Tensor:
-        """A copy of the bytes `data`, which may be followed by padding."""
+        """Make a tensor from a copy of the bytes `data`, which may be followed by padding."""
         dtype = DTYPES.get(dtype_name)
         if dtype is None or len(shape) > 16 or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
             raise CaptureError(f"{self.source}: a tensor of {dtype_name[:20]!r} and shape {str(shape)[:80]}")

@@ -1,4 +1,4 @@
-"""NeMo-RL's training data: JSON lines, one a row.
+"""Read NeMo-RL's training data: JSON lines, one a row.
 
 NeMo-RL 0.7.0, `nemo_rl/algorithms/grpo.py` (`train_data_step<step>.jsonl`) and `nemo_rl/utils/logger.py`
 (`log_batched_dict_as_jsonl`); token ids are there since 0.6.0. Each value is a list of one, that of the row:
@@ -25,12 +25,12 @@ from capture.file_format.micro_batch import CaptureError, as_mask
 from capture.importers.rows import Dump, without_first
 
 MAX_LINE_BYTES = 32 * 2**20
-MAX_VALUES = 100  # names, of a row and of all
+MAX_VALUES = 100  # names in a row
 _INTEGERS = ("token_ids", "token_loss_mask", "input_lengths")
 
 
 def nemo_rl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """`data` is the whole file. Raises CaptureError."""
+    """Read a whole file, given as `data`. Raises CaptureError."""
     columns, left_out = _columns(data, source)
     if "token_ids" not in columns:
         raise CaptureError(
@@ -53,7 +53,7 @@ def nemo_rl_calls(data: bytes, source: str, num_rows: int | None, step: int | No
 
 
 def _columns(data: bytes, source: str) -> tuple[dict[str, list["array[Any]"]], dict[str, str]]:
-    """What every row has as numbers, by name; and what is no number, with its kind."""
+    """Return what every row has as numbers, by name, and what is no number, with its kind."""
     columns: dict[str, list[array[Any]]] = {}
     left_out: dict[str, str] = {}
     number = 0
@@ -86,7 +86,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any, *, whole: bool) -> "array[Any] | None":
-    """A number or a list of them; None if it is neither, or, where they have to be, they are not whole."""
+    """Read a number or a list of numbers; None if it is neither, or if they have to be whole and are not."""
     values = value if isinstance(value, list) else [value]
     if not all(type(item) in (bool, float) or (type(item) is int and abs(item) < 2**53) for item in values):
         return None
@@ -96,7 +96,7 @@ def _numbers(value: Any, *, whole: bool) -> "array[Any] | None":
 
 
 def _stacked(name: str, rows: list["array[Any]"], source: str) -> Tensor:
-    """[rows, numbers]"""
+    """Stack rows of equally many numbers."""
     if len({len(row) for row in rows}) > 1 or not len(rows[0]):
         raise CaptureError(f"{source}: {name[:40]} is not as long in every row, or empty; NeMo-RL pads them")
     dtype = torch.int64 if rows[0].typecode == "q" else torch.float64

@@ -1,4 +1,4 @@
-"""Reads the pickles of other projects: plain data, tensors, NumPy arrays, records of the classes that a table names.
+"""Read the pickles of other projects: plain data, tensors, NumPy arrays, records of the classes that a table names.
 
 Nothing is imported and nothing of the file is run: a class in the table stands for `Record`, which holds what the
 pickle gave it; NumPy's arrays become `Array`, the bytes that they are. A name that is not in the table ends the
@@ -32,7 +32,7 @@ _ARRAY_DTYPES = {"b1": torch.bool, "u1": torch.uint8, "f2": torch.float16, "f4":
 
 @dataclass(eq=False)
 class Record:
-    """An object of a class that was not looked for: what its pickle called it with, and the state that it set."""
+    """An object of a class that was not imported: the arguments and the state that its pickle gave it."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Array:
     data: bytes | None = None
 
     def tensor(self) -> Tensor | None:
-        """A copy; None if torch has no such elements, or if the bytes are not what the shape says."""
+        """Copy it; None if torch has no such elements, or if the bytes are not what the shape says."""
         dtype = _ARRAY_DTYPES.get(self.code)
         if dtype is None or self.data is None or len(self.shape) > 16 or not _are_sizes(self.shape):
             return None
@@ -72,11 +72,11 @@ def load_records(
     persistent_load: Callable[[Any], Any] | None = None,
     others: Mapping[tuple[str, str], Any] | None = None,
 ) -> Any:
-    """The value of the pickle `data`, which ends where it does.
+    """Read the pickle `data`, of which nothing may be left after its end.
 
-    classes          (module, name) of those that become a Record
-    functions        what of ours stands for (module, name); called with the pickle's arguments
-    saved            reads tensors; of its own limits
+    classes          (module, name) of classes that become a Record
+    functions        stand-ins by (module, name), called with the pickle's arguments
+    saved            reader of tensors, with its own limits
     persistent_load  what a persistent id stands for
     others           what (module, name) stands for where nothing is called
 
@@ -94,7 +94,7 @@ def load_records(
 
 
 def saved_tensors(num_bytes: int, source: str) -> SavedTensors:
-    """A reader of the tensors of a file of `num_bytes`."""
+    """Make a reader for the tensors of a file of `num_bytes`."""
     limit = TENSOR_BYTES_PER_FILE_BYTE * num_bytes
     return SavedTensors(source, max_bytes=limit, max_storages=MAX_STORAGES)
 
@@ -154,7 +154,7 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 
 
 def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
-    """What NumPy 1 and 2 name in a pickled array, dtype or number, for protocols 4 and 5."""
+    """Make stand-ins for what NumPy 1 and 2 name in a pickled array, dtype or number, in protocols 4 and 5."""
 
     def refuse(what: str) -> CaptureError:
         return CaptureError(f"{source}: refused: {what} that was not saved as NumPy saves it")

@@ -1,6 +1,7 @@
-"""From the rows of another project's dump to calls of format 1: which rows make a micro-batch, and under which names.
+"""Make calls of format 1 from the rows of another project's dump.
 
-Shape letters as in `capture/file_format/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the action mask covers.
+Shape letters are those of `capture/file_format/micro_batch.py`: B rows, S tokens a row, A trailing tokens that the
+action mask covers.
 """
 
 import math
@@ -22,9 +23,9 @@ _NAMED = ("sequences", "attention_mask", "action_mask")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dump:
-    """The rows that one rank had, or that a whole step had.
+    """The rows of one rank, or of a whole step.
 
-    tensors   by name, [rows, ...]: `sequences` [B, S], `attention_mask` [B, S], `action_mask` [B, A], and what else
+    tensors   by name, [rows, ...]: `sequences` [B, S], `attention_mask` [B, S], `action_mask` [B, A], and others
     facts     plain values that hold for every row
     left_out  what is not taken over: name to reason
     rank      None where the dump does not say
@@ -37,7 +38,7 @@ class Dump:
     rank: int | None = None
 
     def calls(self, num_rows: int | None) -> Iterator[Call]:
-        """Micro-batches of `num_rows` consecutive rows, the last of what is left; None: one of all rows.
+        """Make micro-batches of `num_rows` consecutive rows, the last one of the rest; None: one of all rows.
 
         Raises CaptureError where a dump's tensors do not fit together, or do not fit into one micro-batch.
         """
@@ -68,14 +69,14 @@ class Dump:
 
 
 def without_first(mask_BS: Tensor, name: str, source: str) -> Tensor:
-    """A mask of every token as one of the last S - 1: no model predicts the first. Raises CaptureError if it is set."""
+    """Cut a mask of S tokens to the last S - 1: no model predicts the first. Raises CaptureError if that is set."""
     if mask_BS.ndim != 2 or mask_BS[:, :1].any():
         raise CaptureError(f"{source}: {name} must be of shape [rows, tokens], with no row's first token in it")
     return mask_BS[:, 1:]
 
 
 def plain_facts(values: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What of `values` is a number or a short text, and of the rest name and kind."""
+    """Return those of `values` that are numbers or short texts, and the names of the rest with their kinds."""
     facts: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name, value in values.items():
@@ -94,12 +95,12 @@ def kind_of(value: object) -> str:
 
 
 def padded_left(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Rows of at most `width` elements as one tensor, zeros before them. `width` x rows was checked by the caller."""
+    """Stack rows of at most `width` elements, with zeros before them. The caller has checked `width` x rows."""
     return torch.stack([pad(row, (width - len(row), 0)) for row in rows])
 
 
 def fits(num_rows: int, widths: Sequence[int], source: str) -> None:
-    """Raises CaptureError if tensors of these widths, of eight bytes an element, are more than a pass may hold."""
+    """Check that tensors of these widths, at eight bytes an element, fit into a micro-batch. Raises CaptureError."""
     if 8 * num_rows * math.fsum(widths) > MAX_TENSOR_BYTES:
         raise CaptureError(
             f"{source}: {num_rows} rows of {len(widths)} tensors, padded, hold more than the {MAX_TENSOR_BYTES} bytes "

@@ -1,4 +1,4 @@
-"""SkyRL's training inputs: a pickled `TensorBatch`, each tensor as bytes.
+"""Read SkyRL's training inputs: a pickled `TensorBatch`, each tensor as bytes.
 
 SkyRL 0.3.0, `skyrl/backends/skyrl_train/training_batch.py` (`TensorBatch.save`), written by `trainer.dump_data_batch`
 as `global_step_<step>_training_input.pkl`. The pickle calls `_rebuild_tensor_batch(class, state)`, and the state is
@@ -28,7 +28,7 @@ _NUMPY_CODES = {"bool": "b1", "uint8": "u1"} | {
 
 
 def skyrl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """`data` is the whole file. `step` is taken where the dump does not say one. Raises CaptureError."""
+    """Read a whole file, given as `data`. `step` counts if the dump does not say one. Raises CaptureError."""
 
     def rebuilt(*arguments: Any) -> Record:
         return Record("batch", arguments)

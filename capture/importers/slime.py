@@ -1,4 +1,4 @@
-"""slime's debug data: what `torch.save` wrote of the samples of a rollout.
+"""Read slime's debug data: what `torch.save` wrote of the samples of a rollout.
 
 slime up to 0.3.1, `slime/utils/train_dump_utils.py` (`--save-debug-train-data`, a file a rank): {"rollout_id", "rank",
 "rollout_data": {column: [a value a sample]}}. After it (624b824, `slime/observability/train_data_utils.py`, a file for
@@ -24,7 +24,7 @@ from capture.importers.record_pickle import Array
 from capture.importers.rows import Dump, fits, kind_of, padded_left
 from capture.importers.torch_zip import load_torch_zip
 
-_RESPONSE_LENGTH = ("response_lengths", "response_length")  # of training data, of rollout data
+_RESPONSE_LENGTH = ("response_lengths", "response_length")  # in training data, in rollout data
 _LOSS_MASK = ("loss_masks", "loss_mask")
 _LAYOUT = ("partition", "sample_indices", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
@@ -34,8 +34,7 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """What one rank trained on: its samples in its order, its micro-batches where they are known, and what is no
-    sample's."""
+    """What one rank trained on: its samples in its order, its micro-batches if they are known, and what is left out."""
 
     rank: int | None
     samples: list[Sample]
@@ -44,9 +43,9 @@ class _Rank:
 
 
 def slime_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """`data` is the whole file; a micro-batch is `num_rows` samples of a rank, or what the dump says.
+    """Read a whole file, given as `data`. A micro-batch is `num_rows` samples of a rank, or what the dump says.
 
-    `step` is not asked for: the dump has its rollout_id. Raises CaptureError.
+    `step` is not used: the dump has its rollout_id. Raises CaptureError.
     """
     saved = load_torch_zip(data, source=source)
     if not isinstance(saved, dict):
@@ -114,7 +113,7 @@ def _are_dicts(values: list[Any]) -> bool:
 
 
 def _in_order(samples: list[Sample], shard: Mapping[Any, Any], source: str) -> list[Sample]:
-    """As the rank had them: a dump sorts them by their place in the rollout, and says where that was."""
+    """Sort samples as the rank had them: a dump sorts them by their position in the rollout, and records that."""
     for column, name in (("partition", "rollout_position"), ("sample_indices", "sample_index")):
         order = shard.get(column)
         if isinstance(order, list) and all(type(place) is int for place in order):
@@ -175,7 +174,10 @@ def _call(samples: Sequence[Sample], facts: Mapping[str, Any], rank: _Rank, sour
 
 
 def _column(values: list[Any], lengths: list[int], tokens: list[Tensor]) -> Tensor | str:
-    """[B, A] of one element an action, [B, S] of one a token, [B] of one a sample; or what it is instead."""
+    """Stack a column: [B, A] with an element for each action, [B, S] for each token, [B] for each sample.
+
+    A text says what the column is instead.
+    """
     rows = [_numbers(value) for value in values]
     found = [row for row in rows if row is not None]
     if len(found) != len(rows) or len({row.dtype for row in found}) > 1:
@@ -190,7 +192,7 @@ def _column(values: list[Any], lengths: list[int], tokens: list[Tensor]) -> Tens
 
 
 def _numbers(value: Any) -> Tensor | None:
-    """A number, a list of numbers, or a tensor of any shape; None if it is none."""
+    """Read a number, a list of numbers, or a tensor of any shape; None for anything else."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Array):

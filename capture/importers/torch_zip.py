@@ -1,6 +1,6 @@
-"""Reads what `torch.save` writes since torch 1.6: a zip of `data.pkl` and one file for the elements of each storage.
+"""Read what `torch.save` writes since torch 1.6: a zip of `data.pkl` and one file for the elements of each storage.
 
-torch stores and never compresses, so what is read is no larger than the file; a compressed part is refused.
+torch never compresses, so what is read is no larger than the file; a compressed part is refused.
 """
 
 import io
@@ -23,7 +23,7 @@ def load_torch_zip(
     source: str,
     functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
 ) -> Any:
-    """The object that was saved: plain data and CPU tensors, wherever they were. `functions` as in `load_records`.
+    """Read the object that was saved: plain data, and tensors as CPU tensors. `functions` as in `load_records`.
 
     Raises CaptureError for a file that is damaged, compressed, or holds anything else.
     """

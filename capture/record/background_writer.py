@@ -1,4 +1,4 @@
-"""Does in the background what the job hands over, and never makes the job wait: what does not fit is dropped."""
+"""Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped."""
 
 import sys
 import threading
@@ -12,19 +12,19 @@ from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 _MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
-_MAX_LULL_SECONDS = 0.02  # a pass waits for its end so long: while it begins the job's thread needs the interpreter
+_MAX_LULL_SECONDS = 0.02  # that a new pass is left alone: while it begins, the job's thread needs the interpreter
 
 Item = TypeVar("Item")
 
 
-class Alarm(Protocol):
-    """Something to look at when nothing is handed over."""
+class Deadline(Protocol):
+    """A time limit that the thread keeps an eye on while nothing is handed over."""
 
     def seconds_left(self) -> float | None: ...
 
 
 def warn(message: str) -> None:
-    """A warning that does not raise where the job turns warnings into errors."""
+    """Warn without raising, also in a job that turns warnings into errors."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     except RuntimeWarning:
@@ -32,14 +32,14 @@ def warn(message: str) -> None:
 
 
 class BackgroundWriter(Generic[Item]):
-    """One daemon thread, a queue of at most `max_queued` passes and `max_queued_bytes` bytes.
+    """Runs one daemon thread with a queue of at most `max_queued` passes and `max_queued_bytes` bytes.
 
     num_dropped  passes lost: the queue was full, `handle` refused the item (CaptureError), or writing stopped
     failure      why writing stopped: whatever else `handle` raised
     is_urgent    set while something waits for the queue to be empty
 
-    `when_late` is called in the thread when `alarm` has no seconds left, `finish` at its end, with whether it failed.
-    The first of each kind of trouble is one warning; nothing is raised.
+    The thread calls `when_late` once `deadline` has no seconds left, and `finish` at its end, with whether it failed.
+    The first failure of each kind is one warning; nothing is raised.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BackgroundWriter(Generic[Item]):
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         finish: Callable[[bool], None] = lambda failed: None,
         is_urgent: threading.Event | None = None,
-        alarm: Alarm | None = None,
+        deadline: Deadline | None = None,
         when_late: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_dropped = 0
@@ -58,7 +58,7 @@ class BackgroundWriter(Generic[Item]):
         self.is_urgent = is_urgent or threading.Event()
         self._handle = handle
         self._finish = finish
-        self._alarm = alarm
+        self._deadline = deadline
         self._when_late = when_late
         self._max_queued = max_queued
         self._max_queued_bytes = max_queued_bytes
@@ -74,7 +74,7 @@ class BackgroundWriter(Generic[Item]):
         self._thread.start()
 
     def offer(self, item: Item, num_bytes: int) -> None:
-        """Queues a pass or drops it, at once."""
+        """Queue a pass, or drop it, without waiting."""
         with self._changed:
             is_full = (
                 self._num_queued >= self._max_queued or self._num_queued_bytes + num_bytes > self._max_queued_bytes
@@ -95,7 +95,7 @@ class BackgroundWriter(Generic[Item]):
             )
 
     def tell(self, item: Item, *, is_urgent: bool = False) -> None:
-        """Queues what is no pass. What is not urgent is left out if the disk is far behind."""
+        """Queue something other than a pass. What is not urgent is left out if the disk is far behind."""
         with self._changed:
             num_remarks = len(self._queue) - self._num_queued
             if self.failure is None and (is_urgent or num_remarks < _MAX_REMARKS_A_PASS * self._max_queued):
@@ -105,12 +105,12 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
 
     def drop(self) -> None:
-        """Counts a pass that was not worth offering, because writing has stopped."""
+        """Count a pass that was not offered, because writing has stopped."""
         with self._changed:
             self.num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Waits until all is done that was handed over before. False: it took longer."""
+        """Wait until all that was handed over before is done. Returns False if it took longer."""
         deadline = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
@@ -122,7 +122,7 @@ class BackgroundWriter(Generic[Item]):
             return True
 
     def stop(self, failure: Exception, num_lost: int = 0) -> None:
-        """Gives up for good: what is queued, and what is still offered, is dropped. Warns once."""
+        """Give up for good, with one warning: what is queued, and what is still offered, is dropped."""
         with self._changed:
             self.num_dropped += num_lost + self._num_queued
             self._queue.clear()
@@ -137,7 +137,7 @@ class BackgroundWriter(Generic[Item]):
             )
 
     def close(self, *, max_seconds: float) -> None:
-        """Does what is queued and ends the thread. A disk that takes longer than `max_seconds` is given up."""
+        """Handle what is queued and end the thread. After `max_seconds` the rest is given up."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -150,11 +150,11 @@ class BackgroundWriter(Generic[Item]):
             self._do(*taken)
         try:
             self._finish(self.failure is not None)
-        except Exception as error:  # whatever it is, it is not the job's
+        except Exception as error:  # no exception may reach the job
             self.stop(error)
 
     def _next(self) -> tuple[Item | None, bool] | None:
-        """An item and whether it is a pass; no item: it is time to look at the alarm; None: the end."""
+        """Wait for an item. Returns it and whether it is a pass; no item: the deadline has passed; None: the end."""
         with self._changed:
             self._is_busy = False
             while not self._queue:
@@ -162,7 +162,7 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
                 if self._is_closing or self.failure is not None:
                     return None
-                seconds_left = None if self._alarm is None else self._alarm.seconds_left()
+                seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
                     return None, False
                 self._changed.wait(seconds_left)
@@ -174,7 +174,7 @@ class BackgroundWriter(Generic[Item]):
             return item, is_pass
 
     def _let_pass_begin(self) -> None:
-        """Waits until more comes than the pass that waits alone, for a while and unless there is need of haste."""
+        """Leave a pass that is alone in the queue for a moment, unless something is urgent."""
         deadline = time.monotonic() + _MAX_LULL_SECONDS
         while len(self._queue) == 1 and self._queue[0][2] and not (self.is_urgent.is_set() or self._is_closing):
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
@@ -192,5 +192,5 @@ class BackgroundWriter(Generic[Item]):
             if not self._has_warned_of_refusal:
                 self._has_warned_of_refusal = True
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
-        except Exception as error:  # whatever it is, it is not the job's
+        except Exception as error:  # no exception may reach the job
             self.stop(error, num_lost=int(is_pass))

@@ -1,4 +1,4 @@
-"""Takes a forward's arguments apart: tensors, plain call facts, and what cannot be kept, each by name.
+"""Take a forward's arguments apart by name: tensors, plain call facts, and what cannot be kept.
 
 A tensor inside a list, tuple or dict gets a dotted name: `position_embeddings.0`.
 """
@@ -19,18 +19,20 @@ _CACHE_NAMES = ("past_key_values", "cache_params")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallArguments:
+    """A forward's arguments by name."""
+
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the job's own, not copied
     call_facts: dict[str, Any] = field(default_factory=dict)  # copied
     left_out: dict[str, str] = field(default_factory=dict)  # name to type
 
     @property
     def continues_a_cache(self) -> bool:
-        """A step of generation: what it computes depends on keys and values that are not among its arguments."""
+        """Tell whether tokens are generated: the result depends on keys and values that are not among the arguments."""
         return any(name in self.left_out for name in _CACHE_NAMES)
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
-    """The signature that names the model's arguments: a wrapper's own forward takes `*inputs, **kwargs`."""
+    """Find the signature that names the model's arguments: a wrapper's own forward takes `*inputs, **kwargs`."""
     module: nn.Module | None = model
     while module is not None:
         signature = inspect.signature(module.forward)
@@ -42,9 +44,9 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
 
 
 def take_apart(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
-    """Raises TypeError where positional arguments do not fit the signature."""
+    """Sort the arguments of a call. Raises TypeError where positional arguments do not fit the signature."""
     taken = CallArguments()
-    if not args:  # names are names: nothing to bind, and twice as quick
+    if not args:  # every argument has a name: without binding it is twice as quick
         for name, value in kwargs.items():
             _sort_in(taken, name, value, MAX_DEPTH)
         return taken

@@ -1,4 +1,4 @@
-"""What a model computes in, seen where it computes: a wrapper may turn autocast on inside, or cast what it is given."""
+"""Find the dtype that a model computes in by looking inside: a wrapper may turn autocast on, or cast its inputs."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from capture.record.job_facts import autocast_on
 
 
 class ComputingDtype:
-    """Looks at the first linear layer that runs in a pass, for one pass of each kind; its hooks go with the pass.
+    """Looks at the first linear layer that runs, in one pass of each kind, and then removes its hooks.
 
-    Compiled layers are left alone: a hook in them would be compiled too.
+    Compiled layers have no hooks: these would be compiled too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._known: dict[tuple[Any, ...], dict[str, str]] = {}
-        self._kind: tuple[Any, ...] | None = None  # that is looked at in this pass
+        self._kind: tuple[Any, ...] | None = None  # of the pass that is being looked at
         self._found: dict[str, str] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
-        """What is known of such passes. If nothing is, `end` will say."""
+        """Begin a pass. Returns what is known of its kind; if that is nothing, `end` returns it."""
         self.end()
         model = self._model()
         if kind not in self._known and model is not None:
@@ -33,7 +33,7 @@ class ComputingDtype:
         return self._known.get(kind, {})
 
     def end(self) -> dict[str, str]:
-        """What was found in the pass that ends, if it was looked at."""
+        """End a pass. Returns what was found in it, if it was looked at."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -57,7 +57,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """But `model` itself, whose hooks are being called."""
+    """List the linear layers inside `model`; not `model` itself, whose hooks are being called."""
     for child in model.children():
         if is_compiled(child):
             continue

@@ -1,4 +1,4 @@
-"""One rank's files in the folder: room is made before a file is written, the manifest after it."""
+"""Write one rank's files within its limits: room is made before a file, and the manifest is written after it."""
 
 import re
 import zlib
@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from capture.file_format.atomic_write import remove_stale_temporaries, write_atomically
-from capture.file_format.encode import EncodedCall
+from capture.file_format.capture_file import EncodedCall
 from capture.file_format.manifest import Entry, read_manifest, rewrite_manifest, write_manifest
 from capture.file_format.micro_batch import CaptureError
 from capture.record.retention import Keep
@@ -16,7 +16,7 @@ _MIN_FILES_BETWEEN_MANIFESTS = 16
 
 
 class RankFiles:
-    """For one thread. Every method raises OSError where the disk has trouble.
+    """One rank's files in the folder, for one thread. Every method raises OSError where the disk fails.
 
     num_given_up  files of this recording that made room for later ones
     """
@@ -46,7 +46,7 @@ class RankFiles:
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
-        """None: there is no room, and none is made under `keep="first"`; or not enough for a file of this size."""
+        """Write a pass. Returns None if there is no room: under `keep="first"`, or for a file of this size."""
         parts = encoded.parts()
         num_bytes = sum(len(part) for part in parts)
         max_bytes = self._keep.max_bytes
@@ -87,7 +87,7 @@ class RankFiles:
         return names
 
     def _give_up_oldest(self) -> None:
-        """Out of the manifest first: a folder whose recording is cut short in between has no file too few."""
+        """Delete the oldest file, out of the manifest first: so a recording that is cut short misses no file."""
         path, charge = self._oldest_first[0]
         if path.name in self._listed:
             for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
@@ -112,7 +112,7 @@ class RankFiles:
 
 
 def _entries_of(manifest: Path) -> list[Entry]:
-    """None of a manifest that is damaged, as `capture check` says. Raises OSError for one that cannot be read."""
+    """Read a manifest; a damaged one, which `capture check` reports, has no entries. Raises OSError."""
     try:
         return read_manifest(manifest)
     except CaptureError as error:

@@ -1,8 +1,8 @@
-"""Gradients that DeepSpeed's engine hands to torch's optimizer: in fp32, of partitions, flat, unscaled and clipped.
+"""Find the gradients that DeepSpeed's engine gives to torch's optimizer.
 
-Its optimizers wrap the one that steps, and call it once for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their
-partitions. The norm that they clipped by stands beside it, so that clipping can be undone. Nothing of deepspeed is
-imported: what is not found where version 0.19 has it is not sampled.
+They are flat partitions in fp32, unscaled and clipped. DeepSpeed's optimizers wrap the one that steps, and call it once
+for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their partitions. They keep the norm that they clipped by, so the
+clipping can be undone. deepspeed is not imported: what is not where version 0.19 has it is not sampled.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 from capture.record.parameter_sampler import Slot
 from capture.record.sharding import Place
 
-_CLIP_EPS = 1e-6  # as there
-_GROUPS_OF_PARTITIONS = {  # where its optimizers keep the flat partitions, and the model's parameters that are in them
+_CLIP_EPS = 1e-6  # DeepSpeed's
+_GROUPS_OF_PARTITIONS = {  # attributes of its optimizers: the flat partitions, and the model's parameters in them
     "single_partition_of_fp32_groups": "bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
     "fp32_partitioned_groups_flat": "fp16_groups",
@@ -26,7 +26,7 @@ _GROUPS_OF_PARTITIONS = {  # where its optimizers keep the flat partitions, and 
 
 
 def engine_optimizer_of(model: nn.Module | None, optimizer: Optimizer) -> Any | None:
-    """DeepSpeed's optimizer around `optimizer`, if it is the one that trains `model`, an engine or a model in one."""
+    """Find DeepSpeed's optimizer around `optimizer`, if that trains `model`, which is an engine or in one."""
     if model is None:
         return None
     first: Any = next(model.parameters(), None)
@@ -39,7 +39,7 @@ def engine_optimizer_of(model: nn.Module | None, optimizer: Optimizer) -> Any | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGradients:
-    """Those of the partitions that `optimizer` will step on now."""
+    """The gradients of the partitions that the optimizer steps on now."""
 
     wrapper: Any
     held: Sequence[Tensor]  # the optimizer's parameters that have gradients
@@ -50,7 +50,7 @@ class EngineGradients:
         return cls(wrapper=wrapper, held=held)
 
     def find(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
-        """The gradient that holds the slot's samples, and where; None if it is not among these."""
+        """Find the gradient that holds the slot's samples, and where in it they are; None if it is not among these."""
         if hasattr(parameter, "ds_tensor"):
             return self._in_sub_group(slot, parameter)
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
@@ -59,7 +59,7 @@ class EngineGradients:
         return self._in_copy(slot, parameter)
 
     def num_parameters(self) -> list[int]:
-        """Of the model, in each group that steps now."""
+        """Count the model's parameters in each group that steps now."""
         counted: list[int] = []
         for name, groups in _GROUPS_OF_PARTITIONS.items():
             for flat, own in zip(getattr(self.wrapper, name, ()), getattr(self.wrapper, groups, ()), strict=False):
@@ -71,11 +71,11 @@ class EngineGradients:
 
     @property
     def grad_norm(self) -> Tensor | float | None:
-        """Global, before clipping, without fp16's loss scale."""
+        """The global norm before clipping, without fp16's loss scale."""
         norm = getattr(self.wrapper, "_global_grad_norm", None)
         scale = getattr(getattr(self.wrapper, "loss_scale_config", None), "cur_scale", None)
         if norm is not None and scale is not None and hasattr(self.wrapper, "fp32_groups"):
-            norm = norm / scale  # the unfused one leaves it in
+            norm = norm / scale  # the unfused optimizer leaves the scale in
         if isinstance(norm, Tensor):
             return norm.detach() if norm.numel() == 1 else None
         return float(norm) if isinstance(norm, int | float) else None
@@ -86,27 +86,28 @@ class EngineGradients:
         return float(value) if isinstance(value, int | float) and value > 0 else None
 
     def before_clipping(self, values: Tensor) -> Tensor:
+        """Undo the clipping of `values`, unless that would need a wait for a device."""
         norm, max_norm = self.grad_norm, self.max_norm
         if norm is None or max_norm is None:
             return values
         if isinstance(norm, float):
             return values * max(1.0, (norm + _CLIP_EPS) / max_norm)
         if norm.device != values.device:
-            if norm.is_cuda:  # to wait for it is not ours
+            if norm.is_cuda:  # moving it would wait for that device
                 return values
             norm = norm.to(values.device)
         return values * torch.clamp((norm.reshape(()) + _CLIP_EPS) / max_norm, min=1.0)
 
     @property
     def is_undone(self) -> bool:
-        """Can `before_clipping` undo it?"""
+        """Tell whether `before_clipping` can undo the clipping."""
         norm = self.grad_norm
         if self.max_norm is None or isinstance(norm, float):
             return True
         return norm is not None and all(not norm.is_cuda or one.device == norm.device for one in self.held)
 
     def _in_sub_group(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
-        """ZeRO 3: the partitions of several parameters, one after the other."""
+        """Find it under ZeRO 3: a gradient holds the partitions of several parameters, one after the other."""
         position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
         place = slot.place(slot.of_weight, parameter)
         if position is None or isinstance(place, str) or not place.count:
@@ -120,7 +121,7 @@ class EngineGradients:
         return None
 
     def _in_copy(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
-        """Stage 0 in half precision: a flat copy of each group's parameters, or one of each parameter."""
+        """Find it at stage 0 in half precision: a flat copy of each group's parameters, or one of each parameter."""
         for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
             begin = 0
             for index, own in enumerate(group):
@@ -136,7 +137,10 @@ class EngineGradients:
     def _at(
         self, slot: Slot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
     ) -> tuple[Tensor, Place] | None:
-        """`count` elements of the parameter from `start` on lie at `begin` of what shares its storage with `own`."""
+        """Find it in the gradient of the partition that shares its storage with `own`.
+
+        There `count` elements of the parameter, from `start` on, lie at `begin`.
+        """
         storage = own.untyped_storage().data_ptr()
         held = next((one for one in self.held if one.untyped_storage().data_ptr() == storage), None)
         if held is None or held.grad is None or not held.grad.is_contiguous():
@@ -160,12 +164,12 @@ class EngineGradients:
 
 
 def num_skipped_steps(model: nn.Module | None) -> int:
-    """Steps that DeepSpeed's engine left out, for gradients that overflowed."""
+    """Count the steps that DeepSpeed's engine left out because gradients overflowed."""
     found = None if model is None else vars(model).get("skipped_steps")
     return found if isinstance(found, int) else 0
 
 
 def has_stepped(model: nn.Module | None) -> bool | None:
-    """Had the engine stepped before? Its optimizers have a state from the start."""
+    """Tell whether the engine has stepped before: its optimizers have a state from the start. None: not known."""
     steps = None if model is None else vars(model).get("global_steps")
     return steps > 0 if isinstance(steps, int) else None

@@ -1,10 +1,10 @@
-"""The ring's passes in shared memory, for a process that dies without a word: SIGKILL, SIGABRT, `os._exit`.
+"""Keep the flight recorder's passes in shared memory too, where they outlive SIGKILL, SIGABRT and `os._exit`.
 
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
 
-It is memory, of the host and not of the process: the next recording of this rank into the folder on this host puts into
-the folder what it finds there, or `replay inspect FOLDER` or `python -m capture.record.flight_recorder FOLDER` does. The directory is
-locked by its process, so that it can be told to be alive from another container, where its number says nothing.
+This memory belongs to the host. If the process dies, the next recording of its rank into the same folder writes the
+passes there, and so do `capture salvage FOLDER` and `replay inspect FOLDER`. The process holds a lock on the directory:
+so it is known to be alive in another container too, where its number says nothing.
 """
 
 import fcntl
@@ -12,15 +12,13 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from capture.file_format.capture_file import read_call
-from capture.file_format.encode import EncodedCall
+from capture.file_format.capture_file import EncodedCall, read_call
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import load_plain
 
@@ -31,7 +29,10 @@ _own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
 
 
 class Spool:
-    """For one thread. Every method raises OSError; a spool that is full gives up its oldest."""
+    """One recording's directory in shared memory; a full one deletes its oldest pass.
+
+    It is for one thread. Every method raises OSError.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -43,7 +44,7 @@ class Spool:
         self._oldest_first: deque[tuple[Path, int]] = deque()
 
     def put(self, encoded: EncodedCall) -> None:
-        """As it is now; once more replaces it."""
+        """Write the pass as it is now, in the place of an earlier version of it."""
         path, parts = encoded.new_path(Path()), encoded.parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
@@ -69,17 +70,20 @@ class Spool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remains:
-    """What a dead process had in its spool. `num_torn` were being written when it died."""
+class DeadSpool:
+    """What a dead process had in shared memory. `num_cut_short` passes were being written when it died."""
 
     rank: int
     directory: Path
     calls: list[EncodedCall]
-    num_torn: int
+    num_cut_short: int
 
 
-def remains_of(folder: Path, rank: int | None = None) -> Iterator[Remains]:
-    """Of the dead processes of this host that recorded into `folder`. Raises OSError."""
+def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
+    """Find what dead processes of this host that recorded into `folder` had in shared memory. Raises OSError.
+
+    rank  the rank that they had; None: any
+    """
     if not SHARED_MEMORY.is_dir():
         return
     named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
@@ -87,13 +91,13 @@ def remains_of(folder: Path, rank: int | None = None) -> Iterator[Remains]:
         found = named.fullmatch(directory.name)
         if found is None or (rank is not None and int(found[1]) != rank) or _is_in_use(directory, int(found[2])):
             continue
-        calls, num_torn = [], 0
+        calls, num_cut_short = [], 0
         for path in sorted(directory.iterdir()):
             try:
                 calls.append(_encoded(path))
             except CaptureError:
-                num_torn += 1
-        yield Remains(rank=int(found[1]), directory=directory, calls=calls, num_torn=num_torn)
+                num_cut_short += 1
+        yield DeadSpool(rank=int(found[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
 
 
 def _encoded(path: Path) -> EncodedCall:
@@ -132,25 +136,9 @@ def _is_in_use(directory: Path, process: int) -> bool:
 
 
 def _let_go_in_child() -> None:
-    """A child, such as a data loader, may outlive the process whose directories these are."""
+    """Close the locks in a child, such as a data loader: it may outlive the process whose directories these are."""
     while _own:
         os.close(_own.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def main() -> int:
-    from capture.record.pass_store import salvage
-    from capture.record.retention import Keep
-
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        print("usage: python -m capture.record.flight_recorder FOLDER", file=sys.stderr)
-        return 2
-    num_saved = salvage(Path(sys.argv[1]), Keep())
-    print(f"saved      {num_saved} passes of processes that died")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

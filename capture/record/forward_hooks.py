@@ -1,4 +1,4 @@
-"""The hooks on a job's model: where one of its passes begins and where it ends."""
+"""Hook a job's model, to see where each of its passes begins and ends."""
 
 import os
 import sys
@@ -16,12 +16,12 @@ def _nobody(*_: Any) -> None:
     pass
 
 
-class Tap:
+class ForwardHooks:
     """Calls `begins` with the module and its arguments, and `ends` with its output or what the forward raised.
 
-    A forward that the model calls inside its own forward is part of that, one inside a backward is a checkpoint's
-    re-run, and one that a compiler traces is none. A forked child is not heard, nor is a copy of the model, by
-    deepcopy or pickle: it is another model, with a tap of its own that has nobody to call.
+    Not passes of their own are a forward inside another one, a forward inside a backward, which is a checkpoint's
+    re-run, and one that a compiler traces. Passes of a forked child are not seen, nor those of a copy of the model
+    (deepcopy, pickle): it is another model, whose hooks have nobody to call.
     """
 
     def __init__(self, begins: Begins = _nobody, ends: Ends = _nobody) -> None:
@@ -36,7 +36,7 @@ class Tap:
         return type(self), ()
 
     def attach(self, model: nn.Module) -> None:
-        """In front of other hooks, such as FSDP's, that change the arguments."""
+        """Hook `model`, in front of other hooks, such as FSDP's, that change the arguments."""
         self._handles = [
             model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.after_forward, always_call=True),
@@ -70,5 +70,8 @@ class Tap:
 
 
 def is_in_backward() -> bool:
-    """Then a forward is a checkpoint's re-run of one that was seen. torch.utils.checkpoint asks the same way."""
+    """Tell whether a backward is running: then a forward is a checkpoint's re-run of one that was seen.
+
+    torch.utils.checkpoint asks the same way.
+    """
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,4 +1,4 @@
-"""Copies of the job's tensors in host memory, begun without waiting for a device."""
+"""Copy the job's tensors to host memory without waiting for a device."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-    """Copies that the job's later changes do not reach; those from CUDA are complete once the events have happened."""
+    """Begin copies that the job's later changes do not reach. Those from CUDA are complete after the events."""
     copies = {
         name: _copy_to_host(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in tensors.items()
     }
@@ -27,5 +27,5 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def is_capturing_graph(tensors: Mapping[str, Tensor]) -> bool:
-    """Then what is done to them is recorded into a CUDA graph, and there is nothing to copy."""
+    """Tell whether a CUDA graph is being recorded: then the tensors hold nothing yet that could be copied."""
     return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()

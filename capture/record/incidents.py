@@ -1,6 +1,8 @@
-"""`trouble_rank<rank>_<time>.json`: what went wrong, where, at which step, and which passes were saved for it.
+"""Keep a record of each incident: what happened, in which forward, and which passes were written for it.
 
-No absolute path of the host is in it and no value of an environment variable that sounds like a secret.
+One recording of a rank has one file, `incidents_rank<rank>_<time>.json`. It holds no absolute path of the host and no
+value of an environment variable whose name sounds like a secret. Recordings of earlier versions have
+`trouble_rank<rank>_<time>.json`, which is read as well.
 """
 
 import json
@@ -13,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.encode import FORMAT, utc_time
+from capture.file_format.capture_file import FORMAT, utc_time
 from capture.file_format.micro_batch import CaptureError
 
-MAX_TROUBLE_BYTES = 8 * 2**20
+MAX_INCIDENT_BYTES = 8 * 2**20
 _MAX_TEXT = 20_000
 _MAX_FRAMES = 60
 _SECRET_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
@@ -31,49 +33,52 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w./-])(?:/[\w.@+~%-]+)+/([\w.@+~%-]*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
-    """what     `exception`, `out of memory`, `not finite`, `signal`, `slow step` or `died`
-    where       `forward`, `loss`, `SIGTERM`, ...
-    step        the forward that had begun last, or the one whose numbers they are
-    files       written for it, by name
-    num_unreached  passes of which no copy could be had in time
+class Incident:
+    """What made a recording write its passes.
+
+    what            `exception`, `out of memory`, `not finite`, `signal`, `slow step` or `died`
+    where           `forward`, `loss`, `SIGTERM`, ...
+    forward         number of the forward that had begun last, or of the one whose numbers they are
+    files           names of the files that were written for it
+    num_not_copied  passes whose copy did not reach the host in time
     """
 
     what: str
     where: str
-    step: int | None
+    forward: int | None
     time: str
     message: str = ""
     traceback: str = ""
     files: Sequence[str] = ()
-    num_unreached: int = 0
+    num_not_copied: int = 0
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_signal(self) -> bool:
         return self.what == "signal"
 
     @property
     def follows_another(self) -> bool:
-        """Does it say no more than that another rank is gone?"""
+        """Tell whether it says no more than that another rank is gone."""
         return self.what == "exception" and _LOST_CONNECTION.search(self.message) is not None
 
 
-def trouble(what: str, where: str, step: int | None, message: str = "") -> Trouble:
-    return Trouble(what=what, where=where, step=step, time=utc_time(), message=scrubbed(message))
+def incident(what: str, where: str, forward: int | None, message: str = "") -> Incident:
+    """Describe an incident that happens now; `message` is scrubbed of paths and secrets."""
+    return Incident(what=what, where=where, forward=forward, time=utc_time(), message=scrubbed(message))
 
 
-def trouble_of(error: BaseException, where: str, step: int | None) -> Trouble:
-    """Texts only: an exception holds its frames, and these the job's tensors."""
+def incident_of(error: BaseException, where: str, forward: int | None) -> Incident:
+    """Describe an exception as texts alone: the exception itself holds its frames, and these the job's tensors."""
     is_out_of_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
     lines = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES).format()
-    found = trouble(
-        "out of memory" if is_out_of_memory else "exception", where, step, f"{type(error).__name__}: {error}"
+    found = incident(
+        "out of memory" if is_out_of_memory else "exception", where, forward, f"{type(error).__name__}: {error}"
     )
     return replace(found, traceback=scrubbed("".join(lines)))
 
 
 def is_news_to(listener: int, error: BaseException) -> bool:
-    """An exception passes several of a listener's posts on its way; it is news at the first of them."""
+    """Tell whether `listener` hears of this exception for the first time: on its way up it passes several hooks."""
     heard_by: set[int] = error.__dict__.setdefault("_heard_by_capture", set())
     if listener in heard_by:
         return False
@@ -82,6 +87,7 @@ def is_news_to(listener: int, error: BaseException) -> bool:
 
 
 def scrubbed(text: str) -> str:
+    """Return the end of `text` without values of secrets, folders of libraries and absolute paths."""
     text = text[-_MAX_TEXT:]
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET_LENGTH and _SECRET_NAMES.search(name):
@@ -89,67 +95,83 @@ def scrubbed(text: str) -> str:
     return _ABSOLUTE_PATH.sub(r"\1", _LIBRARY_FOLDER.sub("", text))
 
 
-def write_troubles(folder: Path, troubles: Sequence[Trouble], *, num_uncounted: int, rank: int, stamp: str) -> None:
-    """Raises OSError."""
+def write_incidents(folder: Path, incidents: Sequence[Incident], *, num_others: int, rank: int, stamp: str) -> None:
+    """Write or replace the record of one recording. Raises OSError.
+
+    num_others  incidents after these, for which nothing was written
+    """
     content = {
         "format": FORMAT,
         "rank": rank,
-        "num_others": num_uncounted,
-        "troubles": [asdict(found) for found in troubles],
+        "num_others": num_others,
+        "incidents": [asdict(one) for one in incidents],
     }
-    write_atomically(folder / f"trouble_rank{rank}_{stamp}.json", json.dumps(content, indent=1).encode())
+    write_atomically(folder / f"incidents_rank{rank}_{stamp}.json", json.dumps(content, indent=1).encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TroubleRecord:
-    """One recording's. `num_others` came after them, and nothing was written for these."""
+class IncidentRecord:
+    """The incidents of one recording. `num_others` came after them, and nothing was written for these."""
 
     name: str
     rank: int
     num_others: int
-    troubles: list[Trouble] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
 
 
-def read_troubles(folder: Path) -> list[TroubleRecord]:
-    """All of a folder's records, by time of the first trouble. Raises CaptureError for a file that is none."""
-    records = [_read(path) for path in sorted(folder.glob("trouble_rank*.json"))]
-    return sorted(records, key=lambda record: min((found.time for found in record.troubles), default=""))
+def read_incidents(folder: Path) -> list[IncidentRecord]:
+    """Read all records of a folder, in the order of their first incidents. Raises CaptureError for a damaged one."""
+    paths = [path for pattern in _FILES for path in folder.glob(pattern)]
+    records = [_read(path) for path in sorted(paths)]
+    return sorted(records, key=lambda record: min((one.time for one in record.incidents), default=""))
 
 
-def _read(path: Path) -> TroubleRecord:
+_FILES = ("incidents_rank*.json", "trouble_rank*.json")
+_FORMER_NAMES = {"step": "forward", "num_unreached": "num_not_copied"}  # in trouble_rank*.json
+_KINDS: dict[str, Any] = {
+    "what": str,
+    "where": str,
+    "forward": int | None,
+    "time": str,
+    "message": str,
+    "traceback": str,
+    "files": list,
+    "num_not_copied": int,
+}
+assert _KINDS.keys() == {f.name for f in fields(Incident)}
+
+
+def _read(path: Path) -> IncidentRecord:
     try:
         with open(path, "rb") as file:
-            content: Any = json.loads(file.read(MAX_TROUBLE_BYTES + 1)[:MAX_TROUBLE_BYTES])
+            content: Any = json.loads(file.read(MAX_INCIDENT_BYTES + 1)[:MAX_INCIDENT_BYTES])
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{path.name}: cannot be read: {error}. Delete the file or copy it again") from None
-    kinds: dict[str, Any] = {
-        "what": str,
-        "where": str,
-        "step": int | None,
-        "time": str,
-        "message": str,
-        "traceback": str,
-        "files": list,
-        "num_unreached": int,
-    }
-    assert kinds.keys() == {f.name for f in fields(Trouble)}
-    if (
-        not isinstance(content, dict)
-        or content.get("format") != FORMAT
-        or not isinstance(content.get("rank"), int)
-        or not isinstance(content.get("num_others"), int)
-        or not isinstance(content.get("troubles"), list)
-        or not all(
-            isinstance(item, dict)
-            and item.keys() == kinds.keys()
-            and all(isinstance(item[name], kind) for name, kind in kinds.items())
-            for item in content["troubles"]
-        )
-    ):
-        raise CaptureError(f"{path.name}: no trouble record of format {FORMAT}. Delete the file or copy it again")
-    return TroubleRecord(
-        name=path.name,
-        rank=content["rank"],
-        num_others=content["num_others"],
-        troubles=[Trouble(**item) for item in content["troubles"]],
+    incidents = _incidents_in(content)
+    if incidents is None:
+        raise CaptureError(f"{path.name}: no incidents of format {FORMAT}. Delete the file or copy it again")
+    return IncidentRecord(name=path.name, rank=content["rank"], num_others=content["num_others"], incidents=incidents)
+
+
+def _incidents_in(content: Any) -> list[Incident] | None:
+    """Return the incidents of a record, under either names; None if it is no record."""
+    match content:
+        case {"format": format, "rank": int(), "num_others": int(), "incidents": list(items)} if format == FORMAT:
+            pass
+        case {"format": format, "rank": int(), "num_others": int(), "troubles": list(former)} if format == FORMAT:
+            items = [
+                {_FORMER_NAMES.get(name, name): value for name, value in item.items()}
+                for item in former
+                if isinstance(item, dict)
+            ]
+            if len(items) != len(former):
+                return None
+        case _:
+            return None
+    is_whole = all(
+        isinstance(item, dict)
+        and item.keys() == _KINDS.keys()
+        and all(isinstance(item[name], kind) for name, kind in _KINDS.items())
+        for item in items
     )
+    return [Incident(**item) for item in items] if is_whole else None

@@ -1,4 +1,4 @@
-"""What a running job says of itself: its model's config and name, its rank, the versions of what it uses."""
+"""Ask a running job for its model's config and name, its rank, its settings and the versions of what it uses."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from capture.file_format.micro_batch import CaptureError
 
 
 def prepare_folder(folder: Path, model: nn.Module) -> str:
-    """Makes the folder and its `actor.json`. Returns the model's name.
+    """Make the folder and its `actor.json`, and return the model's name.
 
     Raises OSError, and CaptureError if the folder holds another model's captures.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for module in model.modules():
-        config: Any = vars(module).get("config")  # its own: wrappers pass the name on to what they wrap
+        config: Any = vars(module).get("config")  # the module's own: wrappers look `config` up in what they wrap
         if callable(getattr(config, "to_dict", None)):
             name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
             _write_config_once(folder, _without_host_paths(config.to_dict()), name)
@@ -43,14 +43,14 @@ def _write_config_once(folder: Path, config: dict[str, Any], model_name: str) ->
 
 
 def _without_host_paths(value: Any) -> Any:
-    """Of an absolute path the last name: where a host keeps its models is nobody's business."""
+    """Shorten absolute paths to their last names: a recording does not say where a host keeps its models."""
     if isinstance(value, dict):
         return {key: _without_host_paths(item) for key, item in value.items()}
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
-    # between runs of one model; and save_pretrained, which one rank alone may call, sets the last ones
+    # these differ between runs of one model, and save_pretrained, which one rank alone may call, sets the last ones
     changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
     return {name: value for name, value in config.items() if name not in changing}
 
@@ -62,26 +62,27 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is loaded; nothing is imported to ask."""
+    """Return the versions of packages that are loaded; nothing is imported for it."""
     used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
     return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """The name of the attention kernel that transformers was asked for; None where nothing says one."""
+    """Return the attention kernel that transformers was asked for; None where nothing says one."""
     configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     names = (getattr(config, "_attn_implementation", None) for config in configs)
     return next((name for name in names if isinstance(name, str)), None)
 
 
 def settings_of(tensors: Mapping[str, Tensor], attention: str | None) -> dict[str, str]:
-    """What only the job's thread knows of how it computes with `tensors`."""
+    """Return settings that only the job's thread knows: device, autocast and attention kernel."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     kernel = {} if attention is None else {"attention": attention}
     return {"device": device_name(device), "autocast": autocast_on(device.type), **kernel}
 
 
 def autocast_on(kind: str) -> str:
+    """Return autocast's dtype on devices of this kind, or `off`."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return "off"
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""Hooks on torch's optimizers and on the clipping of gradients: a job's steps are seen without code of its own.
+"""Hook torch's optimizers and the clipping of gradients, to see a job's steps without code in the job.
 
-torch has global hooks for optimizers. For clipping there are none, so while somebody listens the functions of
-`torch.nn.utils.clip_grad` that do it are wrapped; `clip_grad_norm_` looks them up there, so that a job that imported it
-before is heard as well. DeepSpeed's engine has a function of its own.
+torch has global hooks for optimizers, but none for clipping. So while somebody listens, the functions of
+`torch.nn.utils.clip_grad` that clip are wrapped; `clip_grad_norm_` looks them up there, so a job that imported it
+before is seen too. DeepSpeed's engine has a function of its own, which is wrapped as well.
 """
 
 import inspect
@@ -17,20 +17,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 
 class Listener(Protocol):
-    """Nothing of it may raise, wait for a device, or call a collective."""
+    """Is told of clipping and steps. Its methods may not raise, wait for a device, or call a collective."""
 
     def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
-        """Gradients of these will be clipped. `norm` is theirs before, or None."""
+        """Gradients of these parameters will be clipped. `norm` is their norm before, or None."""
 
     def clipped(self, norm: Any) -> None:
-        """It was done, and this was the norm, where it was not known before."""
+        """The clipping is done, and this was the norm, if `clips` was not told it."""
 
     def steps(self, optimizer: Optimizer) -> None:
         """The optimizer will step."""
 
 
 class OptimizerHooks:
-    """Tells `listener` from `attach` to `remove`, in this process only: a forked child is not heard."""
+    """Tells `listener` of clipping and steps from `attach` to `remove`; those of a forked child are not seen."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -62,8 +62,8 @@ class OptimizerHooks:
 
 
 _listening: list[OptimizerHooks] = []
-_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, its own, ours
-_norms_of_other_kinds: list[Tensor] = []  # the latest, if it is no root of a sum of squares
+_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, original, wrapper
+_norms_of_other_kinds: list[Tensor] = []  # the latest norm, if it is no root of a sum of squares
 
 
 def _wrap_clipping() -> None:
@@ -76,7 +76,7 @@ def _wrap_clipping() -> None:
 
 
 def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Callable[..., Callable[..., Any]]) -> None:
-    if own is None:  # another version: then gradients are sampled as the optimizer gets them
+    if own is None:  # another version of torch: gradients are sampled as the optimizer gets them
         return
     ours = wrapper(own)
     for module in modules:
@@ -88,7 +88,7 @@ def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Calla
 
 def _unwrap_clipping() -> None:
     for module, name, own, ours in _wrapped:
-        if getattr(module, name) is ours:  # else somebody wraps it, and ours only passes on
+        if getattr(module, name) is ours:  # else somebody has wrapped ours, which only passes on
             setattr(module, name, own)
     _wrapped.clear()
     _norms_of_other_kinds.clear()

@@ -1,94 +1,40 @@
-"""A few elements of a model's weights beside each recorded pass, and of their gradients beside each optimizer step:
-enough to know whether others are the same.
+"""Take samples of a model's weights at each recorded pass, and of their gradients at each optimizer step.
 
-Of each parameter a run of NUM_ELEMENTS neighbours, at a place that its name and full shape alone decide, so that it is
-the same place in any sharding: each rank keeps what it holds. The first pass of a recording, which is the one that has
-a checkpoint's weights, takes up to NUM_IN_FIRST_PASS parameters. Of the later ones, the first before each optimizer
-step takes the next NUM_A_STEP, which are also the parameters whose gradients that step keeps, and the others the next
-NUM_A_PASS: a model of any size costs a job the same.
+By these a replay knows whether its own are the same. Where a parameter's sample lies is in
+`capture/file_format/parameter_samples.py`; each rank keeps what it holds of it.
+
+Which parameters are sampled:
+
+* in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
+* in the first pass after each optimizer step: the next NUM_A_STEP, whose gradients the next step keeps
+* in each other pass: the next NUM_A_PASS
+
+So a model of any size costs a job the same.
 """
 
-import hashlib
-import json
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
 from capture.file_format.plain_data import type_name
 from capture.record.sharding import NotMappedError, Place, place_of
 
-NUM_ELEMENTS = 4
 NUM_IN_FIRST_PASS = 1024
 NUM_A_PASS = 8
 NUM_A_STEP = 16
 NUM_IN_SMALL_MODEL = 64  # a model of no more parameters has all of them sampled at every step
 _NUM_ASKED = 8
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """Neighbours in the flattened parameter, from `start` on, as the job had them."""
-
-    name: str  # without what wrappers put in front
-    dtype: str
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """What one rank kept of its weights in one pass, or of its gradients at one step."""
-
-    samples: tuple[Sample, ...]
-    num_parameters: int  # of the model, as the rank sees it
-    num_frozen: int  # of those, that are not trained
-    is_sharded: bool  # this rank holds a part of the samples, and others hold the rest
-    left_out: Mapping[str, int] = field(default_factory=dict)  # why: number of parameters
-
-    def text(self) -> str:
-        """As it is written: JSON, which costs a job's background thread a tenth of what nested plain data would."""
-        samples = {s.name: [s.dtype, s.shape, s.start, s.values] for s in self.samples}
-        counts = {"num_parameters": self.num_parameters, "num_frozen": self.num_frozen, "is_sharded": self.is_sharded}
-        return json.dumps({"samples": samples, **counts, "left_out": dict(self.left_out)})
-
-    @classmethod
-    def of_text(cls, text: str, source: str) -> Self:
-        """Raises CaptureError for what `text` did not write."""
-        try:
-            written = json.loads(text)
-            samples = tuple(_sample(name, *parts) for name, parts in written["samples"].items())
-            found = cls(samples=samples, **{key: value for key, value in written.items() if key != "samples"})
-        except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
-            raise CaptureError(f"{source}: weights are no fingerprint: {text[:80]}") from None
-        counts = (found.num_parameters, found.num_frozen, *found.left_out.values())
-        if type(found.is_sharded) is not bool or not all(type(count) is int for count in counts):
-            raise CaptureError(f"{source}: weights are no fingerprint: {text[:80]}")
-        return found
-
-
-def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sample:
-    """Raises TypeError or ValueError."""
-    numbers = [*shape, start]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(name + dtype, str):
-        raise TypeError
-    if not all(type(value) is float for value in values) or start + len(values) > math.prod(shape):
-        raise ValueError
-    return Sample(name=name, dtype=dtype, shape=tuple(shape), start=start, values=tuple(values))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """Samples as they were taken, one after the other, and what they are of."""
+class TakenSamples:
+    """Samples as they were taken, one after the other, and what they were taken of."""
 
     values: Tensor
     places: Sequence[tuple[str, Place]]  # by name
@@ -97,15 +43,15 @@ class Snapshot:
     is_sharded: bool
     left_out: Mapping[str, int]
 
-    def fingerprint(self) -> Fingerprint:
-        """Once `values` are on the host."""
+    def parameter_samples(self) -> ParameterSamples:
+        """Return them as they are written, once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
         for name, place in self.places:
             values = tuple(numbers[begin : begin + place.count])
             samples.append(Sample(name=name, dtype=place.dtype, shape=place.shape, start=place.start, values=values))
             begin += place.count
-        return Fingerprint(
+        return ParameterSamples(
             samples=tuple(samples),
             num_parameters=self.num_parameters,
             num_frozen=self.num_frozen,
@@ -116,7 +62,10 @@ class Snapshot:
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
-    """Where a module keeps a parameter. A library may put another object there, or other data into the same one."""
+    """The attribute of a module that is a parameter.
+
+    A library may put another object there, or other data into the same object.
+    """
 
     name: str
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
@@ -129,7 +78,7 @@ class Slot:
         return None if module is None else module._parameters.get(self.key)
 
     def place(self, placed: "Placed", held: Any) -> Place | str:
-        """Where `held`, the parameter or its gradient, has the samples now, or why that cannot be said."""
+        """Find the samples in `held`, the parameter or its gradient, as it is now; a text says why they cannot be."""
         known = type(held), held.dtype, held.shape, held.stride()
         if placed.known != known:
             try:
@@ -145,7 +94,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Placed:
-    """Where samples are, as long as it holds that the tensor is of this type, dtype, shape and strides."""
+    """Where samples lie in a tensor, valid while that has this type, dtype, shape and strides."""
 
     place: Place | str = ""  # text: why it is left out
     known: tuple[Any, ...] = ()
@@ -157,17 +106,17 @@ Find = Callable[[Slot, nn.Parameter], tuple[Tensor, Place] | None]
 class ParameterSampler:
     """Takes samples of a model's parameters and of their gradients, on their device.
 
-    No wait for a device, no collective, and no hold on the job's memory. 2 to 10 microseconds a parameter: to keep
-    views of the parameters would take a tenth of that, and would keep memory from being freed that the job moves its
-    weights out of.
+    It never waits for a device, calls no collective and keeps none of the job's memory. A parameter takes 2 to 10
+    microseconds. Views of the parameters would take a tenth of that, but would keep memory alive that the job has moved
+    its weights out of.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._has_looked = False
-        self._all: list[Slot] = []  # also those that no samples are taken of
+        self._all: list[Slot] = []  # also those without samples
         self._slots: list[Slot] = []
-        self._window: Sequence[Slot] = ()  # whose gradients the next step keeps
+        self._window: Sequence[Slot] = ()  # those whose gradients the next step keeps
         self._num_frozen = 0
         self._is_sharded = False
         self._left_out: dict[str, int] = {}
@@ -176,10 +125,10 @@ class ParameterSampler:
         self._has_begun = False
 
     @torch.inference_mode()
-    def weights(self, *, begins_window: bool = False) -> Snapshot | None:
-        """The next parameters' samples; None where none can be had.
+    def weights(self, *, begins_window: bool = False) -> TakenSamples | None:
+        """Take samples of the next parameters; None where none can be taken.
 
-        begins_window  is it the first pass before an optimizer step? Then `gradients` are of the same parameters
+        begins_window  this is the first pass after an optimizer step: `gradients` will be those of these parameters
         """
         self._look()
         is_first = not self._has_taken or (begins_window and not self._has_begun)
@@ -200,8 +149,8 @@ class ParameterSampler:
         return self._model()
 
     @torch.inference_mode()
-    def gradients_in(self, find: Find, but: Container[str] = ()) -> Snapshot | None:
-        """Samples for the window's parameters from where `find` says that their gradients are."""
+    def gradients_in(self, find: Find, but: Container[str] = ()) -> TakenSamples | None:
+        """Take samples of the gradients of the window's parameters, where `find` says that they are."""
         collected = _Collected()
         for slot in self._window:
             parameter = slot.parameter()
@@ -212,11 +161,13 @@ class ParameterSampler:
     @torch.inference_mode()
     def gradients(
         self, of: Container[int] | None = None, but: Container[str] = ()
-    ) -> tuple[Snapshot | None, list[str]]:
-        """Samples for the window's parameters, and the names of those that are trained and have no gradient.
+    ) -> tuple[TakenSamples | None, list[str]]:
+        """Take samples of the gradients of the window's parameters.
 
-        of   ids of the parameters that are asked for; None: all
-        but  names that are not asked for
+        Returns also the names of those that are trained and have no gradient.
+
+        of   ids of the parameters to sample; None: all
+        but  names of parameters to leave out
         """
         collected, without = _Collected(), []
         for slot in self._window:
@@ -231,14 +182,14 @@ class ParameterSampler:
         return self._snapshot(collected) if collected.views else None, without
 
     def is_of_model(self, parameters: Container[int]) -> bool:
-        """Is one of the model's parameters among those with these ids?"""
+        """Tell whether one of the model's parameters has one of these ids."""
         self._look()
         return any(id(slot.parameter()) in parameters for slot in (*self._window, *self._all))
 
     def has_no_gradients(self, *, in_shards: bool) -> bool:
-        """Have the first few parameters that are trained none, whether they were emptied or never filled?
+        """Tell whether the first few trained parameters have no gradients, emptied or never filled.
 
-        in_shards  ask also parameters that are sharded, whose gradients may be kept elsewhere for a time
+        in_shards  look at sharded parameters too, whose gradients may be kept elsewhere for a time
         """
         self._look()
         trained = (p for slot in self._all if (p := slot.parameter()) is not None and p.requires_grad)
@@ -256,8 +207,8 @@ class ParameterSampler:
         self._next = (self._next + count) % max(len(self._slots), 1)
         return chosen
 
-    def _snapshot(self, collected: "_Collected") -> Snapshot:
-        return Snapshot(
+    def _snapshot(self, collected: "_Collected") -> TakenSamples:
+        return TakenSamples(
             values=torch.cat(collected.views) if collected.views else torch.empty(0, device="cpu"),
             places=collected.places,
             num_parameters=len(self._all),
@@ -267,7 +218,7 @@ class ParameterSampler:
         )
 
     def _look(self) -> None:
-        """Once: which parameters there are, and which of them have samples here."""
+        """Find the parameters, and those that have samples on this rank. Later calls do nothing."""
         model = self._model()
         if self._has_looked or model is None:
             return
@@ -300,7 +251,7 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, nn.Parameter]]:
 
 @dataclass(slots=True)
 class _Collected:
-    """Of a model over several devices: those of the first one."""
+    """Views of samples on one device. Of a model over several devices these are the samples of the first one."""
 
     views: list[Tensor] = field(default_factory=list)
     places: list[tuple[str, Place]] = field(default_factory=list)
@@ -315,23 +266,6 @@ class _Collected:
         self.device = held.device
         self.views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
         self.places.append((name, place))
-
-
-def run_of(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """First element, in the flattened parameter, and number of elements: all in one row of the last dimension."""
-    width = shape[-1] if shape else 1
-    count = min(NUM_ELEMENTS, width)
-    digest = hashlib.blake2b(f"{name} {list(shape)}".encode(), digest_size=16).digest()
-    row, column = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-    return row % (math.prod(shape) // width) * width + column % (width - count + 1), count
-
-
-def plain_name(name: str) -> str:
-    """Without what DDP, DeepSpeed, torch.compile, FSDP, checkpoint wrappers and PEFT put into it."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and (parts[0] == "module" or parts[:2] == ["base_model", "model"]):
-        parts = parts[1 if parts[0] == "module" else 2 :]
-    return ".".join(parts)
 
 
 def _reason_by_name(name: str) -> str | None:

@@ -1,7 +1,9 @@
-"""What becomes of a pass whose copy is on the host: written, held in the ring, or let go. For the writer's thread."""
+"""Write a pass, keep it in the flight recorder, or let it go, once its copy is on the host.
+
+All of it runs in the background writer's thread.
+"""
 
 import math
-import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -12,28 +14,34 @@ from typing import Any
 
 import torch
 
-from capture.file_format.encode import EncodedCall, encode_call, utc_time
+from capture.file_format.capture_file import EncodedCall, encode_call
 from capture.file_format.manifest import stamp_of
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
 from capture.record.disk_limits import RankFiles
-from capture.record.flight_recorder import SHARED_MEMORY, Spool, remains_of
-from capture.record.incidents import Trouble, trouble, write_troubles
+from capture.record.flight_recorder import SHARED_MEMORY, Spool
+from capture.record.incidents import Incident, incident, write_incidents
 from capture.record.retention import Keep
 from capture.record.rng_and_outputs import environment, plain_outputs
+from capture.record.salvage import salvage
 from capture.record.snapshot import Opened, Outputs, Pass
 from capture.record.step_window import StepPart
 
-MAX_TROUBLES_OF_A_KIND = 8  # a job that goes on after each would fill the disk
-MAX_TROUBLES_ASKED_FOR = 64
-_MAX_COPY_SECONDS = 1.0  # when trouble waits: a copy that is not there by then stands behind something that hangs
+MAX_INCIDENTS_OF_A_KIND = 8  # a job that goes on after each would fill the disk
+MAX_SIGNALS_OF_A_KIND = 64
+_MAX_COPY_SECONDS = 1.0  # when an incident waits: a copy that is not there by then stands behind something that hangs
 _POLL_SECONDS = 0.01
 _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 
 class Store:
-    """num_written, num_not_kept, num_lost: what became of the passes that were handed in and did not fail."""
+    """Counts the passes that were handed in and did not fail.
+
+    num_written   files
+    num_not_kept  passes that a limit or the flight recorder left out, and files that made room for later ones
+    num_lost      passes that could not be written at the end
+    """
 
     def __init__(self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event) -> None:
         self.num_lost = 0
@@ -44,15 +52,15 @@ class Store:
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
         self._spool: Spool | None = None
-        self._wants_spool = keep.ring is not None and SHARED_MEMORY.is_dir()
+        self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
         self._files: dict[int, RankFiles] = {}
         self._rank = 0
         self._num_committed = 0
         self._num_let_go = 0
-        self._num_unreached = 0
-        self._troubles: list[Trouble] = []
+        self._num_not_copied = 0
+        self._incidents: list[Incident] = []
         self._num_by_kind: Counter[tuple[str, str]] = Counter()
-        self._num_other_troubles = 0
+        self._num_other_incidents = 0
         self._step: OptimizerStep | None = None  # the latest, as far as its parts have come
         self._not_finite: tuple[int, str] | None = None  # the latest that was told
 
@@ -68,8 +76,8 @@ class Store:
     def _num_given_up(self) -> int:
         return sum(files.num_given_up for files in list(self._files.values()))
 
-    def handle(self, item: Pass | Outputs | StepPart | Opened | Trouble) -> None:
-        """Raises CaptureError for a pass that could not be read back, OSError where the disk has trouble."""
+    def handle(self, item: Pass | Outputs | StepPart | Opened | Incident) -> None:
+        """Take one item. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
         match item:
             case Pass():
                 self._take(item)
@@ -79,26 +87,26 @@ class Store:
                 self._note_step(item)
             case Opened():
                 self._settle(item.rank)
-            case Trouble():
-                self.note_trouble(item)
+            case Incident():
+                self.note_incident(item)
 
-    def note_trouble(self, found: Trouble) -> None:
-        """Writes what is held, and the reason beside it."""
+    def note_incident(self, found: Incident) -> None:
+        """Write the passes that are held, and the incident beside them."""
         kind = found.what, found.where
         self._num_by_kind[kind] += 1
-        if self._num_by_kind[kind] > (MAX_TROUBLES_ASKED_FOR if found.is_asked_for else MAX_TROUBLES_OF_A_KIND):
-            self._num_other_troubles += 1
+        if self._num_by_kind[kind] > (MAX_SIGNALS_OF_A_KIND if found.is_signal else MAX_INCIDENTS_OF_A_KIND):
+            self._num_other_incidents += 1
             return
         names = [path.name for path in self._commit_held()]
-        self._troubles.append(replace(found, files=names, num_unreached=self._num_unreached))
-        self._num_unreached = 0
+        self._incidents.append(replace(found, files=names, num_not_copied=self._num_not_copied))
+        self._num_not_copied = 0
         self._write_records()
 
     def finish(self, failed: bool) -> None:
-        """Nothing comes after this. Without trouble the ring's passes are let go."""
+        """End the recording. The flight recorder's passes are let go: no incident asked for them."""
         try:
             if not failed:
-                if self._keep.ring is None:
+                if self._keep.flight_recorder is None:
                     self._commit_held()
                 self._num_let_go += len(self._held)
                 self._held.clear()
@@ -112,7 +120,7 @@ class Store:
     def _take(self, taken: Pass) -> None:
         origin = taken.origin()
         self._settle(origin.rank or 0)
-        if self._keep.ring is None:
+        if self._keep.flight_recorder is None:
             self._commit_held()
         self._await(taken.copied)
         encoded = encode_call(
@@ -123,12 +131,12 @@ class Store:
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
-            weights=None if taken.weights is None else taken.weights.fingerprint().text(),
+            weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
         )
         self._held.append(encoded)
-        if self._keep.ring is not None:
-            while len(self._held) > self._keep.ring:
+        if self._keep.flight_recorder is not None:
+            while len(self._held) > self._keep.flight_recorder:
                 self._unspool(self._held.popleft())
                 self._num_let_go += 1
             self._put_in_spool(encoded)
@@ -145,7 +153,7 @@ class Store:
         except CaptureError:  # its pass is not lost
             return
         outputs = {**came.plain, **plain_outputs(came.tensors)}
-        if self._keep.reproduce and self._held and self._held[-1].step == came.step:
+        if self._keep.reproduce and self._held and self._held[-1].step == came.forward:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
             if came.settings:
@@ -154,10 +162,10 @@ class Store:
                 self._write_step(self._held[-1])
             else:
                 self._put_in_spool(self._held[-1])
-        self._check_numbers(came.step, outputs)
+        self._check_numbers(came.forward, outputs)
 
     def _note_step(self, part: StepPart) -> None:
-        """Into the file of the last pass before it, if that is not written yet."""
+        """Put the optimizer's step into the last pass before it, if that is not written yet."""
         try:
             self._await(part.copied)
         except CaptureError:
@@ -177,7 +185,7 @@ class Store:
             self._check_numbers(step.passes[-1], {"grad_norm": step.grad_norm})
 
     def _write_step(self, last: EncodedCall) -> None:
-        """With the norm that the job noted, where nobody else computed a whole one."""
+        """Put the latest step into `last`, with the norm that the job noted if no hook saw a whole one."""
         assert self._step is not None
         step, noted = self._step, last.body.get("outputs", {}).get("grad_norm")
         if isinstance(noted, float) and (step.grad_norm is None or step.is_part_of_norm):
@@ -187,12 +195,12 @@ class Store:
         last.body["step"] = step.text()
         self._put_in_spool(last)
 
-    def _check_numbers(self, step: int, outputs: Mapping[str, Any]) -> None:
+    def _check_numbers(self, forward: int, outputs: Mapping[str, Any]) -> None:
         for kept_as, name in _CHECKED.items():
             value = outputs.get(kept_as)
-            if isinstance(value, float) and not math.isfinite(value) and (step, kept_as) != self._not_finite:
-                self._not_finite = step, kept_as
-                self.note_trouble(trouble("not finite", name, step, f"{name} is {value}"))
+            if isinstance(value, float) and not math.isfinite(value) and (forward, kept_as) != self._not_finite:
+                self._not_finite = forward, kept_as
+                self.note_incident(incident("not finite", name, forward, f"{name} is {value}"))
 
     def _commit_held(self) -> list[Path]:
         written = []
@@ -201,14 +209,14 @@ class Store:
             self._unspool(self._held.popleft())
             if path is None:
                 self._num_let_go += 1
-                self.is_full = self._keep.keep == "first" and self._keep.ring is None
+                self.is_full = self._keep.keep == "first" and self._keep.flight_recorder is None
             else:
                 self._num_committed += 1
                 written.append(path)
         return written
 
     def _settle(self, rank: int) -> None:
-        """A job may learn its rank after the recording was opened."""
+        """Prepare this rank's files. A job may learn its rank after the recording was opened."""
         self._rank = rank
         if rank not in self._files:
             salvage(self._folder, self._keep, rank=rank)
@@ -235,14 +243,17 @@ class Store:
         if self._spool is not None:
             self._spool.close()
         self._spool, self._wants_spool = None, False
-        warn(f"capture: a ring that SIGKILL cannot reach needs {SHARED_MEMORY}: {error}. The ring is in memory alone")
+        warn(
+            f"capture: a flight recorder that outlives SIGKILL needs {SHARED_MEMORY}: {error}. "
+            "The flight recorder is in this process's memory alone"
+        )
 
     def _write_records(self) -> None:
-        if self._troubles:
-            write_troubles(
+        if self._incidents:
+            write_incidents(
                 self._folder,
-                self._troubles,
-                num_uncounted=self._num_other_troubles,
+                self._incidents,
+                num_others=self._num_other_incidents,
                 rank=self._rank,
                 stamp=stamp_of(self._opened),
             )
@@ -250,7 +261,10 @@ class Store:
             files.write_manifest()
 
     def _await(self, copied: list[torch.cuda.Event]) -> None:
-        """Never inside the driver, which would not come back from a device that hangs. Raises CaptureError."""
+        """Wait for copies from a device, but never inside the driver, which would not return from a device that hangs.
+
+        Raises CaptureError for a copy that fails, or that does not come while an incident waits.
+        """
         deadline: float | None = None
         try:
             while not all(event.query() for event in copied):
@@ -262,25 +276,5 @@ class Store:
                 else:
                     self._is_urgent.wait(_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
-            self._num_unreached += 1
+            self._num_not_copied += 1
             raise CaptureError(f"its copy to the host was not finished: {error}") from None
-
-
-def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
-    """Puts into the folder what processes of this host that died without a word had in their rings.
-
-    rank  whose; None: everybody's. Returns how many passes. Raises OSError.
-    """
-    num_saved = 0
-    for found in remains_of(folder, rank):
-        stamp = utc_time()
-        files = RankFiles(folder, keep, rank=found.rank, stamp=stamp)
-        names = [path.name for encoded in found.calls if (path := files.write(encoded)) is not None]
-        if found.calls or found.num_torn:
-            last = max((encoded.step for encoded in found.calls), default=None)
-            died = replace(trouble("died", "without a word", last), files=names, num_unreached=found.num_torn)
-            write_troubles(folder, [died], num_uncounted=0, rank=found.rank, stamp=stamp_of(stamp))
-            files.write_manifest()
-        shutil.rmtree(found.directory)
-        num_saved += len(names)
-    return num_saved

@@ -1,10 +1,10 @@
-"""Records the micro-batches that really go through a model, inside somebody's training job.
+"""Record the micro-batches that go through a model inside a training job.
 
     with recording(model, "inputs/my-run"):
         train(model)
 
-The job pays for copying a forward's arguments to the host, and, if it is to be judged, for samples of its weights and
-gradients, and for nothing else; it gets no exception from here.
+The job pays for copying a forward's arguments to the host, with `reproduce` also for samples of its weights and
+gradients, and for nothing else. No exception of the recorder reaches the job.
 """
 
 import atexit
@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import nn
 
 from capture.record.background_writer import BackgroundWriter, warn
-from capture.record.forward_hooks import Tap
+from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
-from capture.record.incidents import Trouble, is_news_to, trouble, trouble_of
+from capture.record.incidents import Incident, incident, incident_of, is_news_to
 from capture.record.job_facts import prepare_folder, rank_and_world_size
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.pass_store import Store
@@ -42,70 +42,77 @@ def recording(
     folder: str | Path,
     *,
     every: int = 1,
-    steps: str | range | tuple[int, int] | None = None,
+    forwards: str | range | tuple[int, int] | None = None,
     ranks: str | int | Iterable[int] | None = None,
     passes: Passes = "all",
     max_files: int | None = None,
     max_bytes: int | None = None,
     keep: WhichEnd = "first",
-    ring: int | None = None,
+    flight_recorder: int | None = None,
     slow_step: float | None = None,
     reproduce: bool | None = None,
     max_queued: int = 64,
+    **unknown: Never,
 ) -> "Recorder":
-    """Writes the forwards of `model`, one file a pass, until the recorder is closed, or the process ends.
+    """Write the forwards of `model`, one file a pass, until the recorder is closed or the process ends.
 
     model       what the job calls: the bare model or its wrapper (DDP, DeepSpeed's engine, torch.compile's)
     folder      made if it is not there, with mode 0700; several ranks share it
-    every       every Nth pass, of those that `steps`, `ranks` and `passes` allow
-    steps       numbers of forwards, as `100:200` (without 200), a range or a pair; `100:` has no end
+    every       every Nth forward, of those that `forwards`, `ranks` and `passes` allow; not every Nth optimizer step
+    forwards    numbers of forwards, as `100:200` (without 200), a range or a pair; `100:` has no end
     ranks       ranks that record, as `0,3` or numbers
     passes      `train` (autograd on), `rollout` (autograd off) or `all`
     max_files, max_bytes   for each rank by itself, and for all its files in the folder, also of earlier recordings;
                 1 KiB a file is set aside for the manifest
-    keep        what a full folder does: `first` takes no more, `last` gives up its oldest files
-    ring        the last N passes stay in memory and are written on trouble only: an exception, a loss or gradient norm
-                that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on), a slow step
-    slow_step   a step, from one forward to the next, of more than this many times the median is trouble
+    keep        what a full folder does: `first` takes no more, `last` deletes its oldest files
+    flight_recorder  the last N passes stay in memory, and only an incident writes them: an exception, a loss or
+                gradient norm that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on),
+                a slow step
+    slow_step   a step, from one forward to the next, of more than this many times the median is an incident
     reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
                 samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
-                default: with a ring. A pass then is complete, and without a ring written, when the next one begins
+                default on with a flight recorder. A pass is then complete, and without a flight recorder written,
+                when the next one begins
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
-    Raises TypeError or ValueError for arguments of the wrong kind. Trouble with the folder is a warning, like all
-    trouble later: the recorder's `failure` says what it was.
+    Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
+    warning, and the recorder's `failure` says what it was.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"recording needs a torch.nn.Module to tap, not {type(model).__name__}")
+        raise TypeError(f"recording needs a torch.nn.Module, not {type(model).__name__}")
     if max_queued < 1:
         raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
     kept = keep_of(
         every=every,
-        steps=steps,
+        forwards=forwards,
         ranks=ranks,
         passes=passes,
         max_files=max_files,
         max_bytes=max_bytes,
         keep=keep,
-        ring=ring,
+        flight_recorder=flight_recorder,
         slow_step=slow_step,
         reproduce=reproduce,
+        **unknown,
     )
     return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
 
 
 class Recorder:
-    """Made by `recording`. After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
+    """Records one model; made by `recording`.
 
-    num_seen     forwards of the model; one that it calls inside its own forward is part of that, and one inside a
-                 backward is a checkpoint's re-run
-    num_written  files
+    After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
+
+    num_seen     forwards of the model; a forward inside another one is part of it, and one inside a backward is a
+                 checkpoint's re-run
+    num_written  files written
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
-    num_skipped  passes that cannot be replayed from their arguments: steps of generation with a key-value cache, and
+    num_skipped  passes that cannot be replayed from their arguments: tokens generated with a key-value cache, and
                  forwards inside a CUDA graph capture
-    num_not_kept passes that the settings leave out: by number, kind or limit, or because they left the ring
-    failure      why capturing stopped before `close`, or None
-    hears_signals  False where the recording was opened outside the main thread: Python hears them there alone
+    num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
+                 in the flight recorder
+    failure      why recording stopped before `close`, or None
+    hears_signals  False where the recording was opened outside the main thread: Python handles signals in that alone
     """
 
     def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
@@ -118,17 +125,17 @@ class Recorder:
         self._is_closed = False
         self._process = os.getpid()
         self._choice = Choice(keep)
-        self._tap = Tap(self._pass_begins, self._pass_ends)
+        self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent, clock = threading.Event(), Clock()
         self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
-        self._writer: BackgroundWriter[Pass | Outputs | StepPart | Opened | Trouble] = BackgroundWriter(
+        self._writer: BackgroundWriter[Pass | Outputs | StepPart | Opened | Incident] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             finish=self._store.finish,
             is_urgent=is_urgent,
-            alarm=self._watch,
+            deadline=self._watch,
             when_late=self._tell_slow_step,
         )
         atexit.register(self.close)
@@ -140,7 +147,7 @@ class Recorder:
             self._writer.stop(error)
             return
         self.hears_signals = listen(self)
-        self._tap.attach(model)
+        self._forward_hooks.attach(model)
         if keep.reproduce:
             self._optimizer_hooks.attach()
 
@@ -171,10 +178,10 @@ class Recorder:
         self.close()
 
     def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None) -> None:
-        """What the job computed from the latest pass: numbers or tensors on any device, which are not waited for.
+        """Note what the job computed from the latest pass: numbers, or tensors on any device, without waiting for it.
 
-        loss, grad_norm  one number each; one that is not finite is trouble
-        log_probs        of a row's actions; kept as sums by row and a checksum
+        loss, grad_norm  one number each; a number that is not finite is an incident
+        log_probs        the log-probs of each row's actions
         """
         if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
             return
@@ -185,32 +192,32 @@ class Recorder:
             self._writer.stop(error)
 
     def flush(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> bool:
-        """Waits for what was handed over so far. False: it took longer."""
+        """Wait until all that was handed over is done. Returns False if it took longer."""
         return self._writer.drain(max_seconds=max_seconds)
 
     def close(self) -> None:
-        """Un-taps the model and waits for the files, up to a minute. A second call does nothing."""
+        """Take the hooks off the model and wait for the files, up to a minute. A second call does nothing."""
         if self._is_closed or os.getpid() != self._process:  # a forked child has no writer thread
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._tap.remove()
+        self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
         if self.num_seen == 0 and self.failure is None:
             warn(
                 "capture: the model was never called while it was recorded, so there are no files. Record what the job "
-                "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the tap"
+                "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
             )
 
     def hear_signal(self, number: int) -> None:
-        self._writer.tell(trouble("signal", signal.Signals(number).name, self._step), is_urgent=True)
+        self._writer.tell(incident("signal", signal.Signals(number).name, self._forward), is_urgent=True)
 
     def hear_exception(self, error: BaseException, where: str) -> None:
         is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
         if not is_ordinary and is_news_to(id(self), error):
-            self._writer.tell(trouble_of(error, where, self._step), is_urgent=True)
+            self._writer.tell(incident_of(error, where, self._forward), is_urgent=True)
 
     def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
         self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
@@ -224,7 +231,7 @@ class Recorder:
             self._writer.tell(part)
 
     def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
-        """Trouble with the optimizer's steps is not the passes'."""
+        """Call `look`, and give up optimizer steps if it fails: the passes are still recorded."""
         window = self._taker.window
         if window is None or self.failure is not None:
             return None
@@ -236,7 +243,7 @@ class Recorder:
             return None
 
     @property
-    def _step(self) -> int | None:
+    def _forward(self) -> int | None:
         return self.num_seen - 1 if self.num_seen else None
 
     def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,32 +272,32 @@ class Recorder:
             self._writer.drop()
             return
         rank, world_size = rank_and_world_size()
-        step, trains = self.num_seen - 1, torch.is_grad_enabled()
+        forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
-            self._watch_steps(lambda window: window.begin_pass(step))
-        if not self._choice.takes(step=step, rank=rank, trains=trains) or self._store.is_full:
+            self._watch_steps(lambda window: window.begin_pass(forward))
+        if not self._choice.takes(forward=forward, rank=rank, trains=trains) or self._store.is_full:
             self._num_passed_over += 1
             return
-        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, step=step)
+        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, forward=forward)
         if taken is None:
             self.num_skipped += 1
         else:
             self._writer.offer(taken, taken.num_bytes)
 
     def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
-        step, found = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
+        forward, found = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
             loss = found.get("loss")
             if loss is not None and torch.is_grad_enabled():
-                self._watch_steps(lambda window: window.watch_loss(step, loss))
+                self._watch_steps(lambda window: window.watch_loss(forward, loss))
             if (few := self._taker.log_probs_of(output)) is not None:
                 found["token_log_probs"] = few
             plain = dtypes_of(output, loss)
         if (found or settings) and not is_capturing_graph(found):
-            self._writer.tell(Outputs.of(step, found, plain, settings))
+            self._writer.tell(Outputs.of(forward, found, plain, settings))
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None
         while (late := self._watch.take()) is not None:
-            self._writer.tell(trouble("slow step", "step", late[0], late[1]), is_urgent=True)
+            self._writer.tell(incident("slow step", "step", late[0], late[1]), is_urgent=True)

@@ -1,62 +1,69 @@
-"""Which passes a recording keeps, and how much of the disk it may take: plain settings, checked once.
+"""Decide which passes a recording keeps, and how much of the disk it may take.
 
-Every rank decides for itself, with nothing but its own numbers: ranks never talk.
+The settings are plain values, checked once. Every rank decides for itself, by its own numbers: ranks never talk.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Never
 
 Passes = Literal["all", "train", "rollout"]
 WhichEnd = Literal["first", "last"]
 
+FORMER_NAMES = {"ring": "flight_recorder", "steps": "forwards"}
+_EXAMPLES = {"ring": "flight_recorder=64", "steps": 'forwards="100:200"'}
+SETTINGS = (
+    *("every", "forwards", "ranks", "passes", "max_files", "max_bytes"),
+    *("keep", "flight_recorder", "slow_step", "reproduce"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """Made by `keep_of`. A pass is kept if all of the first four say so.
+    """The settings of a recording, made by `keep_of`. A pass is kept if all of the first four say so.
 
-    ranks      the ranks that record; None: all
-    passes     those with autograd on, those with autograd off, or all
-    first_step, end_step   numbers of forwards, as in `Origin.step`; the end is not included; None: no end
-    every      every Nth of the passes that are left
-    max_files, max_bytes   of one rank's files in the folder, whoever wrote them; None: no limit
-    keep       what a full folder does: take no further passes, or give up its oldest
-    ring       this many passes stay in memory, and reach the disk on trouble; None: every pass is written at once
-    slow_step  a step that takes this many times the median is trouble; None: it never is
-    reproduce  keep random states, outputs and environment with each pass
+    ranks            ranks that record; None: all
+    passes           `train` (autograd on), `rollout` (autograd off) or `all`
+    first_forward, end_forward   numbers of forwards, as in `Origin.step`; the end is not included; None: no end
+    every            every Nth forward of those that are left
+    max_files, max_bytes   limits of one rank's files in the folder, whoever wrote them; None: no limit
+    keep             what a full folder does: take no further passes, or delete its oldest
+    flight_recorder  this many passes stay in memory, and an incident writes them; None: every pass is written at once
+    slow_step        a step that takes this many times the median is an incident; None: no step is
+    reproduce        keep random states, outputs and environment with each pass
     """
 
     every: int = 1
-    first_step: int = 0
-    end_step: int | None = None
+    first_forward: int = 0
+    end_forward: int | None = None
     ranks: frozenset[int] | None = None
     passes: Passes = "all"
     max_files: int | None = None
     max_bytes: int | None = None
     keep: WhichEnd = "first"
-    ring: int | None = None
+    flight_recorder: int | None = None
     slow_step: float | None = None
     reproduce: bool = False
 
-    def is_of_interest(self, *, step: int, rank: int, trains: bool) -> bool:
-        """Do the rules other than `every` want the pass?"""
+    def is_of_interest(self, *, forward: int, rank: int, trains: bool) -> bool:
+        """Tell whether the rules other than `every` want the pass."""
         return (
             (self.ranks is None or rank in self.ranks)
             and (self.passes == "all" or trains == (self.passes == "train"))
-            and self.first_step <= step
-            and (self.end_step is None or step < self.end_step)
+            and self.first_forward <= forward
+            and (self.end_forward is None or forward < self.end_forward)
         )
 
 
 class Choice:
-    """Of the passes that one recorder sees, those that its `keep` wants, as they come."""
+    """Chooses the passes that `keep` wants, one after the other, for one recorder."""
 
     def __init__(self, keep: Keep) -> None:
         self.keep = keep
         self._num_of_interest = 0
 
-    def takes(self, *, step: int, rank: int, trains: bool) -> bool:
-        if not self.keep.is_of_interest(step=step, rank=rank, trains=trains):
+    def takes(self, *, forward: int, rank: int, trains: bool) -> bool:
+        if not self.keep.is_of_interest(forward=forward, rank=rank, trains=trains):
             return False
         self._num_of_interest += 1
         return (self._num_of_interest - 1) % self.keep.every == 0
@@ -65,21 +72,28 @@ class Choice:
 def keep_of(
     *,
     every: int = 1,
-    steps: str | range | tuple[int, int] | None = None,
+    forwards: str | range | tuple[int, int] | None = None,
     ranks: str | int | Iterable[int] | None = None,
     passes: Passes = "all",
     max_files: int | None = None,
     max_bytes: int | None = None,
     keep: WhichEnd = "first",
-    ring: int | None = None,
+    flight_recorder: int | None = None,
     slow_step: float | None = None,
     reproduce: bool | None = None,
+    **unknown: Never,
 ) -> Keep:
-    """The settings as people type them: steps as `100:200`, ranks as `0,3`.
+    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`.
 
-    Raises ValueError for what is not allowed, and says what is.
+    Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
+    had another one.
     """
-    for name, value in (("every", every), ("max_files", max_files), ("max_bytes", max_bytes), ("ring", ring)):
+    for name in unknown:
+        if name in FORMER_NAMES:
+            raise TypeError(f"the setting `{name}` is now `{FORMER_NAMES[name]}`: {_EXAMPLES[name]}")
+        raise TypeError(f"there is no setting `{name}`. There are: {', '.join(SETTINGS)}")
+    counts = {"every": every, "max_files": max_files, "max_bytes": max_bytes, "flight_recorder": flight_recorder}
+    for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be an integer of 1 or more, not {value!r}")
     for name, chosen, allowed in (("passes", passes, ("all", "train", "rollout")), ("keep", keep, ("first", "last"))):
@@ -89,23 +103,23 @@ def keep_of(
         raise ValueError(f"slow_step must be more than 1, as in 3.0 for three times the median, not {slow_step!r}")
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
-    first_step, end_step = _steps(steps)
+    first_forward, end_forward = _first_and_end(forwards)
     return Keep(
         every=every,
-        first_step=first_step,
-        end_step=end_step,
+        first_forward=first_forward,
+        end_forward=end_forward,
         ranks=_ranks(ranks),
         passes=passes,
         max_files=max_files,
         max_bytes=max_bytes,
         keep=keep,
-        ring=ring,
+        flight_recorder=flight_recorder,
         slow_step=slow_step,
-        reproduce=ring is not None if reproduce is None else reproduce,
+        reproduce=flight_recorder is not None if reproduce is None else reproduce,
     )
 
 
-def _steps(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:
+def _first_and_end(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:
     if given is None:
         return 0, None
     try:
@@ -122,10 +136,10 @@ def _steps(given: str | range | tuple[int, int] | None) -> tuple[int, int | None
             first, end = given
     except (ValueError, TypeError):
         raise ValueError(
-            f"steps must be FIRST:END, such as 100:200 (without 200), 100: or :200, not {given!r}"
+            f"forwards must be FIRST:END, such as 100:200 (without 200), 100: or :200, not {given!r}"
         ) from None
     if first < 0 or (end is not None and end <= first):
-        raise ValueError(f"steps {given!r} holds none: FIRST must be 0 or more, and END more than FIRST")
+        raise ValueError(f"forwards {given!r} holds none: FIRST must be 0 or more, and END more than FIRST")
     return first, end
 
 

@@ -1,7 +1,7 @@
-"""What it takes to do a pass again, beside its arguments: random states, outputs, and settings that change numbers.
+"""Take a pass's random states, outputs and settings that change numbers, which a replay needs beside its arguments.
 
-The job's thread takes snapshots only; turning them into plain data is left to the writer's. NumPy is asked if the job
-has loaded it, and never imported.
+The job's thread only takes snapshots; the writer's thread turns them into plain data. NumPy's generator is taken if the
+job has loaded NumPy, which is never imported here.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch import Tensor
 from capture.file_format.plain_data import type_name
 from capture.file_format.tensor_codec import bytes_of, can_encode
 
-ENVIRONMENT_NAMES = (  # those that change numbers; none of them holds a secret or a path
+ENVIRONMENT_NAMES = (  # variables that change numbers; none of them holds a secret or a path
     "ACCELERATE_MIXED_PRECISION",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",
@@ -35,15 +35,15 @@ ENVIRONMENT_NAMES = (  # those that change numbers; none of them holds a secret 
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 _MAX_VALUE_LENGTH = 100
-_NUM_WORDS = 625  # of Python's generator: 624 and a position
+_NUM_WORDS = 625  # Python's generator has 624 and a position
 _MAX_VALUES = 65_536
-_NAMES_OF_TOKENS = ("log_probs", "output")  # a number for each row and token: kept as they are, beside their sums
+_NAMES_OF_TOKENS = ("log_probs", "output")  # numbers of tokens, kept value by value beside their sums
 _NAMES_OF_FEW = ("token_log_probs",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSnapshot:
-    """The generators' own objects, as they stood before the pass."""
+    """The states of the random generators before a pass, as the generators' own objects."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
@@ -51,6 +51,7 @@ class RandomSnapshot:
     cuda: Tensor | None
 
     def plain(self) -> dict[str, dict[str, Any]]:
+        """Return the states as plain data, as they are written."""
         version, words, gauss = self.python
         states: dict[str, dict[str, Any]] = {
             "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
@@ -71,7 +72,10 @@ class RandomSnapshot:
 
 
 def random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
-    """About 30 microseconds; the device's generator is a seed and an offset on the host, so nothing is waited for."""
+    """Take the generators' states, in about 30 microseconds.
+
+    The device's generator is a seed and an offset on the host, so there is no wait for the device.
+    """
     numpy_random = sys.modules.get("numpy.random")
     return RandomSnapshot(
         python=random.getstate(),
@@ -82,9 +86,9 @@ def random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
 
 
 def restore_random_states(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets the generators of this process as a captured pass found them; NumPy's if it is loaded.
+    """Set the generators of this process to the states before a captured pass; NumPy's if it is loaded.
 
-    `states` as in `Call.random`. Raises ValueError for states that are none.
+    `states` are those of `Call.random`. Raises ValueError if they are damaged or missing.
     """
     try:
         python = states["python"]
@@ -99,11 +103,13 @@ def restore_random_states(states: Mapping[str, Mapping[str, Any]]) -> None:
             keys = sys.modules["numpy"].frombuffer(kept["keys"], dtype="<u4")
             numpy_random.set_state((kept["algorithm"], keys, kept["position"], kept["has_gauss"], kept["gauss"]))
     except (KeyError, TypeError, RuntimeError, struct.error) as error:
-        raise ValueError(f"no random states: {error}. Record with reproduce=True or a ring to have them") from None
+        raise ValueError(
+            f"no random states: {error}. Record with reproduce=True or a flight recorder to have them"
+        ) from None
 
 
 def environment() -> dict[str, str]:
-    """Settings that change numbers: allow-listed variables that are set, and torch's own."""
+    """Return settings that change numbers: allow-listed variables that are set, and torch's own."""
     named = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
     return named | {
         "torch.deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
@@ -115,7 +121,7 @@ def environment() -> dict[str, str]:
 
 
 def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
-    """What a forward's result says: `loss` where there is one, and `output` if it is a row of numbers for each row."""
+    """Find `loss` in a forward's result, and `output` if the result is a row of numbers for each row."""
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, dict):
@@ -129,16 +135,17 @@ def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
 
 
 def dtypes_of(output: Any, loss: Tensor | None) -> dict[str, str]:
-    """Those of the logits, which says more of a job's arithmetic than that of its weights does, and of the loss."""
+    """Return the dtypes of logits and loss: they say more of a job's arithmetic than that of its weights."""
     logits = output.get("logits") if isinstance(output, dict) else None
     named = {"logits_dtype": logits, "loss_dtype": loss}
     return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
 
 
 def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Sorts what a job noted into tensors to copy and plain values. Of a DTensor the type: its value is collective.
+    """Sort what a job noted into tensors to copy and plain values.
 
-    Raises TypeError or ValueError for what is no number.
+    A DTensor becomes the name of its type: its value would take a collective. Raises TypeError or ValueError for what
+    is no number.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -154,9 +161,10 @@ def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One number as it is, more as a sum for each row and a checksum of all bytes. `tensors` are on the host.
+    """Turn tensors on the host into plain outputs.
 
-    Numbers of tokens are kept too, flat, with their shape, unless they are very many.
+    One number is kept as it is, more as a sum for each row and a checksum of all bytes. Numbers of tokens are also kept
+    value by value, flat, with their shape, up to 65,536.
     """
     outputs: dict[str, Any] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Where a rank holds a few elements of a parameter that may be sharded: as a DTensor, or in partitions of ZeRO 3."""
+"""Find a few elements of a parameter in what a rank holds of it: whole, as a DTensor, or in partitions of ZeRO 3."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Run = tuple[int, int]  # first element of the flattened, whole parameter; how many
+Run = tuple[int, int]  # first element in the whole parameter, flattened; number of elements
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class NotMappedError(ValueError):
-    """It cannot be said where the elements are. The message says why."""
+    """The elements cannot be found. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Neighbours in what this rank holds of a parameter; `count` is 0 where other ranks hold them."""
+    """Where neighbouring elements lie in what this rank holds of a parameter; `count` is 0 if other ranks hold them."""
 
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # in the whole parameter, flattened
@@ -35,7 +35,7 @@ class Place:
 
 
 def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """Where `parameter` has the run that `run_of` gives for its full shape. Raises NotMappedError."""
+    """Find the run that `run_of` gives for the full shape of `parameter`. Raises NotMappedError."""
     if hasattr(parameter, "ds_tensor"):
         return _in_partition(parameter, run_of)
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
@@ -59,10 +59,10 @@ def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
 
 
 def own_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Which of `size` indices along a dimension this rank has, once that dimension is sharded by each of `shards`.
+    """List which of `size` indices along a dimension this rank has after sharding by each of `shards`.
 
-    A shard is (number of ranks, this rank's place, split factor), in the order of the mesh's dimensions. The factor is
-    1 but for torch's `_StridedShard`, which shards each of so many chunks.
+    A shard is (number of ranks, this rank's number, split factor), in the order of the mesh's dimensions. The factor is
+    1, except for torch's `_StridedShard`, which shards each of that many chunks.
     """
     indices = torch.arange(size, device="cpu")
     for num_ranks, place, factor in shards:
@@ -71,7 +71,7 @@ def own_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def _chunks(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
-    """As torch.chunk cuts, and empty ones at the end where it would leave them out."""
+    """Cut as torch.chunk does, but with empty chunks at the end where that would leave them out."""
     size = -(-len(indices) // num_chunks)
     return indices.tensor_split([min(len(indices), number * size) for number in range(1, num_chunks)])
 
@@ -98,7 +98,7 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
     found = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
     columns = own[-1].tolist() if shape else [0]
     held = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
-    held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # neighbours here too
+    held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # those that are neighbours here too
     if not held or not all(found):
         return Place(start=start, count=0, offset=0, stride=1, **place)
     offset, stride = _in_strides([*(indices[0] for indices in found), held[0][1]][: len(shape)], local)
@@ -106,7 +106,7 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
 
 
 def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """ZeRO 3 flattens a parameter and gives each rank of a group an equal piece, the last ones padded."""
+    """Find it under ZeRO 3, which flattens a parameter and gives each rank an equal piece, the last ones padded."""
     part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     group = parameter.ds_process_group
     num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
@@ -148,6 +148,6 @@ def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
 
 
 def _in_strides(indices: Sequence[int], held: Tensor) -> Run:
-    """Offset in the storage, and stride along the last dimension."""
+    """Return the offset in the storage, and the stride along the last dimension."""
     strides = held.stride()
     return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1

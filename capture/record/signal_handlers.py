@@ -1,9 +1,9 @@
-"""Hears what may end the process: signals and uncaught exceptions. What stood there before is called afterwards.
+"""Listen to signals and uncaught exceptions, which may end the process, and pass them on to earlier handlers.
 
-A handler written in Python runs only once the main thread is back in the interpreter, and a thread that waits in a
-collective for a peer that is gone never is. So the signal's number also goes through a pipe to a thread of our own
-(`signal.set_wakeup_fd`), which acts on it whatever the main thread does, and ends the process where the signal's
-default would have.
+Python runs a signal's handler only once the main thread is back in the interpreter, and a thread that waits in a
+collective for a peer that is gone never is. So the signal's number also goes through a pipe
+(`signal.set_wakeup_fd`) to a thread of this module, which acts on it whatever the main thread does, and ends the
+process where the signal's default action would have.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ HEAD_START_SECONDS = 2.0  # for the main thread to handle a signal itself
 
 
 class Listener(Protocol):
-    """None of these raises."""
+    """Is told of signals and exceptions. Its methods do not raise."""
 
     def hear_signal(self, number: int) -> None: ...
 
@@ -30,8 +30,8 @@ class Listener(Protocol):
     def flush(self, *, max_seconds: float) -> bool: ...
 
 
-class _Alarms:
-    """What this process has installed while somebody listens."""
+class _Handlers:
+    """The signal handlers and exception hooks of this process while somebody listens."""
 
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
@@ -63,7 +63,10 @@ class _Alarms:
         threading.Thread(target=_read_signals, args=(reading,), name="capture-signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Handlers that somebody has put on top of ours stay, and call ours, which then only passes on."""
+        """Restore what was there before.
+
+        A handler that somebody has put on top of ours stays and calls ours, which from then on only passes on.
+        """
         if sys.excepthook is _excepthook:
             sys.excepthook = self.previous_excepthook
         if threading.excepthook is _thread_excepthook:
@@ -88,46 +91,46 @@ class _Alarms:
         return current == self.wakeup[1]
 
 
-_alarms = _Alarms()
+_handlers = _Handlers()
 _lock = threading.RLock()
 
 
 def listen(listener: Listener) -> bool:
-    """Returns whether signals are heard too: they are if the first listener came in the main thread."""
+    """Add a listener. Returns whether it hears signals too: it does if the first one was added in the main thread."""
     with _lock:
-        if not _alarms.listeners:
-            _alarms.install()
-        _alarms.listeners = (*_alarms.listeners, listener)
-        return bool(_alarms.previous)
+        if not _handlers.listeners:
+            _handlers.install()
+        _handlers.listeners = (*_handlers.listeners, listener)
+        return bool(_handlers.previous)
 
 
 def unlisten(listener: Listener) -> None:
     with _lock:
-        rest = tuple(other for other in _alarms.listeners if other is not listener)
-        if _alarms.listeners and not rest:
-            _alarms.uninstall()
-        _alarms.listeners = rest
+        rest = tuple(other for other in _handlers.listeners if other is not listener)
+        if _handlers.listeners and not rest:
+            _handlers.uninstall()
+        _handlers.listeners = rest
 
 
 def _tell(number: int) -> None:
-    for listener in _alarms.listeners:
+    for listener in _handlers.listeners:
         listener.hear_signal(number)
 
 
 def _wait() -> None:
-    for listener in _alarms.listeners:
+    for listener in _handlers.listeners:
         listener.flush(max_seconds=MAX_SIGNAL_SECONDS)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _alarms.process and _alarms.listeners:
-        _alarms.handled[signal.Signals(number)].set()
-        if not (_alarms.pipe_is_ours() and _alarms.heard[signal.Signals(number)].wait(MAX_SIGNAL_SECONDS)):
+    if os.getpid() == _handlers.process and _handlers.listeners:
+        _handlers.handled[signal.Signals(number)].set()
+        if not (_handlers.pipe_is_ours() and _handlers.heard[signal.Signals(number)].wait(MAX_SIGNAL_SECONDS)):
             _tell(number)
-        _alarms.heard[signal.Signals(number)].clear()
+        _handlers.heard[signal.Signals(number)].clear()
         if number != signal.SIGUSR1:
             _wait()
-    previous = _alarms.previous.get(number, signal.SIG_DFL)
+    previous = _handlers.previous.get(number, signal.SIG_DFL)
     if callable(previous):
         previous(number, frame)
     elif number != signal.SIGUSR1:
@@ -138,50 +141,50 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _read_signals(reading: int) -> None:
     while numbers := os.read(reading, 64):
         for number in numbers:
-            if number in _alarms.previous:
+            if number in _handlers.previous:
                 _act_on(number)
     os.close(reading)
 
 
 def _act_on(number: int) -> None:
-    handled = _alarms.handled[signal.Signals(number)]
+    handled = _handlers.handled[signal.Signals(number)]
     _tell(number)
-    _alarms.heard[signal.Signals(number)].set()
-    if number == signal.SIGUSR1 or callable(_alarms.previous.get(number)):
+    _handlers.heard[signal.Signals(number)].set()
+    if number == signal.SIGUSR1 or callable(_handlers.previous.get(number)):
         return
     _wait()
-    if not handled.wait(HEAD_START_SECONDS):  # the main thread is not in the interpreter: what the default would do
+    if not handled.wait(HEAD_START_SECONDS):  # the main thread is not in the interpreter: do what the default would
         ctypes.CDLL(None).signal(number, 0)
         os.kill(os.getpid(), number)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     _hear(error, "main thread")
-    _alarms.previous_excepthook(kind, error, traceback)
+    _handlers.previous_excepthook(kind, error, traceback)
 
 
 def _thread_excepthook(args: Any) -> None:
     if args.exc_value is not None:
         _hear(args.exc_value, "another thread")
-    _alarms.previous_thread_excepthook(args)
+    _handlers.previous_thread_excepthook(args)
 
 
 def _hear(error: BaseException, where: str) -> None:
-    if os.getpid() == _alarms.process:
-        for listener in _alarms.listeners:
+    if os.getpid() == _handlers.process:
+        for listener in _handlers.listeners:
             listener.hear_exception(error, where)
 
 
 def _forget_in_child() -> None:
-    """A child's signals must not go through the pipe that it shares with its parent, nor its end be the parent's."""
+    """Restore a child's own handlers: its signals must not go through the pipe that it shares with its parent."""
     global _lock
     _lock = threading.RLock()
-    if _alarms.listeners:
-        if _alarms.wakeup is not None:
+    if _handlers.listeners:
+        if _handlers.wakeup is not None:
             with contextlib.suppress(OSError):
-                os.close(_alarms.wakeup[0])
-        _alarms.uninstall()
-    _alarms.__init__()  # type: ignore[misc]
+                os.close(_handlers.wakeup[0])
+        _handlers.uninstall()
+    _handlers.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,4 +1,4 @@
-"""Notices a step that takes many times the median, also one that never ends."""
+"""Notice a step that takes many times the median, also one that never ends."""
 
 import time
 from collections import deque
@@ -9,20 +9,21 @@ _MIN_REMEMBERED = 8  # steps before a median means something: the first ones com
 
 
 class StepWatch:
-    """A step is from one forward to the next. `begin` belongs to the job's thread, the rest to the writer's.
+    """Times steps, each from one forward to the next, and compares them with the median.
 
-    Without a lock: a signal's handler may stop the job's thread anywhere and wait for the writer's.
+    `begin` belongs to the job's thread, the rest to the writer's. There is no lock: a signal's handler may stop the
+    job's thread anywhere and wait for the writer's.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._seconds: deque[float] = deque(maxlen=_NUM_REMEMBERED)
-        self._running: tuple[int, float, float | None] | None = None  # step, when it began, how long it may take
+        self._running: tuple[int, float, float | None] | None = None  # forward, when it began, how long it may take
         self._late: deque[tuple[int, float, float]] = deque()
         self._told: int | None = None
 
-    def begin(self, step: int) -> bool:
-        """Is there something to take? The step before this one was too slow."""
+    def begin(self, forward: int) -> bool:
+        """Begin a step. Returns whether `take` has something: the step before this one was too slow."""
         now = time.monotonic()
         if self._running is not None:
             before, began, limit = self._running
@@ -30,25 +31,25 @@ class StepWatch:
                 self._late.append((before, now - began, limit))
             self._seconds.append(now - began)
         enough = len(self._seconds) >= _MIN_REMEMBERED
-        self._running = step, now, self._factor * median(self._seconds) if enough else None
+        self._running = forward, now, self._factor * median(self._seconds) if enough else None
         return bool(self._late)
 
     def seconds_left(self) -> float | None:
-        """Until the running step is too slow; None while there is no telling, or it has been told."""
+        """Return how long the running step may still take; None if there is no limit yet, or it was reported."""
         running = self._running
         if running is None or running[2] is None or running[0] == self._told:
             return None
         return max(0.0, running[1] + running[2] - time.monotonic())
 
     def take(self) -> tuple[int, str] | None:
-        """The number of a step that was or is too slow, and what there is to say of it; each once."""
+        """Return the forward that began a slow step, and a message; each step once."""
         if (running := self._running) is not None and running[2] is not None:
             seconds = time.monotonic() - running[1]
             if seconds >= running[2]:
                 self._late.append((running[0], seconds, running[2]))
         while self._late:
-            step, seconds, limit = self._late.popleft()
-            if step != self._told:
-                self._told = step
-                return step, f"{seconds:.3g} s and more; {self._factor:g} times the median are {limit:.3g} s"
+            forward, seconds, limit = self._late.popleft()
+            if forward != self._told:
+                self._told = forward
+                return forward, f"{seconds:.3g} s and more; {self._factor:g} times the median are {limit:.3g} s"
         return None

@@ -1,4 +1,4 @@
-"""What a job's thread hands over to be written: that it records, a pass as it begins, what came of it. No waiting."""
+"""Take a pass's arguments as it begins and its outputs as it ends, in the job's thread, without waiting."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from capture.record.call_arguments import forward_signature, take_apart
 from capture.record.computing_dtype import ComputingDtype, is_compiled
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import attention_of, settings_of, versions
-from capture.record.parameter_sampler import ParameterSampler, Snapshot
+from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
 from capture.record.step_window import StepWindow
 from capture.record.token_log_probs import logits_of, token_log_probs
@@ -26,7 +26,7 @@ _SAMPLES = " weights"  # no argument of a forward has this name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A recording, on this rank."""
+    """A recording was opened, on this rank."""
 
     rank: int
 
@@ -42,7 +42,7 @@ class Pass:
     trains: bool
     origin: Callable[[], Origin]  # worked out in the background
     random: RandomSnapshot | None
-    weights: Snapshot | None
+    weights: TakenSamples | None
     optimizer_step: int | None
     settings: Mapping[str, str]  # beside those of the process
 
@@ -53,42 +53,42 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What came of the pass `step`: tensors on the host once `copied` has happened, and plain values."""
+    """What came of the pass `forward`: plain values, and tensors that are on the host once `copied` has happened."""
 
-    step: int
+    forward: int
     tensors: Mapping[str, Tensor]
     copied: list[torch.cuda.Event]
     plain: Mapping[str, Any]
-    settings: Mapping[str, str]  # that only showed in the pass
+    settings: Mapping[str, str]  # those that only the pass showed
 
     @classmethod
     def of(
         cls,
-        step: int,
+        forward: int,
         tensors: Mapping[str, Tensor],
         plain: Mapping[str, Any],
         settings: Mapping[str, str] | None = None,
     ) -> "Outputs":
         copies, copied = copy_to_host(tensors)
-        return cls(step=step, tensors=copies, copied=copied, plain=plain, settings=settings or {})
+        return cls(forward=forward, tensors=copies, copied=copied, plain=plain, settings=settings or {})
 
 
 class Clock:
-    """Monotonic from its making on, so that names sort as recorded."""
+    """A clock that never goes back, so that the names of files sort as recorded."""
 
     def __init__(self) -> None:
         self._began = datetime.now(UTC), time.monotonic_ns()
 
     def at(self, monotonic_ns: int) -> str:
-        """In UTC, to the microsecond."""
+        """Return the time in UTC, to the microsecond."""
         began, began_ns = self._began
         return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
 
 
 class Taker:
-    """Makes passes of what `model` is called with; with `reproduce`, with all it takes to do them again.
+    """Makes a pass of each call of `model`; with `reproduce` it holds all that it takes to do it again.
 
-    window  the optimizer's steps, with `reproduce`
+    window  what is seen of the optimizer's steps, with `reproduce`
     """
 
     def __init__(self, model: nn.Module, clock: Clock, *, model_name: str, reproduce: bool) -> None:
@@ -104,9 +104,9 @@ class Taker:
         self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
 
     def take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, world_size: int, step: int
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, world_size: int, forward: int
     ) -> Pass | None:
-        """None for a pass that cannot be replayed from its arguments."""
+        """Take the arguments of a call; None for a pass that cannot be replayed from them."""
         taken = take_apart(self._signature, args, kwargs)
         if taken.continues_a_cache or is_capturing_graph(taken.tensors):
             return None
@@ -126,7 +126,7 @@ class Taker:
             call_facts=taken.call_facts,
             left_out=taken.left_out,
             trains=trains,
-            origin=partial(self._origin, rank, world_size, step, time.monotonic_ns()),
+            origin=partial(self._origin, rank, world_size, forward, time.monotonic_ns()),
             random=random_snapshot(on_cuda=bool(copied)) if self._reproduce else None,
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
@@ -134,11 +134,14 @@ class Taker:
         )
 
     def end_pass(self) -> dict[str, str]:
-        """Settings that only showed in the pass that ends."""
+        """Return settings that only showed in the pass that ends."""
         return {} if self._computing is None else self._computing.end()
 
     def log_probs_of(self, output: Any) -> Tensor | None:
-        """Of a few tokens of the pass that was taken last, which ends with `output`. Trouble is not the pass's."""
+        """Compute log-probs of a few tokens of the latest pass, which ends with `output`.
+
+        A failure is one warning, and the end of log-probs; the pass is still recorded.
+        """
         ids_BS, self._ids_BS = self._ids_BS, None
         if ids_BS is None or not self._wants_log_probs:
             return None
@@ -152,8 +155,11 @@ class Taker:
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sampled(self, trains: bool) -> Snapshot | None:
-        """Samples of the weights, on their device. Trouble with them is not the pass's."""
+    def _sampled(self, trains: bool) -> TakenSamples | None:
+        """Take samples of the weights, on their device.
+
+        A failure is one warning, and the end of samples; the pass is still recorded.
+        """
         if self._sampler is None:
             return None
         try:
@@ -164,12 +170,12 @@ class Taker:
             warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _origin(self, rank: int, world_size: int, step: int, monotonic_ns: int) -> Origin:
+    def _origin(self, rank: int, world_size: int, forward: int, monotonic_ns: int) -> Origin:
         return Origin(
             source="",
             rank=rank,
             world_size=world_size,
-            step=step,
+            step=forward,
             time=self._clock.at(monotonic_ns),
             model_name=self._model_name,
             versions=versions(),

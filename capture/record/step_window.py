@@ -1,7 +1,7 @@
-"""What a job's thread sees from one step of its optimizer to the next: passes, shares of their losses, gradients.
+"""Collect what a job does from one optimizer step to the next: passes, shares of their losses, gradients, the norm.
 
-A step may have several parts: of several optimizers, or of one that is called for its partitions one after the other
-(DeepSpeed). All that comes without a pass with autograd on in between is one step.
+A step may have several parts: several optimizers step, or one is called for its partitions one after the other
+(DeepSpeed). Parts without a pass with autograd on between them are one step.
 """
 
 import math
@@ -22,30 +22,31 @@ from capture.record.engine_gradients import (
     num_skipped_steps,
 )
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.parameter_sampler import ParameterSampler, Snapshot
+from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 
-_MAX_GROUPS = 64  # of an optimizer, whose settings are kept
+_MAX_GROUPS = 64  # groups of an optimizer whose settings are kept
 _SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPart:
-    """One part of a step, as it is handed over. What is on its way to the host is there once `copied` has happened.
+    """One part of a step, as it is handed to the writer. Its tensors are on the host once `copied` has happened.
 
-    step       without gradients and what `numbers` holds
-    gradients  without values: those are the first of `flat`
-    flat       then the numbers of these names
+    step       all but the gradients and the numbers in `flat` and `others`
+    gradients  what was sampled; their values are the first ones of `flat`
+    flat       values of gradients, then one number for each of `names`
+    others     numbers that lay on another device, by name
     """
 
     step: OptimizerStep
-    gradients: Snapshot | None
+    gradients: TakenSamples | None
     flat: Tensor
     names: Sequence[str]
-    others: Mapping[str, Tensor]  # numbers that lay on another device
+    others: Mapping[str, Tensor]
     copied: list[torch.cuda.Event]
 
     def record(self) -> OptimizerStep:
-        """Once all is on the host."""
+        """Return the step as it is written, once all is on the host."""
         count = len(self.flat) - len(self.names)
         found = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
         found |= {name: float(value.item()) for name, value in self.others.items()}
@@ -57,7 +58,7 @@ class StepPart:
         return replace(
             self.step,
             shares=tuple(found.get(f"{_SHARE}{number}") for number in self.step.passes),
-            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).fingerprint(),
+            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).parameter_samples(),
             grad_norm=found.get(_NORM),
             settings=distinct(settings),
         )
@@ -65,10 +66,10 @@ class StepPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Clipping:
-    """Gradients as they were before the latest clipping, and what it was told."""
+    """The gradients before the latest clipping, and what the clipping was given."""
 
     after_pass: int
-    gradients: Snapshot | None
+    gradients: TakenSamples | None
     without_gradient: Sequence[str]
     num_clipped: int | None
     max_norm: float | None
@@ -77,12 +78,15 @@ class _Clipping:
 
 
 class StepWindow:
-    """For the job's thread; its methods may raise. `number` is that of the next step."""
+    """Follows the passes and steps of one model, in the job's thread. `number` is that of the next step.
+
+    Its methods may raise.
+    """
 
     def __init__(self, sampler: ParameterSampler) -> None:
         self.number = 0
         self._sampler = sampler
-        # for each optimizer that was seen: is it the model's, and DeepSpeed's optimizer around it
+        # for each optimizer that was seen: whether it is the model's, and DeepSpeed's optimizer around it
         self._related: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
         self._related = weakref.WeakKeyDictionary()
         self._num_skipped = 0
@@ -91,11 +95,11 @@ class StepWindow:
     def _begin(self) -> None:
         self._passes: list[int] = []
         self._shares: dict[int, Tensor] = {}
-        self._is_kept = False  # is one of the passes recorded?
+        self._is_kept = False  # whether one of the passes is recorded
         self._clipping: _Clipping | None = None
-        self._was_clipped_before = False  # than the last pass
+        self._was_clipped_before = False  # before the last pass
         self._has_stepped = False
-        self._sampled: set[str] = set()  # in the parts of the step so far
+        self._sampled: set[str] = set()  # names, in the parts of the step so far
 
     def begin_pass(self, number: int) -> None:
         """A forward with autograd on begins."""
@@ -104,12 +108,12 @@ class StepWindow:
         self._passes.append(number)
 
     def keep_pass(self) -> bool:
-        """The pass that has begun is recorded. Is it the first one since the last step?"""
+        """The pass that has begun is recorded. Returns whether it is the first one since the last step."""
         is_first, self._is_kept = not self._is_kept, True
         return is_first
 
     def watch_loss(self, number: int, loss: Tensor) -> None:
-        """What is differentiated by the loss of the pass `number` is its share."""
+        """Watch the backward for the share of pass `number`: the derivative of what is differentiated by its loss."""
         if not loss.requires_grad or is_capturing_graph({"loss": loss}):
             return
 
@@ -140,13 +144,13 @@ class StepWindow:
         )
 
     def clipped(self, norm: Any) -> None:
-        """The norm of the gradients that were clipped just now, which was not known before."""
+        """The gradients were clipped, and this was their norm, if it was not known before."""
         if self._clipping is not None and self._clipping.norm is None:
             own, is_part = own_norm(norm)
             self._clipping = replace(self._clipping, norm=own, is_part_of_norm=is_part)
 
     def steps(self, optimizer: Optimizer) -> StepPart | None:
-        """The optimizer will step. None if it is not the model's, or none of the passes is recorded."""
+        """The optimizer will step. Returns None if it is not the model's, or if no pass of the window is recorded."""
         is_related, engine = self._relation(optimizer)
         if not is_related:
             return None
@@ -160,7 +164,7 @@ class StepWindow:
 
     @torch.no_grad()
     def _part_of_engine(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
-        """Of the partitions that DeepSpeed steps on now."""
+        """Describe the partitions that DeepSpeed steps on now."""
         found = EngineGradients.now(wrapper, optimizer)
         gradients = self._sampler.gradients_in(found.find, but=self._sampled)
         if gradients is not None:
@@ -216,11 +220,11 @@ class StepWindow:
 
     @property
     def _is_up_to_date(self) -> bool:
-        """Has no pass begun since the latest clipping?"""
+        """Tell whether no pass has begun since the latest clipping."""
         return self._clipping is not None and self._clipping.after_pass == self._passes[-1]
 
     def _was_emptied(self) -> bool:
-        """Are there no gradients any more, though there was a backward? fp16 leaves out steps that overflow."""
+        """Tell whether a backward's gradients are gone without a step: fp16 leaves out steps that overflow."""
         before, self._num_skipped = self._num_skipped, num_skipped_steps(self._sampler.model)
         if self._num_skipped > before:
             return True
@@ -239,7 +243,10 @@ class StepWindow:
 
 
 def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Plain settings of each group that has parameters, and those that are tensors, which are not waited for."""
+    """Return each group's plain settings, and those that are tensors, without waiting for a device.
+
+    Groups without parameters are left out.
+    """
     settings: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, group in enumerate([one for one in optimizer.param_groups if one["params"]][:_MAX_GROUPS]):
@@ -257,7 +264,7 @@ def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, T
     return settings, tensors
 
 
-def _part_of(step: OptimizerStep, gradients: Snapshot | None, tensors: Mapping[str, Tensor]) -> StepPart:
+def _part_of(step: OptimizerStep, gradients: TakenSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
     first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
     near = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
@@ -275,9 +282,9 @@ def _part_of(step: OptimizerStep, gradients: Snapshot | None, tensors: Mapping[s
 
 
 def own_norm(norm: Any) -> tuple[Tensor | None, bool]:
-    """A copy of what this rank has of a norm, and whether it is a part: then the squares of all ranks add up.
+    """Copy what this rank has of a norm, and tell whether it is a part: then the squares of all ranks add up.
 
-    A norm over shards may be left unreduced (DTensor); to ask for all of it would be a collective.
+    A norm over shards may be unreduced (DTensor); the whole of it would take a collective.
     """
     if not isinstance(norm, Tensor) or norm.numel() != 1:
         return None, False

@@ -1,4 +1,4 @@
-"""Log-probs of a few of a pass's tokens, by its logits: numbers of a token each, where a loss is one of the pass.
+"""Compute log-probs of a few tokens of a pass from its logits: they tell tokens apart, which a loss does not.
 
 Shapes: B rows, S tokens, V vocabulary, N tokens that are looked at.
 """
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from capture.file_format.optimizer_step import sampled_tokens
 
 _MAX_REMEMBERED = 64
-_CPU_ELEMENTS = 2**18  # at once: what a cache holds
+_CPU_ELEMENTS = 2**18  # computed at once: what a cache holds
 _indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
 
 
 def logits_of(output: Any, ids_BS: Tensor) -> Tensor | None:
-    """A plain tensor of logits for each token id, or None."""
+    """Find logits for each token id in a forward's output; None if there are none in a plain tensor."""
     logits = output.get("logits") if isinstance(output, dict) else None
     if type(logits) is not Tensor or logits.ndim != 3 or not logits.is_floating_point() or not logits.numel():
         return None
@@ -27,7 +27,10 @@ def logits_of(output: Any, ids_BS: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
-    """In fp32, of the ids at `sampled_tokens`, by the logits at the place before; nan for an id that has no logit."""
+    """Compute log-probs, in fp32, of the ids at `sampled_tokens` from the logits one place before.
+
+    An id without a logit gives nan.
+    """
     if logits_BSV.shape[1] < 2:
         return None
     rows_N, columns_N, before_N = _indices_of(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
@@ -48,7 +51,7 @@ def _log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
 
 
 def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Row, column and the column before of each token that is looked at."""
+    """Return the row, the column and the column before of each token that is looked at."""
     key = num_rows, num_tokens, device
     if key not in _indices:
         places = [(row, column, column - 1) for row, column in sampled_tokens(num_rows, num_tokens)]

@@ -23,13 +23,13 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
 
     longest    actor_inputs_rank0_20261121_112004_571116_00000000.pkl: 4 rows of 1024, 1,522 tokens real
 
-    Trouble that a recording noted comes first:
+    Incidents that a recording noted come first:
 
-    trouble    rank 0, step 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
+    incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
     """
     out = open_console(file)
-    if facts.troubles or facts.in_memory is not None:
-        print_pairs(out, wording.troubles(facts))
+    if facts.incidents or facts.in_memory is not None:
+        print_pairs(out, wording.incidents(facts))
         print_line(out)
     print_pairs(out, wording.folder_facts(facts))
     if facts.kinds:

@@ -12,10 +12,10 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import capture_files, read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch
-from capture.record.flight_recorder import remains_of
-from capture.record.incidents import Trouble, read_troubles
-from capture.record.pass_store import salvage
+from capture.record.flight_recorder import dead_spools
+from capture.record.incidents import Incident, read_incidents
 from capture.record.retention import Keep
+from capture.record.salvage import salvage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +40,11 @@ class KindFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankTrouble:
-    """Why a rank wrote its ring, as it noted it. `num_others` came later, and nothing was written for them."""
+class RankIncident:
+    """What made a rank write its passes. `num_others` came later, and nothing was written for them."""
 
     rank: int
-    found: Trouble
+    incident: Incident
     num_others: int
 
 
@@ -66,14 +66,14 @@ class FolderFacts:
     versions: list[str] = field(default_factory=list)
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
-    troubles: list[RankTrouble] = field(default_factory=list)
-    in_memory: str | None = None  # rings of dead processes that could not be put into the folder
+    incidents: list[RankIncident] = field(default_factory=list)
+    in_memory: str | None = None  # what dead processes left there and could not be put into the folder
     longest: list[Odd] = field(default_factory=list)
     odd: list[Odd] = field(default_factory=list)
 
 
 def inspect_folder(folder: Path) -> FolderFacts:
-    """Read every capture in `folder`, with the rings that dead processes of this host left in memory.
+    """Read every capture in `folder`, and the passes that dead processes of this host left in memory.
 
     Raises UsageError if there is no such folder, or nothing of a recording in it.
     """
@@ -83,15 +83,17 @@ def inspect_folder(folder: Path) -> FolderFacts:
     in_memory = _salvage(folder)
     paths = capture_files(folder)
     damaged: list[tuple[Path, str]] = []
-    troubles: list[RankTrouble] = []
+    incidents: list[RankIncident] = []
     try:
-        records = read_troubles(folder)
+        records = read_incidents(folder)
     except CaptureError as error:
         records = []
         damaged.append((folder, str(error)))
     for record in records:
-        troubles.extend(RankTrouble(rank=record.rank, found=t, num_others=record.num_others) for t in record.troubles)
-    if not paths and not troubles and in_memory is None:
+        incidents.extend(
+            RankIncident(rank=record.rank, incident=one, num_others=record.num_others) for one in record.incidents
+        )
+    if not paths and not incidents and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl). Try: replay inspect inputs/sample")
     batches: list[MicroBatch] = []
     odd: list[Odd] = []
@@ -122,7 +124,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         versions=sorted({f"{name} {number}" for batch in batches for name, number in batch.origin.versions.items()}),
         kinds=[_kind_facts(name, members) for name, members in kinds if members],
         damaged=damaged,
-        troubles=troubles,
+        incidents=incidents,
         in_memory=in_memory,
         longest=_longest(batches),
         odd=odd,
@@ -130,9 +132,9 @@ def inspect_folder(folder: Path) -> FolderFacts:
 
 
 def _salvage(folder: Path) -> str | None:
-    """Put into `folder` what killed ranks had in their rings, or say whose it is and what to type."""
+    """Put into `folder` what killed ranks had in their flight recorders, or say whose it is and what to type."""
     try:
-        ranks = sorted({found.rank for found in remains_of(folder) if found.calls or found.num_torn})
+        ranks = sorted({spool.rank for spool in dead_spools(folder) if spool.calls or spool.num_cut_short})
     except OSError:
         return None
     if not ranks:
@@ -143,7 +145,7 @@ def _salvage(folder: Path) -> str | None:
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return (
             f"{named} died without a word, and the last passes are in this host's memory: {error.strerror}. "
-            f"Try, as who may write there: python -m capture.record.flight_recorder {folder}"
+            f"Try, as who may write there: capture salvage {folder}"
         )
     return None
 

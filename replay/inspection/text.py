@@ -14,27 +14,28 @@ def folder_facts(facts: FolderFacts) -> Pairs:
     return pairs
 
 
-def troubles(facts: FolderFacts) -> Pairs:
-    """Ranks that died without a word, then what went wrong first; last what follows from another rank's end.
+def incidents(facts: FolderFacts) -> Pairs:
+    """List ranks that died without a word, then what failed first; last what follows from another rank's end.
 
-    A death is dated by who found its ring, so its time says nothing.
+    A death has the time at which somebody salvaged its passes, so it is not sorted by that.
     """
-    pairs: Pairs = [] if facts.in_memory is None else [("trouble", facts.in_memory)]
+    pairs: Pairs = [] if facts.in_memory is None else [("incident", facts.in_memory)]
     order = {"died": 0}
-    for trouble in sorted(
-        facts.troubles, key=lambda one: (order.get(one.found.what, 1 + one.found.follows_another), one.found.time)
+    for one in sorted(
+        facts.incidents,
+        key=lambda one: (order.get(one.incident.what, 1 + one.incident.follows_another), one.incident.time),
     ):
-        found = trouble.found
-        step = "before any forward" if found.step is None else f"step {found.step}"
-        text = f"rank {trouble.rank}, {step}, {found.time}: {found.what}, {found.where}"
-        if found.message:
-            text += f": {found.message}"
-        saved = f"; {counted(len(found.files), 'file')} for it"
-        if found.num_unreached:
-            saved += f", {counted(found.num_unreached, 'pass')} not on the host in time"
-        pairs.append(("trouble", text + saved))
-    if number := sum({trouble.rank: trouble.num_others for trouble in facts.troubles}.values()):
-        pairs.append(("trouble", f"{number} more like these, for which nothing was written"))
+        incident = one.incident
+        forward = "before any forward" if incident.forward is None else f"forward {incident.forward}"
+        text = f"rank {one.rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
+        if incident.message:
+            text += f": {incident.message}"
+        saved = f"; {counted(len(incident.files), 'file')} for it"
+        if incident.num_not_copied:
+            saved += f", {counted(incident.num_not_copied, 'pass')} not on the host in time"
+        pairs.append(("incident", text + saved))
+    if number := sum({one.rank: one.num_others for one in facts.incidents}.values()):
+        pairs.append(("incident", f"{number} more like these, for which nothing was written"))
     return pairs
 
 

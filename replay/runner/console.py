@@ -25,7 +25,7 @@
     slowest    4,037.3 ms, pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     peak       0.503 GiB, resident set (VmHWM), pass 2, rank 0, actor_inputs_[...]_00000005.pkl
     left out   4 passes of the other kind (see --passes)
-    verdict    CANNOT TELL: nothing was recorded of what the job computed. Record with reproduce=True, or a ring
+    verdict    CANNOT TELL: nothing was recorded of what the job computed. [...]
     log        logs/20261121-112435-replay
 
 File names are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs

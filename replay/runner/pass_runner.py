@@ -20,7 +20,7 @@ from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_rows_reversed
-from capture.record.parameter_sampler import Sample
+from capture.file_format.parameter_samples import Sample
 from capture.record.rng_and_outputs import restore_random_states
 from replay.loss import negated_mean, tokens_for
 from replay.report.text import one_line

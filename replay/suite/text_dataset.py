@@ -13,8 +13,7 @@ import torch
 
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import write_actor_config
-from capture.file_format.capture_file import write_call
-from capture.file_format.encode import utc_time
+from capture.file_format.capture_file import utc_time, write_call
 from capture.file_format.micro_batch import Origin
 
 COLUMN = "text"

@@ -3,9 +3,9 @@
 In the order of Kind, so that a wrong weight or input is named before what is computed from it.
 
 How far apart two right runs may be, tensor by tensor: inputs have to be equal, and weights but for a sketch's rounding
-and the coarser dtype's. What is computed drifts apart, for it is rounded in another order. Where equivalent runs were traced, that is measured: SAFETY times the farthest that
-one of them is from the reference, in any tensor of that layer and direction, and at least a quarter of what else is the
-bound, a guess:
+and the coarser dtype's. What is computed drifts apart, for it is rounded in another order. Where equivalent runs were
+traced, that is measured: SAFETY times the farthest that one of them is from the reference, in any tensor of that layer
+and direction, and at least a quarter of what else is the bound, a guess:
 
     (16 u + 1e-5) sqrt(1 + layers passed)
 

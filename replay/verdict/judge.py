@@ -264,7 +264,7 @@ def _outcome(
     if weights.differing:
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
-        why = "nothing was recorded of what the job computed. Record with reproduce=True, or a ring"
+        why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
         return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
     wrong = [one for one in findings if one.status is Status.DIFFERS]
     unsettled = [one for one in findings if one.status is Status.UNSETTLED]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.optimizer_step import sampled_tokens
-from capture.record.parameter_sampler import Sample
+from capture.file_format.parameter_samples import Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from actor_init.model import ModelSource, parameter_shapes
-from capture.record.parameter_sampler import Fingerprint, Sample
+from capture.file_format.parameter_samples import ParameterSamples, Sample
 from replay.report.text import counted
 from replay.verdict.job_values import OtherValue, WeightsFound
 
@@ -27,7 +27,7 @@ class SameWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self._source.config)
 
-    def check(self, fingerprint: Fingerprint | None) -> WeightsFound:
+    def check(self, fingerprint: ParameterSamples | None) -> WeightsFound:
         if fingerprint is None:
             return WeightsFound(doubt="the capture holds no samples of the weights")
         compared: list[str] = []
@@ -55,7 +55,7 @@ class SameWeights:
             doubt=self._doubt(fingerprint, foreign, bool(compared)),
         )
 
-    def by_own_name(self, fingerprint: Fingerprint) -> dict[str, Sample]:
+    def by_own_name(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
         """The samples by the names that their parameters have in this model; those of others are left out."""
         named = {self._own_name(sample): sample for sample in fingerprint.samples}
         return {name: sample for name, sample in named.items() if name is not None}
@@ -68,7 +68,7 @@ class SameWeights:
                 return name
         return None
 
-    def _doubt(self, fingerprint: Fingerprint, foreign: list[str], has_compared: bool) -> str | None:
+    def _doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
         if fingerprint.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
             return f"{kinds} of {counted(fingerprint.num_parameters, 'parameter')} could not be sampled"

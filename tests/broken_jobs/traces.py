@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.capture_file import Call, capture_files, read_call
-from capture.record.parameter_sampler import Fingerprint
+from capture.file_format.parameter_samples import ParameterSamples
 from tests.broken_jobs.declarations import Job
 from tests.broken_jobs.effect import judged_steps
 
@@ -73,7 +73,7 @@ def _apart(here: Sequence[float], there: Sequence[float]) -> float:
     return max((abs(a - b) / max(abs(b), 1.0) for a, b in pairs), default=0.0)
 
 
-def _of_samples(here: Fingerprint | None, there: Fingerprint | None) -> float:
+def _of_samples(here: ParameterSamples | None, there: ParameterSamples | None) -> float:
     ours, theirs = _values(here), _values(there)
     squares = total = 0.0
     for name in ours.keys() | theirs.keys():
@@ -85,7 +85,7 @@ def _of_samples(here: Fingerprint | None, there: Fingerprint | None) -> float:
     return math.sqrt(squares / total) if total else float(squares > 0)
 
 
-def _of_worst_sample(here: Fingerprint | None, there: Fingerprint | None) -> float:
+def _of_worst_sample(here: ParameterSamples | None, there: ParameterSamples | None) -> float:
     ours, theirs = _values(here), _values(there)
     both = ours.keys() & theirs.keys()
     return max((_length(ours[name], theirs[name]) for name in both), default=0.0)
@@ -96,5 +96,5 @@ def _length(here: Sequence[float], there: Sequence[float]) -> float:
     return difference / math.hypot(*there) if any(there) else float(difference > 0)
 
 
-def _values(found: Fingerprint | None) -> Mapping[str, Sequence[float]]:
+def _values(found: ParameterSamples | None) -> Mapping[str, Sequence[float]]:
     return {} if found is None else {sample.name: sample.values for sample in found.samples}
