@@ -12,7 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, ground_of, grounds_for
 from tests.more_faults import MORE_FAULTS
@@ -45,7 +45,7 @@ def faults(home: Path) -> dict[str, str]:
         number, cell = campaign.place_of(fault)
         judged = campaign.judged(number, cell, fault.name)
         where = judged.distances["gradients"].name
-        found[fault.name] = f"{judged.verdict}: {', '.join(judged.deciding)}; farthest gradient {where}; {cell.name}"
+        found[fault.name] = f"{judged.result}: {', '.join(judged.deciding)}; farthest gradient {where}; {cell.name}"
     return found
 
 
@@ -73,10 +73,10 @@ def clean(home: Path, num_seeds: int) -> dict[str, str]:
         for cell in ground.cells:
             if cell.role is not Role.REFERENCE:
                 judged = campaign.judged(number, cell)
-                is_clean = judged.verdict in (Verdict.EQUAL, Verdict.WITHIN_NOISE)
+                is_clean = judged.result in (CellResult.EQUAL, CellResult.WITHIN_NOISE)
                 name = f"{ground.model}, seed {ground.options['weights_seed']}, {cell.name}"
                 far = {quantity: f"{one.value:.3g}" for quantity, one in judged.distances.items()}
-                alarms[name] = "" if is_clean else f"{judged.verdict}: {far}"
+                alarms[name] = "" if is_clean else f"{judged.result}: {far}"
     return alarms
 
 

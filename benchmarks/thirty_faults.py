@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.options import command_line
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.runlog.reader import PastRun
 from replay.runner.selection import default_folder
@@ -39,7 +39,7 @@ from tests.fault_campaign import (
 from tests.faults import FAULTS, Fault
 
 TRAINED = {"step": True, "learning_rate": "1e-3", "epochs": "3"}
-AGREE = (Verdict.EQUAL, Verdict.WITHIN_NOISE)
+AGREE = (CellResult.EQUAL, CellResult.WITHIN_NOISE)
 
 
 def main() -> None:
@@ -77,14 +77,14 @@ def faults(home: Path) -> dict[str, dict[str, Any]]:
             found[fault.name] = {"command": "diagnose", "found": bool(failed), "first": ", ".join(failed)}
             continue
         number, cell = campaign.place_of(fault)
-        verdict = campaign.judged(number, cell, fault.name).verdict
+        verdict = campaign.judged(number, cell, fault.name).result
         first = (
             None if fault.options else campaign.parting(number, cell, fault.name)
         )  # trainings have more than a place
         named = "" if first is None else f"{first.name} ({first.kind})"
         found[fault.name] = {
             "command": "parity",
-            "found": verdict is Verdict.DIFFERS,
+            "found": verdict is CellResult.DIFFERS,
             "first": named,
             "names it": fault.named in named if fault.named else "has no layer",
         }
@@ -185,7 +185,7 @@ def clean(home: Path, num_seeds: int) -> dict[str, str]:
         for cell in ground.cells:
             if cell.role is Role.REFERENCE:
                 continue
-            verdict = campaign.judged(number, cell).verdict
+            verdict = campaign.judged(number, cell).result
             first = campaign.parting(number, cell) if is_traceable(cell) else None
             name = f"{ground.model}, seed {ground.options['weights_seed']}, {cell.name}"
             alarms[name] = "" if verdict in AGREE and first is None else f"{verdict}, {first and first.name}"

@@ -1,4 +1,4 @@
-"""Faults against `replay parity`: its plan, its judgement and its first difference, over runs of a few shared worlds.
+"""Faults against `replay parity`: its plan, its result and its first difference, over runs of a few shared worlds.
 
 Parity itself starts processes for every run; here all runs of one kind of world share them, and a run may have a fault.
 """
@@ -14,9 +14,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from replay.options import command_line
-from replay.parity.judge import MEASURING, Judge, Judged
 from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.parity.plan import Cell, Here, plan
+from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
 from replay.parity.state import Row, State
 from replay.runlog.reader import PastRun
 from replay.runner.selection import edge_folder
@@ -153,10 +153,10 @@ class Campaign:
         number = places.index((fault.model, fault.options, fault.group))
         return number, self.grounds[number].cell(fault.cell)
 
-    def judged(self, number: int, cell: Cell, fault: str = "") -> Judged:
+    def judged(self, number: int, cell: Cell, fault: str = "") -> JudgedCell:
         """What parity says of `cell` in that ground, which has the fault."""
         rows = [self._row(number, one, "") for one in self.grounds[number].cells if one.name != cell.name]
-        return Judge().judge([*rows, self._row(number, cell, fault)]).cells[cell.name]
+        return MatrixJudge().result_of([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
         """What parity names first, by the rule of `replay.parity.traced_rerun`."""

@@ -6,7 +6,7 @@ its own.
 
 import pytest
 
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, grounds_for, is_traceable
 from tests.faults import FAULTS, Fault
@@ -27,7 +27,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 @pytest.mark.parametrize("fault", OF_PARITY, ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_its_layer_is_named(fault: Fault, campaign: Campaign) -> None:
     number, cell = campaign.place_of(fault)
-    assert campaign.judged(number, cell, fault.name).verdict is Verdict.DIFFERS
+    assert campaign.judged(number, cell, fault.name).result is CellResult.DIFFERS
     if fault.named:
         first = campaign.parting(number, cell, fault.name)
         assert first is not None
@@ -38,6 +38,6 @@ def test_clean_runs_give_no_alarm(campaign: Campaign) -> None:
     for number, ground in enumerate(campaign.grounds):
         for cell in ground.cells:
             if cell.role is not Role.REFERENCE:
-                assert campaign.judged(number, cell).verdict in (Verdict.EQUAL, Verdict.WITHIN_NOISE), cell.name
+                assert campaign.judged(number, cell).result in (CellResult.EQUAL, CellResult.WITHIN_NOISE), cell.name
                 if is_traceable(cell):
                     assert campaign.parting(number, cell) is None, cell.name

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 from replay.options import run_spec
-from replay.parity.judge import Judge
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
+from replay.parity.results import MatrixJudge
 from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
 from replay.runlog.token_log_probs import keep as keep_log_probs
 from tests.made_logs import passed
@@ -106,9 +106,9 @@ def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_do
             own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
             keep(folder, index, own.items(), alone)
             keep_log_probs(folder, index, 0, [-1.0, None, -2.0])
-    judged = Judge().judge(made.rows).cells
-    assert judged["clean"].verdict is Verdict.EQUAL
-    assert (judged["cell"].verdict, judged["cell"].deciding) == (Verdict.DIFFERS, ["gradients"])
+    judged = MatrixJudge().result_of(made.rows).cells
+    assert judged["clean"].result is CellResult.EQUAL
+    assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["gradients"])
     assert judged["cell"].distances["gradients"].where in ("q_proj at w.pkl", "q_proj at x.pkl")
 
 
@@ -132,7 +132,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
         for index in range(2):
             keep_log_probs(folder, index, 0, [None, *values[index].tolist()])
             keep(folder, index, [("w", random(4, 4))], alone)
-    judged = Judge().judge(made.rows).cells
-    assert judged["clean"].verdict is Verdict.WITHIN_NOISE
-    assert (judged["cell"].verdict, judged["cell"].deciding) == (Verdict.DIFFERS, ["token log-probs"])
+    judged = MatrixJudge().result_of(made.rows).cells
+    assert judged["clean"].result is CellResult.WITHIN_NOISE
+    assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["token log-probs"])
     assert judged["cell"].distances["token log-probs"].where == "x.pkl"

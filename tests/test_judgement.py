@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from replay.options import run_spec
-from replay.parity.judge import Judge, Judgement
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
+from replay.parity.results import MatrixJudge, MatrixResult
 from replay.parity.state import Row, State
 from replay.runlog.records import PassRecord
 from replay.spec import RunSpec
@@ -49,11 +49,11 @@ class Made:
         cell = Cell(name=name, role=role, spec=spec, num_processes=num_processes, reference=reference, varies=varies)
         self.rows.append(Row(cell=cell, state=State.DONE, log=folder))
 
-    def judged(self) -> Judgement:
-        return Judge().judge(self.rows)
+    def judged(self) -> MatrixResult:
+        return MatrixJudge().result_of(self.rows)
 
-    def verdict_of(self, name: str) -> Verdict:
-        return self.judged().cells[name].verdict
+    def verdict_of(self, name: str) -> CellResult:
+        return self.judged().cells[name].result
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def made(tmp_path: Path) -> Made:
 def test_a_clean_run_has_no_remarks(made: Made) -> None:
     made.add("near", 1 - 3e-7)
     made.add("equal")
-    judgement = made.judged()
-    assert judgement.is_clean
-    assert judgement.remarks == []
-    assert {name: one.verdict for name, one in judgement.cells.items()} == {
+    result = made.judged()
+    assert result.is_clean
+    assert result.remarks == []
+    assert {name: one.result for name, one in result.cells.items()} == {
         "again": "EQUAL",
         "eager": "WITHIN NOISE",
         "near": "WITHIN NOISE",
@@ -88,11 +88,11 @@ def test_each_quantity_can_differ_alone(made: Made) -> None:
     }
     for quantity, change in rows.items():
         made.add(quantity, records=[*clean, passed(3, "z", **change)])
-    judgement = made.judged()
-    assert not judgement.is_clean
+    result = made.judged()
+    assert not result.is_clean
     for quantity in rows:
-        judged = judgement.cells[quantity]
-        assert (judged.verdict, judged.deciding) == (Verdict.DIFFERS, [quantity])
+        judged = result.cells[quantity]
+        assert (judged.result, judged.deciding) == (CellResult.DIFFERS, [quantity])
         assert judged.distances[quantity].source == "z.pkl"
         assert judged.distances[quantity].place == 3
 
@@ -103,11 +103,11 @@ def test_data_ranks_are_held_against_the_same_inputs_accumulated(made: Made) -> 
     for name, norm in (("two ranks", 4.0), ("summed, not averaged", 8.0)):
         records = [passed(i // 2, letter, norm=norm, rank=i % 2) for i, letter in enumerate(NAMES)]
         made.add(name, reference="ref 2", num_processes=2, records=records)
-    judgement = made.judged()
-    assert judgement.cells["ref 2"].verdict is Verdict.EQUAL
-    assert judgement.cells["two ranks"].verdict is Verdict.EQUAL
-    assert judgement.cells["summed, not averaged"].deciding == ["gradient norm"]
-    assert judgement.cells["two ranks"].notes == []
+    result = made.judged()
+    assert result.cells["ref 2"].result is CellResult.EQUAL
+    assert result.cells["two ranks"].result is CellResult.EQUAL
+    assert result.cells["summed, not averaged"].deciding == ["gradient norm"]
+    assert result.cells["two ranks"].notes == []
 
 
 def test_a_reference_that_does_not_repeat_itself_is_not_noise(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_a_reference_that_does_not_repeat_itself_is_not_noise(tmp_path: Path) ->
     made.add("again", 1.01, varies="the same again")
     made.add("eager", 1.02, varies="kernel")
     made.add("cell", 0.99)
-    judgement = made.judged()
-    assert not judgement.is_clean
-    assert "The reference does not repeat itself: look for dropout, or memory" in judgement.remarks[0]
-    assert {one.verdict for one in judgement.cells.values()} == {Verdict.DIFFERS}
+    result = made.judged()
+    assert not result.is_clean
+    assert "The reference does not repeat itself: look for dropout, or memory" in result.remarks[0]
+    assert {one.result for one in result.cells.values()} == {CellResult.DIFFERS}
 
 
 def test_a_reference_that_all_others_are_far_from_is_named(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_repeating_and_row_order_alone_measure_no_noise(tmp_path: Path) -> None:
     made.add("reversed", varies="row order")
     made.add("cell", 1 + 1e-6)
     judged = made.judged().cells["cell"]
-    assert judged.verdict is Verdict.NOT_JUDGED
+    assert judged.result is CellResult.NOT_JUDGED
     assert judged.notes == ["no equivalent run measured its noise"]
 
 
@@ -149,8 +149,8 @@ def test_each_dtype_has_its_own_bound_and_is_held_against_fp32(made: Made) -> No
     made.add("eager bf16", 1.0011, varies="kernel", reference="ref bf16", dtype="bf16")
     made.add("bf16", 1.0012, reference="ref bf16", dtype="bf16")
     made.add("fp32", 1.0001)
-    assert made.verdict_of("bf16") is Verdict.WITHIN_NOISE
-    assert made.verdict_of("fp32") is Verdict.DIFFERS
+    assert made.verdict_of("bf16") is CellResult.WITHIN_NOISE
+    assert made.verdict_of("fp32") is CellResult.DIFFERS
     assert made.judged().remarks == []
 
 
@@ -163,7 +163,7 @@ def test_a_narrow_reference_that_is_further_from_fp32_than_rounding_explains_is_
 def test_what_did_other_work_is_not_judged_and_says_why(made: Made) -> None:
     made.add("other", work={"config": {**CONFIG["config"], "hidden_size": 32}})
     judged = made.judged().cells["other"]
-    assert judged.verdict is Verdict.NOT_JUDGED
+    assert judged.result is CellResult.NOT_JUDGED
     assert "hidden_size is 32, not 64" in judged.notes[0]
     assert not made.judged().is_clean
 
@@ -171,7 +171,7 @@ def test_what_did_other_work_is_not_judged_and_says_why(made: Made) -> None:
 def test_a_run_without_the_reference_s_gradient_norms_says_so(made: Made) -> None:
     made.add("forward alone", records=[passed(index, letter, norm=None) for index, letter in enumerate(NAMES)])
     judged = made.judged().cells["forward alone"]
-    assert judged.verdict is Verdict.NOT_JUDGED
+    assert judged.result is CellResult.NOT_JUDGED
     assert judged.notes == [
         "gradient norms are not compared: no gradient was averaged over the same inputs (1 input each, against none)"
     ]
@@ -183,5 +183,5 @@ def test_what_is_not_finite_in_both_is_equal_and_said(tmp_path: Path) -> None:
     for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", "")):
         made.add(name, varies=varies, records=records)
     judged = made.judged().cells["cell"]
-    assert judged.verdict is Verdict.EQUAL
+    assert judged.result is CellResult.EQUAL
     assert judged.notes == ["loss is not finite at 4 points"]

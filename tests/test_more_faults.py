@@ -7,7 +7,7 @@ import pytest
 
 from actor_init.spec import Attention
 from replay.parity.matrix import edges, quick
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
 from tests.fault_campaign import Campaign, grounds_for
 from tests.faults import Fault
@@ -30,7 +30,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 def test_a_fault_is_found(name: str, campaign: Campaign) -> None:
     number, cell = campaign.place_of(MORE_FAULTS[name])
     judged = campaign.judged(number, cell, name)
-    assert judged.verdict is Verdict.DIFFERS
+    assert judged.result is CellResult.DIFFERS
     if name == "query_gradient_transposed":
         assert judged.deciding == ["gradients"]
         assert judged.distances["gradients"].name == "model.layers.1.self_attn.q_proj.weight"
@@ -40,7 +40,7 @@ def test_clean_runs_give_no_alarm(campaign: Campaign) -> None:
     for number, ground in enumerate(campaign.grounds):
         for cell in ground.cells:
             if cell.role is not Role.REFERENCE:
-                assert campaign.judged(number, cell).verdict in (Verdict.EQUAL, Verdict.WITHIN_NOISE), cell.name
+                assert campaign.judged(number, cell).result in (CellResult.EQUAL, CellResult.WITHIN_NOISE), cell.name
 
 
 @pytest.mark.parametrize("fault", MORE_FAULTS.values(), ids=lambda fault: fault.name)

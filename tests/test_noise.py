@@ -9,7 +9,7 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.compare.differences import compare
-from replay.parity.noise_floor import Distance, Noise, Verdict, distances, judge, noise_of
+from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.report.false_alarms import chance_beyond
 from replay.report.roundoff import ceiling_of
 from replay.runlog.reader import PastRun
@@ -90,26 +90,26 @@ def test_the_ceiling_grows_with_the_square_root_of_what_is_summed(
 @pytest.mark.parametrize(
     ("loss", "norm", "verdict", "deciding"),
     [
-        (0.0, 0.0, Verdict.EQUAL, []),
-        (SPACING, 0.0, Verdict.EQUAL, []),
-        (1e-6, 0.0, Verdict.WITHIN_NOISE, []),
-        (1e-6, 2e-3, Verdict.DIFFERS, ["gradient norm"]),
-        (1e-3, math.inf, Verdict.DIFFERS, ["loss", "gradient norm"]),
+        (0.0, 0.0, CellResult.EQUAL, []),
+        (SPACING, 0.0, CellResult.EQUAL, []),
+        (1e-6, 0.0, CellResult.WITHIN_NOISE, []),
+        (1e-6, 2e-3, CellResult.DIFFERS, ["gradient norm"]),
+        (1e-3, math.inf, CellResult.DIFFERS, ["loss", "gradient norm"]),
     ],
 )
 def test_each_quantity_is_held_against_its_own_bound(
-    loss: float, norm: float, verdict: Verdict, deciding: list[str]
+    loss: float, norm: float, verdict: CellResult, deciding: list[str]
 ) -> None:
     noises = {
         name: noise_of(Dtype.BF16, name, {"kernel": far(floor)}, 1e-2)
         for name, floor in (("loss", 1e-5), ("gradient norm", 1e-4))
     }
-    assert judge({"loss": far(loss), "gradient norm": far(norm)}, noises) == (verdict, deciding)
+    assert result_of({"loss": far(loss), "gradient norm": far(norm)}, noises) == (verdict, deciding)
 
 
 def test_without_a_measured_floor_nothing_is_judged_but_what_is_equal() -> None:
-    assert judge({"loss": far(1e-6)}, {}) == (Verdict.NOT_JUDGED, ["loss"])
-    assert judge({"loss": far(0.0)}, {}) == (Verdict.EQUAL, [])
+    assert result_of({"loss": far(1e-6)}, {}) == (CellResult.NOT_JUDGED, ["loss"])
+    assert result_of({"loss": far(0.0)}, {}) == (CellResult.EQUAL, [])
 
 
 def test_a_row_of_one_sure_token_is_measured_by_what_the_others_are(tmp_path: Path) -> None:
@@ -138,6 +138,6 @@ def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_
         one = noise_of(Dtype.BF16, "loss", measured, ceiling_of(Dtype.BF16, CONFIG, 100))
         for _, scale in product(range(40), (0.2, 1)):
             clean = max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8))
-            assert judge({"loss": far(clean)}, {"loss": one})[0] in (Verdict.EQUAL, Verdict.WITHIN_NOISE)
-        num_found += judge({"loss": far(4e-4)}, {"loss": one})[0] is Verdict.DIFFERS
+            assert result_of({"loss": far(clean)}, {"loss": one})[0] in (CellResult.EQUAL, CellResult.WITHIN_NOISE)
+        num_found += result_of({"loss": far(4e-4)}, {"loss": one})[0] is CellResult.DIFFERS
     assert num_found == 100

@@ -17,8 +17,8 @@ from replay import cli
 from replay.cli import app
 from replay.parity import runs as parity
 from replay.parity import traced_rerun as parting
-from replay.parity.judge import Judge
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
+from replay.parity.results import MatrixJudge
 from replay.parity.state import ParityLog, State
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
@@ -154,10 +154,10 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     whole = json.loads((folder / "parity.json").read_text())
     assert whole["finished"]
     assert set(states(folder).values()) == {"done"}
-    loss = next(one for one in whole["judgement"]["noises"] if one["quantity"] == "loss")
+    loss = next(one for one in whole["result"]["noises"] if one["quantity"] == "loss")
     assert loss["floor"] == pytest.approx(3e-7)
     assert loss["equivalent"] == RUNS[3]
-    assert whole["judgement"]["cells"][RUNS[6]]["verdict"] == "WITHIN NOISE"
+    assert whole["result"]["cells"][RUNS[6]]["verdict"] == "WITHIN NOISE"
     out = capsys.readouterr().out
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
@@ -222,7 +222,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert runs.names[1:] == RUNS[3:]  # nothing is left
     monkeypatch.setattr("replay.runlog.reader.versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
-    assert Judge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].verdict is Verdict.EQUAL
+    assert MatrixJudge().result_of(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
 
 
 def test_what_failed_beside_others_is_run_again_and_what_failed_alone_is_not(
@@ -377,8 +377,8 @@ def small_model(tmp_path: Path) -> list[str]:
 
 def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> None:
     assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
-    verdicts = Judge().judge(ParityLog.read(folder_in(tmp_path)).rows).cells
-    assert {one.verdict for one in verdicts.values()} <= {Verdict.EQUAL, Verdict.WITHIN_NOISE}
+    verdicts = MatrixJudge().result_of(ParityLog.read(folder_in(tmp_path)).rows).cells
+    assert {one.result for one in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
     assert [*verdicts] == RUNS[1:]
 
 
@@ -401,8 +401,8 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}
-    verdicts = Judge().judge(log.rows).cells
-    assert [name for name, one in verdicts.items() if one.verdict is Verdict.DIFFERS] == [RUNS[4], RUNS[5]]
+    verdicts = MatrixJudge().result_of(log.rows).cells
+    assert [name for name, one in verdicts.items() if one.result is CellResult.DIFFERS] == [RUNS[4], RUNS[5]]
     lines = capsys.readouterr().out.splitlines()
     assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))
     firsts = [line for line in lines if line.startswith("first")]

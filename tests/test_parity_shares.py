@@ -7,17 +7,17 @@ import pytest
 from actor_init.spec import Dtype
 from replay.compare.plot import draw_parity
 from replay.parity import shares as parity_shares
-from replay.parity.judge import Judged, Judgement
 from replay.parity.matrix import settings_of
-from replay.parity.noise_floor import Distance, Noise, Verdict
+from replay.parity.noise_floor import CellResult, Distance, Noise
 from replay.parity.plan import Cell, Role
+from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.state import ParityLog, Row
 from tests.test_cells import planned
 
 BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 
 
-def made() -> tuple[list[Cell], ParityLog, Judgement]:
+def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     """The full matrix of two devices, whose nth cell is n away from its reference."""
     found = planned([dict(one) for one in settings_of("full", 2)])
     log = ParityLog(
@@ -30,8 +30,8 @@ def made() -> tuple[list[Cell], ParityLog, Judgement]:
     )
     cells = [cell for cell in found.cells if cell.role is Role.CELL]
     judged = {
-        cell.name: Judged(
-            verdict=Verdict.EQUAL,
+        cell.name: JudgedCell(
+            result=CellResult.EQUAL,
             distances={"loss": Distance(value=float(number), source="x", place=0, num_points=1)},
             deciding=(),
         )
@@ -51,19 +51,19 @@ def made() -> tuple[list[Cell], ParityLog, Judgement]:
         )
         for dtype, bound in BOUNDS.items()
     ]
-    return cells, log, Judgement(cells=judged, noises=noises, remarks=(), costs={})
+    return cells, log, MatrixResult(cells=judged, noises=noises, remarks=(), costs={})
 
 
 def test_each_run_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, log, judgement = made()
+    cells, log, result = made()
     monkeypatch.setattr(parity_shares, "MAX_RUNS", len(cells))
     expected = {cell.name: {"loss": [number / BOUNDS[cell.spec.actor.dtype]]} for number, cell in enumerate(cells)}
-    assert parity_shares.shares_of(log, judgement) == expected
+    assert parity_shares.shares_of(log, result) == expected
 
 
 def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None:
-    cells, log, judgement = made()
-    found = parity_shares.shares_of(log, judgement)
+    cells, log, result = made()
+    found = parity_shares.shares_of(log, result)
     values = [line.partition(" (")[0] for line in found]
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]

@@ -17,7 +17,7 @@ from replay.runlog.writer import versions
 from replay.runner.selection import select
 from replay.spec import LossName
 from replay.suite.inputs import prepare_inputs
-from replay.suite.loss_curve import Curve, Step, curve_of, judge
+from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
 from replay.suite.outcome import Status, Trouble, outcomes
 from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from replay.suite.state import Suite
@@ -49,7 +49,7 @@ def moved(*differences: float) -> Curve:
 
 
 def complaints(name: str, of: Curve, ddp: Curve | None = None, deepspeed: Curve | None = None) -> list[str]:
-    return judge(
+    return compare_curves(
         name, of, steps_an_epoch=2, ddp=ddp, deepspeed=deepspeed, is_standard=not name.endswith("autotp")
     ).complaints
 

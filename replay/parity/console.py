@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from replay.parity import text as parity_wording
-from replay.parity.judge import Judgement
+from replay.parity.results import MatrixResult
 from replay.parity.state import ParityLog, Row, State
 from replay.report.table import ProgressBar, open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs
@@ -28,23 +28,23 @@ class ParityProgress:
         self._bar = ProgressBar(self._out)
         self._num_settled = num_settled(log)  # before this time
 
-    def ended(self, number: int, row: Row, judgement: Judgement) -> None:
+    def ended(self, number: int, row: Row, result: MatrixResult) -> None:
         self._bar.clear()
-        print_line(self._out, parity_wording.ended(number, row, self._log, judgement))
+        print_line(self._out, parity_wording.ended(number, row, self._log, result))
         self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled)
 
-    def finish(self, judgement: Judgement, differences: Pairs, written: Sequence[Path], note: str) -> None:
+    def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
         """The noise, a row a run, what is wrong, and where it is written."""
         out = self._out
         self._bar.clear()
-        for columns in (parity_wording.noise_table(judgement), parity_wording.cell_table(self._log, judgement)):
+        for columns in (parity_wording.noise_table(result), parity_wording.cell_table(self._log, result)):
             print_line(out)
             print_table(out, columns)
         print_line(out)
-        print_pairs(out, parity_wording.troubles(self._log, judgement) + differences)
+        print_pairs(out, parity_wording.troubles(self._log, result) + differences)
         print_pairs(out, [("note", note)] if note else [])
         print_pairs(out, [("written", str(path)) for path in written])
-        print_pairs(out, parity_wording.summary(self._log, judgement))
+        print_pairs(out, parity_wording.summary(self._log, result))
 
 
 def num_settled(log: ParityLog) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from replay.parity import text as words
-from replay.parity.judge import Judgement
+from replay.parity.results import MatrixResult
 from replay.parity.state import ParityLog
 from replay.report.text import Pairs, is_text
 from replay.runlog.writer import versions
@@ -22,21 +22,21 @@ code { font-size: 12px; overflow-wrap: anywhere; } svg { max-width: 100%; height
 """
 
 
-def page(log: ParityLog, judgement: Judgement, differences: Pairs, picture: str | None) -> str:
+def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
     """`picture` is an SVG file; `differences` says where cells that differ part from their reference."""
     commands = {"run": [row.cell.name for row in log.rows], "command": words.commands(log)}
     installed = [(name, number or "-") for name, number in versions().items()]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>replay parity</title>",
         f"<style>{STYLE}</style></head><body><h1>replay parity</h1>",
-        _pairs([*words.header(log), *words.summary(log, judgement)]),
-        _pairs(words.troubles(log, judgement) + differences),
+        _pairs([*words.header(log), *words.summary(log, result)]),
+        _pairs(words.troubles(log, result) + differences),
         picture[picture.index("<svg") :] if picture else NO_PICTURE,
         "<h2>Noise</h2><p>The floor is the largest relative difference between runs that should be equal but for "
         "rounding. A run DIFFERS beyond the bound. What is beyond the ceiling is not rounding alone.</p>",
-        _table(words.noise_table(judgement)),
+        _table(words.noise_table(result)),
         "<h2>Runs</h2><p>The largest relative difference, of any input, from the reference of the same dtype.</p>",
-        _table(words.cell_table(log, judgement)),
+        _table(words.cell_table(log, result)),
         f"<h2>Commands</h2>{_table(commands)}<h2>Versions</h2>{_pairs(installed)}</body></html>",
     ]
     return "\n".join(parts) + "\n"

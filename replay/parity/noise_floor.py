@@ -36,7 +36,7 @@ AN_ORDER = 10.0
 CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}  # of what is the farthest of hundreds of values
 
 
-class Verdict(StrEnum):
+class CellResult(StrEnum):
     EQUAL = "EQUAL"
     WITHIN_NOISE = "WITHIN NOISE"
     DIFFERS = "DIFFERS"
@@ -133,12 +133,12 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
     return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
 
 
-def judge(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[Verdict, list[str]]:
-    """A verdict by quantity, and the quantities that decide it. `noises` are those of the cell's dtype, by quantity."""
+def result_of(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
+    """Return the result of a cell and the quantities that decide it; `noises` are those of its dtype, by quantity."""
     if all(one.value <= FP32_SPACING for one in found.values()):
-        return Verdict.EQUAL, []
+        return CellResult.EQUAL, []
     beyond = [name for name, one in found.items() if name in noises and one.value > noises[name].bound]
     if beyond:
-        return Verdict.DIFFERS, beyond
+        return CellResult.DIFFERS, beyond
     unknown = [name for name in found if name not in noises]
-    return (Verdict.NOT_JUDGED, unknown) if unknown else (Verdict.WITHIN_NOISE, [])
+    return (CellResult.NOT_JUDGED, unknown) if unknown else (CellResult.WITHIN_NOISE, [])

@@ -15,9 +15,9 @@ from actor_init.spec import UsageError
 from replay.options import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.html import page
-from replay.parity.judge import Judge, Judgement
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.parity.plan import Here, Plan, Role, plan, together
+from replay.parity.results import MatrixJudge, MatrixResult
 from replay.parity.shares import shares_of
 from replay.parity.state import FILE, ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
@@ -155,7 +155,7 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
 
 
 def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
-    judge, progress = Judge(), ParityProgress(log)
+    judge, progress = MatrixJudge(), ParityProgress(log)
     began = time.monotonic()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit around us ends the run's processes too
     differences: Pairs = []
@@ -163,19 +163,19 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     try:
         for are_references in (True, False):  # the others need to know what became of theirs
             for number, settled in _settle(log, are_references, limits, began):
-                progress.ended(number, settled, judge.judge(log.rows))
+                progress.ended(number, settled, judge.result_of(log.rows))
         if trace:
-            differences.extend(Partings(log, limits.cell).of(judge.judge(log.rows)))
+            differences.extend(Partings(log, limits.cell).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
-    judgement = judge.judge(log.rows)
-    _report(log, judgement, differences, progress)
+    result = judge.result_of(log.rows)
+    _report(log, result, differences, progress)
     if interrupted:
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
-    return 0 if judgement.is_clean and judgement.cells and not failed else 1
+    return 0 if result.is_clean and result.cells and not failed else 1
 
 
 def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
@@ -227,12 +227,12 @@ def _outcome(child: Child) -> tuple[State, str, Path | None]:
         return State.FAILED, str(error) if has_run else child.trouble, None
 
 
-def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: ParityProgress) -> None:
+def _report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
     log.finished = all(row.state is not State.PENDING for row in log.rows)
-    log.judgement = {**to_json(judgement), "first_differences": [text for _, text in differences]}
+    log.result = {**to_json(result), "first_differences": [text for _, text in differences]}
     log.write()
     written, note, picture = [log.folder / FILE], "", None
-    if shares := shares_of(log, judgement):
+    if shares := shares_of(log, result):
         drawn = log.folder / "parity.svg"
         try:
             from replay.compare.plot import draw_parity
@@ -244,5 +244,5 @@ def _report(log: ParityLog, judgement: Judgement, differences: Pairs, progress: 
             written.append(drawn)
             picture = drawn.read_text(encoding="utf-8")
     report = log.folder / "parity.html"
-    report.write_text(page(log, judgement, differences, picture), encoding="utf-8")
-    progress.finish(judgement, differences, [*written, report], note)
+    report.write_text(page(log, result, differences, picture), encoding="utf-8")
+    progress.finish(result, differences, [*written, report], note)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from replay.parity.judge import Judgement
 from replay.parity.plan import Cell
+from replay.parity.results import MatrixResult
 from replay.parity.state import ParityLog
 from replay.report.text import counted, engine_text
 
@@ -11,9 +11,9 @@ MAX_RUNS = 60  # more lines than that are no picture
 Shares = Mapping[str, Mapping[str, Sequence[float]]]  # of the runs that a line stands for, by its name and quantity
 
 
-def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
+def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
     """A line a run; of more than MAX_RUNS, a line for each value of an option, as `tp 2 (96 runs)`."""
-    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
+    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
     by_run = {
         name: {
@@ -21,7 +21,7 @@ def shares_of(log: ParityLog, judgement: Judgement) -> Shares:
             for quantity, one in judged.distances.items()
             if (cells[name].ground, quantity) in bounds
         }
-        for name, judged in judgement.cells.items()
+        for name, judged in result.cells.items()
     }
     if len(by_run) <= MAX_RUNS:
         return by_run

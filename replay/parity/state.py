@@ -2,7 +2,7 @@
 
 {"format": 2, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
  "refused": {"fsdp2 bf16 packed flash": "flash-attn has no CPU kernel. Try: [...]"},
- "judgement": {"noise": [...], "cells": {...}, "remarks": [...]},
+ "result": {"noise": [...], "cells": {...}, "remarks": [...]},
  "cells": [{"name": "fsdp2 fp32 padded sdpa", "role": "reference", "state": "done", "seconds": 8.1,
             "log": "cells/01-fsdp2-fp32-padded-sdpa/20261121-185921-replay", "spec": {...}, ...}]}
 """
@@ -58,7 +58,7 @@ class ParityLog:
     num_devices: int
     rows: list[Row]
     refused: dict[str, str]
-    judgement: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
+    result: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
     finished: bool = False
     _lines: list[str] = field(init=False)  # the rows as JSON: to spell a thousand takes half a second
 
@@ -115,7 +115,7 @@ class ParityLog:
             "device": self.device,
             "num_devices": self.num_devices,
             "refused": self.refused,
-            "judgement": self.judgement,
+            "result": self.result,
         }
         text = json.dumps(to_json(whole), indent=1, allow_nan=False).removesuffix("\n}")
         cells = ",\n  ".join(self._lines)

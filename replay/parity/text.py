@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from replay.options import command_line
-from replay.parity.judge import Judged, Judgement
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
+from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.state import ParityLog, Row, State
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
 
@@ -26,25 +26,25 @@ def header(log: ParityLog) -> Pairs:
     return pairs
 
 
-def ended(number: int, row: Row, log: ParityLog, judgement: Judgement) -> str:
+def ended(number: int, row: Row, log: ParityLog, result: MatrixResult) -> str:
     """As `3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s`."""
-    judged = judgement.cells.get(row.cell.name)
+    judged = result.cells.get(row.cell.name)
     found = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
     trouble = [row.trouble] if row.state is not State.DONE else []
     took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
-    verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else verdict_of(row, judged)
+    verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else result_text(row, judged)
     said = ", ".join([verdict, *found, *trouble, *took])
     return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
 
 
-def verdict_of(row: Row, judged: Judged | None) -> str:
+def result_text(row: Row, judged: JudgedCell | None) -> str:
     if row.state is not State.DONE:
         return "not run" if row.state is State.PENDING else row.state.upper()
-    return judged.verdict if judged else "the reference"
+    return judged.result if judged else "the reference"
 
 
-def noise_table(judgement: Judgement) -> Columns:
-    noises = judgement.noises
+def noise_table(result: MatrixResult) -> Columns:
+    noises = result.noises
     return {
         "dtype": [f"{one.dtype}, {one.group}" if one.group else one.dtype for one in noises],
         "quantity": [one.quantity for one in noises],
@@ -56,10 +56,10 @@ def noise_table(judgement: Judgement) -> Columns:
     }
 
 
-def cell_table(log: ParityLog, judgement: Judgement) -> Columns:
+def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
     """A row a run that has been made, in the order of the runs; a distance is the largest, relative, of any input."""
     made = [row for row in log.rows if row.state is not State.PENDING]
-    rows = [(row, judgement.cells.get(row.cell.name), judgement.costs.get(row.cell.name)) for row in made]
+    rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in made]
     return {
         "run": [row.cell.name for row, _, _ in rows],
         "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
@@ -67,22 +67,22 @@ def cell_table(log: ParityLog, judgement: Judgement) -> Columns:
         "pass ms": [milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows],
         "peak GiB": [gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows],
         **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
-        "verdict": [verdict_of(row, judged) for row, judged, _ in rows],
+        "verdict": [result_text(row, judged) for row, judged, _ in rows],
     }
 
 
-def _distance(judged: Judged | None, quantity: str) -> str:
+def _distance(judged: JudgedCell | None, quantity: str) -> str:
     found = judged.distances.get(quantity) if judged else None
     return "-" if found is None else f"{found.value:.3g}"
 
 
-def troubles(log: ParityLog, judgement: Judgement) -> Pairs:
+def troubles(log: ParityLog, result: MatrixResult) -> Pairs:
     """What the table cannot say: where and by how much a run differs, why one failed, what was refused."""
-    bounds = {(one.ground, one.quantity): one.bound for one in judgement.noises}
+    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
     pairs: Pairs = []
     for row in log.rows:
-        judged = judgement.cells.get(row.cell.name)
-        if judged and judged.verdict is Verdict.DIFFERS:
+        judged = result.cells.get(row.cell.name)
+        if judged and judged.result is CellResult.DIFFERS:
             said = [
                 f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
                 f"(bound {bounds[row.cell.ground, name]:.3g})"
@@ -92,7 +92,7 @@ def troubles(log: ParityLog, judgement: Judgement) -> Pairs:
         pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
         if row.state is State.FAILED:
             pairs.append(("FAILED", f"{row.cell.name}: {row.trouble}"))
-    pairs += [("WRONG", remark) for remark in judgement.remarks]
+    pairs += [("WRONG", remark) for remark in result.remarks]
     return pairs + _refused(log)
 
 
@@ -121,10 +121,10 @@ def _launcher(num_processes: int) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
 
 
-def summary(log: ParityLog, judgement: Judgement) -> Pairs:
-    verdicts = Counter(verdict_of(row, judgement.cells.get(row.cell.name)) for row in log.rows)
-    known = [*Verdict, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
-    text = ", ".join(f"{verdicts[name]} {name}" for name in known if verdicts[name])
+def summary(log: ParityLog, result: MatrixResult) -> Pairs:
+    results = Counter(result_text(row, result.cells.get(row.cell.name)) for row in log.rows)
+    known = [*CellResult, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
+    text = ", ".join(f"{results[name]} {name}" for name in known if results[name])
     pairs: Pairs = [("result", text)]
     if any(row.is_open for row in log.rows):
         pairs.append(("go on", f"replay parity --continue {log.folder}"))

@@ -10,9 +10,9 @@ from pathlib import Path
 from actor_init.spec import UsageError
 from replay.compare.text import parting
 from replay.options import command_line
-from replay.parity.judge import MEASURING, Judgement
-from replay.parity.noise_floor import Verdict
+from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell
+from replay.parity.results import MEASURING, MatrixResult
 from replay.parity.state import ParityLog
 from replay.processes.pool import Task, run_child
 from replay.runlog.reader import PastRun
@@ -28,13 +28,13 @@ class Partings:
         self._rows = {row.cell.name: row for row in log.rows}
         self._traced: dict[tuple[str, int, int], Path] = {}
 
-    def of(self, judgement: Judgement) -> Iterator[tuple[str, str]]:
+    def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
         """A line for each run that differs."""
-        distrusted = {name for noise in judgement.noises for name in noise.distrusted}
+        distrusted = {name for noise in result.noises for name in noise.distrusted}
         measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
-        sound = [name for name in judgement.cells if name in measuring - distrusted]
-        for name, judged in judgement.cells.items():
-            if judged.verdict is Verdict.DIFFERS:
+        sound = [name for name in result.cells if name in measuring - distrusted]
+        for name, judged in result.cells.items():
+            if judged.result is CellResult.DIFFERS:
                 place = judged.distances[judged.deciding[0]].place
                 try:
                     said = parting(self._between(self._rows[name].cell, place, sound))

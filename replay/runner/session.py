@@ -92,8 +92,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         if done.ended is None:
             actor.backend.close()
         del actor  # what is measured further needs its memory
-        judged = session.judge(done)
-        exit_code = session.report(done, judged)
+        conclusion = session.conclude(done)
+        exit_code = session.report(done, conclusion)
         if done.ended is not None:
             raise done.ended
         return exit_code
@@ -133,7 +133,7 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Conclusion:
     """The verdict on a run, and what else there is to say about it."""
 
     verdict: Verdict
@@ -234,7 +234,7 @@ class Session:
             self.console.passed([own for own, _, _ in ranks])
         return ranks, error
 
-    def judge(self, done: Done) -> Judged:
+    def conclude(self, done: Done) -> Conclusion:
         """Hold the passes against the job, by bounds that are measured here where rounding is coarse."""
         setting = self.setting
         opinion: Verdict | None = None
@@ -252,11 +252,11 @@ class Session:
         verdict = judge(done.passes, setting)
         if opinion is not None and _is_worse(opinion, verdict):
             verdict = replace(opinion, environment=verdict.environment)
-        return Judged(verdict=verdict, remarks=remarks)
+        return Conclusion(verdict=verdict, remarks=remarks)
 
-    def report(self, done: Done, judged: Judged) -> int:
+    def report(self, done: Done, conclusion: Conclusion) -> int:
         """Finish run.json and print the summary, on rank 0. Return the exit code."""
-        is_refused = judged.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+        is_refused = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
         is_strict = self.spec.measure.verdict is VerdictRule.STRICT
         failed = done.ended or self.selection.damaged or any(record.error for record in done.records)
         exit_code = 1 if failed or (is_refused and is_strict) else 0
@@ -267,7 +267,7 @@ class Session:
             self.logbook.finish(
                 statistics,
                 exit_code=exit_code,
-                verdict=judged.verdict,
+                verdict=conclusion.verdict,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
@@ -276,7 +276,7 @@ class Session:
                 self.selection,
                 self.folder,
                 memory_kind=self.meter.memory_kind,
-                verdict=[*verdict_lines(judged.verdict), *judged.remarks],
+                verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
                 saved=done.saved or not_saved(self.spec.state),
             )
         self.logbook.close()

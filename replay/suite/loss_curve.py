@@ -106,7 +106,7 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
+class CurveComparison:
     """One configuration's curve beside those it is held against, where they ran."""
 
     curve: Curve
@@ -121,7 +121,7 @@ class Judgement:
         return [*self.faults, *self.beyond]
 
 
-def judge(
+def compare_curves(
     name: str,
     curve: Curve,
     *,
@@ -129,7 +129,7 @@ def judge(
     ddp: Curve | None,
     deepspeed: Curve | None,
     is_standard: bool,
-) -> Judgement:
+) -> CurveComparison:
     """`ddp` and `deepspeed` are None where they did not run, or are this one."""
     faults, beyond = [], []
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
@@ -148,7 +148,7 @@ def judge(
         beyond += _beyond(from_ddp.mean_difference, for_mean, "mean difference from ddp")
     if from_deepspeed is not None and not from_deepspeed.max_relative <= FROM_DEEPSPEED:
         beyond.append(f"{from_deepspeed.max_relative:.2%} from deepspeed, bound {FROM_DEEPSPEED:.0%}")
-    return Judgement(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
+    return CurveComparison(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
 
 
 def _difference(reference: Curve, other: Curve) -> Quantity:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from replay.suite.loss_curve import Curve, Judgement, judge
+from replay.suite.loss_curve import Curve, CurveComparison, compare_curves
 from replay.suite.plan import DDP, DEEPSPEED, Planned
 
 
@@ -24,13 +24,13 @@ class Trouble:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrainingResult:
     """A judgement on a configuration's curve, or the reason why there is none."""
 
     planned: Planned
     status: Status
     reason: str = ""
-    judgement: Judgement | None = None
+    judgement: CurveComparison | None = None
 
     def summary(self) -> dict[str, Any]:
         """For suite.json; each step is in <name>.jsonl."""
@@ -56,13 +56,13 @@ def outcomes(
     troubles: Mapping[str, Trouble],
     *,
     steps_an_epoch: int,
-) -> list[Outcome]:
+) -> list[TrainingResult]:
     """In the order of `plan`. What has neither a curve nor a trouble was not come to."""
     found = []
     for one in plan:
         trouble = troubles.get(one.name, Trouble(reason=one.reason or "not come to", is_refusal=True))
         if curve := curves.get(one.name):
-            judgement = judge(
+            judgement = compare_curves(
                 one.name,
                 curve,
                 steps_an_epoch=steps_an_epoch,
@@ -71,9 +71,9 @@ def outcomes(
                 is_standard=one.configuration.is_standard,
             )
             status = Status.FAILED if judgement.complaints else Status.PASSED
-            found.append(Outcome(planned=one, status=status, judgement=judgement))
+            found.append(TrainingResult(planned=one, status=status, judgement=judgement))
         else:
             may_refuse = one.name not in troubles or not one.configuration.is_standard
             status = Status.NOT_RUN if trouble.is_refusal and may_refuse else Status.FAILED
-            found.append(Outcome(planned=one, status=status, reason=trouble.reason))
+            found.append(TrainingResult(planned=one, status=status, reason=trouble.reason))
     return found

@@ -13,7 +13,7 @@ from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
 from replay.suite.console import print_suite, print_suite_lines
 from replay.suite.loss_curve import curve_of
-from replay.suite.outcome import Outcome, Status, Trouble, outcomes
+from replay.suite.outcome import Status, TrainingResult, Trouble, outcomes
 from replay.suite.plan import DDP, Planned, run_spec_of
 from replay.suite.state import Suite
 
@@ -37,10 +37,10 @@ def run_suite(suite: Suite) -> int:
                     troubles[one.name] = trouble
                 print_suite_lines(suite_wording.ended(suite.curve(one.name), trouble))
     except (KeyboardInterrupt, SystemExit):
-        suite.write("interrupted", _results(judged(suite, troubles)))
+        suite.write("interrupted", _results(training_results(suite, troubles)))
         print_suite_lines(suite_wording.interrupted(suite))
         raise
-    found = judged(suite, troubles)
+    found = training_results(suite, troubles)
     has_failed = any(one.status is Status.FAILED for one in found)
     suite.write("failed" if has_failed else "passed", _results(found))
     print_suite(suite_wording.table(found), suite_wording.verdict(suite, found))
@@ -85,13 +85,13 @@ def train(suite: Suite, one: Planned) -> Trouble | None:
     return None
 
 
-def judged(suite: Suite, troubles: Mapping[str, Trouble]) -> list[Outcome]:
+def training_results(suite: Suite, troubles: Mapping[str, Trouble]) -> list[TrainingResult]:
     curves = {one.name: curve for one in suite.plan if (curve := suite.curve(one.name)) is not None}
     steps_an_epoch = suite.inputs.steps_an_epoch(suite.inputs_a_step)
     return outcomes(suite.plan, curves, troubles, steps_an_epoch=steps_an_epoch)
 
 
-def _results(found: Sequence[Outcome]) -> dict[str, Any]:
+def _results(found: Sequence[TrainingResult]) -> dict[str, Any]:
     return {one.planned.name: one.summary() for one in found}
 
 

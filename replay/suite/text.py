@@ -5,8 +5,8 @@ from pathlib import Path
 
 from actor_init.spec import Dtype
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
-from replay.suite.loss_curve import Curve, Judgement
-from replay.suite.outcome import Outcome, Status, Trouble
+from replay.suite.loss_curve import Curve, CurveComparison
+from replay.suite.outcome import Status, TrainingResult, Trouble
 from replay.suite.plan import DDP, DEEPSPEED, Planned
 from replay.suite.state import Suite
 
@@ -43,9 +43,9 @@ def _go_on(suite: Suite) -> Pairs:
     return [("go on", f"replay suite --continue {_shown(suite.folder)}")]
 
 
-def table(outcomes: Sequence[Outcome]) -> Columns:
+def table(outcomes: Sequence[TrainingResult]) -> Columns:
     """A row a configuration; differences are of a step's loss, from the same step under ddp and deepspeed."""
-    curves: list[tuple[str, Callable[[Judgement], str]]] = [
+    curves: list[tuple[str, Callable[[CurveComparison], str]]] = [
         ("initial", lambda one: f"{one.curve.losses[0]:.5f}"),
         ("final", lambda one: f"{one.curve.losses[-1]:.5f}"),
         ("min", lambda one: f"{min(one.curve.losses):.5f}"),
@@ -65,7 +65,7 @@ def table(outcomes: Sequence[Outcome]) -> Columns:
     }
 
 
-def verdict(suite: Suite, outcomes: Sequence[Outcome]) -> Pairs:
+def verdict(suite: Suite, outcomes: Sequence[TrainingResult]) -> Pairs:
     pairs: Pairs = []
     for one in outcomes:
         reasons = one.judgement.complaints if one.judgement else [one.reason]

@@ -1,11 +1,11 @@
-"""From the logs of parity's cells to the noise of each dtype, and a verdict on each cell."""
+"""Compare the logs of parity's cells: the noise floor of each dtype, and the result of each cell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actor_init.spec import Dtype, UsageError
 from replay.compare.differences import Comparison, compare
-from replay.parity.noise_floor import CEILINGS, Distance, Noise, Verdict, distances, judge, noise_of
+from replay.parity.noise_floor import CEILINGS, CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.parity.plan import Role
 from replay.parity.state import Row, State
 from replay.report.roundoff import ceiling_of
@@ -21,18 +21,18 @@ MEASURING = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class JudgedCell:
     """A cell that has run beside its reference."""
 
-    verdict: Verdict
+    result: CellResult
     distances: Mapping[str, Distance]  # by quantity
     deciding: Sequence[str]  # the quantities that are beyond their bound, or have none
     notes: Sequence[str] = ()  # why it was not judged, or what of it was not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    cells: Mapping[str, Judged]  # by name; references of a dtype and cells that did not run are not in it
+class MatrixResult:
+    cells: Mapping[str, JudgedCell]  # by name; references of a dtype and cells that did not run are not in it
     noises: Sequence[Noise]
     remarks: Sequence[str]  # what is wrong with a reference or an equivalent
     costs: Mapping[str, Statistics]  # by name, of every run
@@ -40,12 +40,12 @@ class Judgement:
     @property
     def is_clean(self) -> bool:
         return not self.remarks and all(
-            one.verdict in (Verdict.EQUAL, Verdict.WITHIN_NOISE) for one in self.cells.values()
+            one.result in (CellResult.EQUAL, CellResult.WITHIN_NOISE) for one in self.cells.values()
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class Distances:
     """What a comparison of two logs came to: no distances if they could not be compared."""
 
     distances: Mapping[str, Distance] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Found:
     lacks_norms: bool = False  # that the other had, or of other windows
 
     @classmethod
-    def of(cls, comparison: Comparison) -> "Found":
+    def of(cls, comparison: Comparison) -> "Distances":
         unfinished = [
             f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results
@@ -64,14 +64,14 @@ class Found:
 
 
 @dataclass(slots=True)
-class Judge:
+class MatrixJudge:
     """Reads each log once, however often it is asked."""
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
-    _found: dict[tuple[str, str], Found] = field(default_factory=dict)
+    _found: dict[tuple[str, str], Distances] = field(default_factory=dict)
     _costs: dict[str, Statistics] = field(default_factory=dict)
 
-    def judge(self, rows: Sequence[Row]) -> Judgement:
+    def result_of(self, rows: Sequence[Row]) -> MatrixResult:
         """What can be said by the cells that are done."""
         done = {row.cell.name: row for row in rows if row.state is State.DONE}
         noises: list[Noise] = []
@@ -86,7 +86,7 @@ class Judge:
             if row.cell.reference != row.cell.name
         }
         costs = {name: self._cost(row) for name, row in done.items()}
-        return Judgement(cells=judged, noises=noises, remarks=remarks, costs=costs)
+        return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
     def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
         """None before an equivalent that rounds otherwise has run."""
@@ -102,29 +102,29 @@ class Judge:
         ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
         return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
 
-    def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> Judged:
+    def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
         found = self._compared(row.cell.name, row.cell.reference, done)
         if not found.distances:
-            return Judged(verdict=Verdict.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
+            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
         own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
-        verdict, deciding = judge(found.distances, own)
+        outcome, deciding = result_of(found.distances, own)
         if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
-            return Judged(verdict=verdict, distances=found.distances, deciding=deciding)
+            return JudgedCell(result=outcome, distances=found.distances, deciding=deciding)
         notes = [*found.notes]
-        if verdict is Verdict.NOT_JUDGED:
+        if outcome is CellResult.NOT_JUDGED:
             notes.append("no equivalent run measured its noise")
-        if found.lacks_norms and verdict is not Verdict.DIFFERS:
-            verdict = Verdict.NOT_JUDGED
-        return Judged(verdict=verdict, distances=found.distances, deciding=deciding, notes=notes)
+        if found.lacks_norms and outcome is not CellResult.DIFFERS:
+            outcome = CellResult.NOT_JUDGED
+        return JudgedCell(result=outcome, distances=found.distances, deciding=deciding, notes=notes)
 
-    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Found:
+    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Distances:
         if reference not in done:
-            return Found(notes=[f"its reference did not run: {reference}"])
+            return Distances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._found:
             try:
-                found = Found.of(compare(self._run(done[reference]), self._run(done[name])))
+                found = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                found = Found(notes=[str(error)])
+                found = Distances(notes=[str(error)])
             self._found[name, reference] = found
         return self._found[name, reference]
 
