@@ -1,4 +1,4 @@
-"""A job's numbers beside the replay's, and how far two such numbers may be apart: docs/verdict.md lists the bounds."""
+"""Hold each number that the job recorded of a pass against the replay's; `tolerances.py` has the bounds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actor_init.spec import ActorSpec
-from replay.report.false_alarms import factor_for
 from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
 from replay.verdict.job_values import (
     ACTION_TOKENS,
     GRAD_NORM,
-    GRADIENT,
     LOG_PROBS,
     LOSS,
     MOVED,
@@ -23,31 +21,9 @@ from replay.verdict.job_values import (
     Recorded,
 )
 from replay.verdict.replayed_values import Replayed
+from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
 
-LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say
-    LOSS: 1e-5,
-    LOG_PROBS: 1e-5,
-    TOKENS: 3e-5,
-    ACTION_TOKENS: 3e-5,
-    GRAD_NORM: 1e-4,
-    GRADIENT: 1e-3,
-}
-TOKENS_RMS = "token log-probs, root mean square"
 MAX_SHARES = 8  # that are listed
-LEAST_FACTOR = 4.0  # of the floor of any quantity
-RMS_FACTOR = 3.0  # of its floor: a mean square over hundreds of tokens hardly varies
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
-    """The largest of so many differences between two replays that round otherwise."""
-
-    value: float
-    num_values: int
-
-    @property
-    def bound(self) -> float:
-        return self.value * max(LEAST_FACTOR, factor_for(self.num_values))
 
 
 class Status(StrEnum):
@@ -202,53 +178,12 @@ def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, sett
     there, here, rms = (
         math.sqrt(sum(x * x for x in xs) / len(pairs)) for xs in ([p[1] for p in pairs], [p[2] for p in pairs], apart)
     )
-    bound = max(LEAST_BOUND[TOKENS], RMS_FACTOR * floor.value)
-    return finding(TOKENS_RMS, there, here, difference=rms, bound=bound, num_values=len(pairs))
-
-
-def bound_of(
-    name: str, dtypes: Sequence[str], num_layers: int, num_tokens: int, floors: Mapping[str, Floor] | None = None
-) -> float:
-    """How far two numbers may be apart that were computed in two of `dtypes`, in other orders and by other kernels.
-
-    Where a floor was measured for the quantity it is that of the floor, but not more than the formula; for gradient
-    samples, whose formula is a rule of thumb, the floor alone.
-
-    Of a mean over N tokens: u (1/2 + 3 sqrt(2 L / N)), with the unit roundoff u of the coarsest dtype and L layers.
-    Each layer adds to the residual stream twice and rounds it, so a log-prob is off by about u sqrt(2 L); over tokens
-    that is random and averages out, but for a part that does not. Seen: up to 0.15 u in the loss of Llama 3.1 8B with
-    other kernels or tp, and single tokens to 128 at 2 to 24 layers off by 1.8 u sqrt(2 L / N) at most. Of a gradient
-    norm: 4 u, where 1.3 u was seen. Of a parameter's sampled gradients, relative to its root mean square: 64 u. In
-    fp32 sums in another order are more than all that, and the bounds are those of LEAST_BOUND.
-    """
-    unit = max(map(roundoff, dtypes))
-    match name:
-        case "gradient norm":
-            computed = 4 * unit
-        case "gradient samples":
-            computed = 64 * unit
-        case _:
-            computed = unit * (0.5 + 3 * math.sqrt(2 * num_layers / max(num_tokens, 1)))
-    if name == ACTION_TOKENS:
-        return bound_of(TOKENS, dtypes, num_layers, num_tokens, floors)
-    if floors and name in floors:
-        has_formula = name != GRADIENT  # for single elements of a gradient there is no more than a rule of thumb
-        computed = min(computed, floors[name].bound) if has_formula else floors[name].bound
-    return max(LEAST_BOUND[name], computed)
+    return finding(TOKENS_RMS, there, here, difference=rms, bound=bound_of_rms(floor), num_values=len(pairs))
 
 
 def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
     """Those that the bounds are of: the job's, bf16 where it does not say, and the replay's."""
     return [*(recorded.dtypes or ["bfloat16"]), setting.dtype]
-
-
-def difference(recorded: float, replayed: float) -> float:
-    """Relative to the recorded number, or to 1 where that is smaller; nan beside nan is none."""
-    if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
-        return 0.0
-    if not (math.isfinite(recorded) and math.isfinite(replayed)):
-        return math.inf
-    return abs(replayed - recorded) / max(abs(recorded), 1.0)
 
 
 def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:

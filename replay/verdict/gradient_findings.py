@@ -19,9 +19,7 @@ from replay.verdict.findings import (
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
-
-SAME_WEIGHTS = 1e-4  # how far shares of a window may be apart that are the same
-LEAST_RMS = 1e-3  # of a parameter's gradient, as a share of all parameters': below it is rounding
+from replay.verdict.tolerances import LEAST_RMS, SAME_SHARES, difference_of_norms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +156,7 @@ def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | No
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and job_weights(window) is None:
         by_tokens = [one.recorded.num_tokens for one in window]
-        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_WEIGHTS:
+        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
     return None
 
@@ -169,10 +167,10 @@ def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], her
     if weights is None:
         return None
     there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
-    if _apart(there, ours) <= SAME_WEIGHTS:
+    if _apart(there, ours) <= SAME_SHARES:
         return None
     norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
-    if _apart(there, _equal(window)) <= SAME_WEIGHTS:
+    if _apart(there, _equal(window)) <= SAME_SHARES:
         why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
     else:
         why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
@@ -244,15 +242,6 @@ def _norm(
     return finding(
         GRAD_NORM, there, here, difference=difference_of_norms(there, here), bound=bound, doubt=doubt, where=where
     )
-
-
-def difference_of_norms(there: float, here: float) -> float:
-    """Relative to the recorded one, however small."""
-    if there == here or (math.isnan(there) and math.isnan(here)):
-        return 0.0
-    if not (math.isfinite(there) and math.isfinite(here)) or not there:
-        return math.inf
-    return abs(here - there) / abs(there)
 
 
 def _trained(steps: Sequence[OptimizerStep], num_frozen: int) -> set[str] | None:

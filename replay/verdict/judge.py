@@ -17,10 +17,11 @@ from typing import Any
 
 from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import Finding, Floor, Setting, Status, findings_of, weights_that_stay
+from replay.verdict.findings import Finding, Setting, Status, findings_of, weights_that_stay
 from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
 from replay.verdict.job_values import GRAD_NORM, Recorded, WeightsFound
 from replay.verdict.replayed_values import Replayed
+from replay.verdict.tolerances import Floor
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)

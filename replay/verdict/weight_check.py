@@ -13,8 +13,7 @@ from actor_init.model import ModelSource, parameter_shapes
 from capture.record.parameter_sampler import Fingerprint, Sample
 from replay.report.text import counted
 from replay.verdict.job_values import OtherValue, WeightsFound
-
-BF16_EPS, FP16_SMALLEST = 2**-7, 2**-24
+from replay.verdict.tolerances import equal_but_for_dtype
 
 
 class SameWeights:
@@ -85,19 +84,10 @@ def first_other(sample: Sample, found: Tensor) -> OtherValue | None:
     is_one_dtype = sample.dtype == str(found.dtype).removeprefix("torch.")
     pairs = zip(sample.values, found.double().tolist(), strict=True)
     for number, (recorded, here) in enumerate(pairs):
-        if not (_equal(recorded, here) if is_one_dtype else _close(recorded, here)):
+        if not (_equal(recorded, here) if is_one_dtype else equal_but_for_dtype(recorded, here)):
             return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, found=here)
     return None
 
 
 def _equal(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def _close(a: float, b: float) -> bool:
-    """The one may be the other rounded to bf16 or fp16, to nearest or towards zero: a relative 2**-7, or what fp16
-    takes for 0.
-    """
-    if _equal(a, b):
-        return True
-    return abs(a - b) <= max(abs(a), abs(b)) * BF16_EPS + FP16_SMALLEST < math.inf
