@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -78,6 +77,30 @@ def blocked_after_collective() -> None:
     blocked()
 
 
+def blocked_before_async() -> NoReturn:
+    blocked()
+
+
+def waiting_for_async() -> None:
+    """No frame of torch's collectives is on the stack: torch waits in C."""
+    dist.all_reduce(torch.zeros(1, device=DEVICE), async_op=True).wait()
+
+
+def blocked_before_send() -> NoReturn:
+    blocked()
+
+
+def receiving() -> None:
+    dist.recv(torch.zeros(1, device=DEVICE))
+
+
+def slow_and_going_on() -> None:
+    """Long work without any collective, of which each part is done within --timeout."""
+    for _ in range(4):
+        time.sleep(HANG_SECONDS / 2)
+        WATCHES[0].tracker.goes_on()
+
+
 def holding_python() -> None:
     """Blocked in native code that keeps Python's lock: no other thread of this process runs."""
     ctypes.PyDLL(None).pause()
@@ -115,6 +138,9 @@ FAULTS: dict[str, Callable[[], None]] = {
         terminated,
         blocked,
         blocked_after_collective,
+        blocked_before_async,
+        blocked_before_send,
+        slow_and_going_on,
         holding_python,
         stopped,
         extra_collective,
@@ -123,25 +149,32 @@ FAULTS: dict[str, Callable[[], None]] = {
     )
 }
 
+MEANWHILE: dict[str, Callable[[], None]] = {  # what the other rank does in that place
+    "blocked_before_async": waiting_for_async,
+    "blocked_before_send": receiving,
+}
+WATCHES: list[Watch] = []
+
 
 def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
-    watches: list[Watch] = []
-    vars(replay.runner.session)["watching"] = partial(_watched, watches)
+    vars(replay.runner.session)["watching"] = _watched
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
-    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
+    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(
+        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase
+    )
     run_and_leave()
 
 
 @contextmanager
-def _watched(watches: list[Watch], *arguments: Any, **given: Any) -> Iterator[Watch]:
+def _watched(*arguments: Any, **given: Any) -> Iterator[Watch]:
     with watching(*arguments, **given) as watch:
-        watches.append(watch)
+        WATCHES.append(watch)
         yield watch
 
 
-def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Callable[..., Any]:
+def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
     """`negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
     num_calls = 0
 
@@ -154,8 +187,8 @@ def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Call
         nonlocal num_calls
         num_calls += 1
         if num_calls == FAULTY_PASS:
-            watches[0].timeout = HANG_SECONDS
-            watches[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
+            WATCHES[0].timeout = HANG_SECONDS
+            WATCHES[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
         if num_calls == FAULTY_PASS and phase == "forward":
             strike()
         if num_calls == FAULTY_PASS and phase == "backward":

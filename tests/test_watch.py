@@ -6,14 +6,17 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actor_init.world import World
 from replay.cli import main
+from replay.watch import side_channel, stacks
 from replay.watch.progress import Phase, Position, Tracker, last_position
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import raised_in_collective
@@ -79,6 +82,28 @@ def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path)
     assert process.returncode == 128 + signal.SIGTERM
     assert "replay: rank 0 was ended from outside (SIGTERM) in pass 2 on actor_inputs_rank0_" in output
     assert run_of(tmp_path)["status"] == "failed"
+
+
+def test_a_signal_that_the_launcher_passes_on_names_no_rank(tmp_path: Path) -> None:
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay blocked forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        until_the_fault(process)
+        process.terminate()
+        process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    failure = run_of(tmp_path)["failure"]
+    assert (failure["kind"], failure["rank"]) == ("terminated", None)
+
+
+def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
+    """The other rank waits twice as long as --timeout."""
+    launcher = (
+        f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay slow_and_going_on forward 1"
+    )
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output[-4000:]
+    assert run_of(tmp_path)["status"] == "finished"
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
@@ -259,6 +284,62 @@ def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
     assert second.receive(LIMIT) == [(None, 0)]
     first.close()
     second.close()
+
+
+def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank of another run, or a port scanner."""
+    call = side_channel._call
+
+    def after_a_stranger(family: int, host: str, port: int, greeting: str) -> Any:
+        call(family, host, port, f"{'0' * 32} 1\n")
+        return call(family, host, port, greeting)
+
+    monkeypatch.setattr(side_channel, "_call", after_a_stranger)
+    first, second = connected(2)
+    second.send({"kind": "word"})
+    assert first.receive(LIMIT) == [(1, {"kind": "word"})]
+    first.close()
+    second.close()
+
+
+def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(side_channel, "_call", refused)
+    monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 1.0)
+    threads = Threads(2)
+    found: dict[int, Peers] = {}
+    workers = [
+        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    assert [found[rank].by_rank for rank in range(2)] == [{}, {}]
+    assert capsys.readouterr().err.count("a rank that dies or hangs will not be named") == 1
+    for peers in found.values():
+        peers.close()
+
+
+def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's own limit is 30 minutes."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    limits: list[timedelta] = []
+    backend = stacks.dist.distributed_c10d
+    monkeypatch.setattr(backend, "_world", SimpleNamespace(pg_names={Group(): "data"}))
+    monkeypatch.setattr(backend, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    stacks.outlast(2 * 3600)
+    stacks.outlast(60)
+    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, backend.default_pg_timeout]
 
 
 def calling(name: str) -> Callable[[Callable[[], None]], None]:
