@@ -7,6 +7,7 @@ machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -101,6 +102,20 @@ def slow_and_going_on() -> None:
         WATCHES[0].tracker.goes_on()
 
 
+def network_cut() -> None:
+    """Torch's own connections break, and both processes live on."""
+    spared = {peer.connection.getpeername() for peer in WATCHES[0]._peers.by_rank.values()}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held = socket.socket(fileno=os.dup(int(name)))
+            if held.type == socket.SOCK_STREAM and held.family in (socket.AF_INET, socket.AF_INET6):
+                if held.getpeername() not in spared:
+                    held.shutdown(socket.SHUT_RDWR)
+            held.close()
+        except OSError:
+            continue
+
+
 def holding_python() -> None:
     """Blocked in native code that keeps Python's lock: no other thread of this process runs."""
     ctypes.PyDLL(None).pause()
@@ -141,6 +156,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         blocked_before_async,
         blocked_before_send,
         slow_and_going_on,
+        network_cut,
         holding_python,
         stopped,
         extra_collective,

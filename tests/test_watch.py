@@ -106,6 +106,15 @@ def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
     assert run_of(tmp_path)["status"] == "finished"
 
 
+def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay network_cut forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "replay: a collective failed on rank" in output, output[-4000:]
+    assert "in a collective" in output
+
+
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
     launcher = f"torchrun --nproc-per-node 2 -m tests.faulty_replay blocked forward {faulty_rank} --backend fsdp2"
