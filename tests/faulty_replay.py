@@ -87,12 +87,13 @@ def waiting_for_async() -> None:
     dist.all_reduce(torch.zeros(1, device=DEVICE), async_op=True).wait()
 
 
-def blocked_before_send() -> NoReturn:
+def blocked_before_new_group() -> NoReturn:
     blocked()
 
 
-def receiving() -> None:
-    dist.recv(torch.zeros(1, device=DEVICE))
+def making_a_group() -> None:
+    """No collective that is counted, but a wait for all ranks."""
+    dist.new_group()
 
 
 def slow_and_going_on() -> None:
@@ -108,9 +109,9 @@ def network_cut() -> None:
     for name in os.listdir("/proc/self/fd"):
         try:
             held = socket.socket(fileno=os.dup(int(name)))
-            if held.type == socket.SOCK_STREAM and held.family in (socket.AF_INET, socket.AF_INET6):
-                if held.getpeername() not in spared:
-                    held.shutdown(socket.SHUT_RDWR)
+            is_tcp = held.type == socket.SOCK_STREAM and held.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and held.getpeername() not in spared:
+                held.shutdown(socket.SHUT_RDWR)
             held.close()
         except OSError:
             continue
@@ -119,6 +120,15 @@ def network_cut() -> None:
 def holding_python() -> None:
     """Blocked in native code that keeps Python's lock: no other thread of this process runs."""
     ctypes.PyDLL(None).pause()
+
+
+def holding_python_first() -> None:
+    """The other rank goes on for some time, so that the watchdog in C strikes before anybody asks."""
+    holding_python()
+
+
+def busy() -> None:
+    time.sleep(HANG_SECONDS / 2)
 
 
 def stopped() -> None:
@@ -154,10 +164,11 @@ FAULTS: dict[str, Callable[[], None]] = {
         blocked,
         blocked_after_collective,
         blocked_before_async,
-        blocked_before_send,
+        blocked_before_new_group,
         slow_and_going_on,
         network_cut,
         holding_python,
+        holding_python_first,
         stopped,
         extra_collective,
         mismatched_collective,
@@ -167,7 +178,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 MEANWHILE: dict[str, Callable[[], None]] = {  # what the other rank does in that place
     "blocked_before_async": waiting_for_async,
-    "blocked_before_send": receiving,
+    "blocked_before_new_group": making_a_group,
+    "holding_python_first": busy,
 }
 WATCHES: list[Watch] = []
 
