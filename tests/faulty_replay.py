@@ -1,7 +1,7 @@
 """A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
-KIND is a key of FAULTS; PHASE is forward, backward or step, of RANK's second pass. Starting up may take long on a busy
-machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
+KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may take
+long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ import replay.runner.pass_runner
 import replay.runner.session
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
+from replay.runner.pass_runner import PassRunner
 from replay.watch.watcher import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
@@ -225,6 +226,14 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
             register_optimizer_step_pre_hook(strike)
         return negated_mean(log_probs_BA, inputs)
 
+    mend = PassRunner.mend
+
+    def mended(runner: PassRunner) -> None:
+        if num_calls == FAULTY_PASS and phase == "end":
+            strike()
+        mend(runner)
+
+    type.__setattr__(PassRunner, "mend", mended)
     return loss
 
 

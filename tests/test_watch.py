@@ -106,6 +106,15 @@ def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
     assert run_of(tmp_path)["status"] == "finished"
 
 
+def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> None:
+    """Such as one whose output nobody reads. The other has met nobody at the end, and no collective tells."""
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay blocked end 0"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "rank 0 did not arrive: it has not reached the phase of the others (out of inputs)" in output, output[-4000:]
+
+
 def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
     launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay network_cut forward 1"
     with start(tmp_path, f"{launcher} --backend fsdp2") as process:
