@@ -1,7 +1,7 @@
 """A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
-KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may take
-long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
+KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may
+take long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 """
 
 import ctypes

@@ -17,10 +17,13 @@ import pytest
 from actor_init.world import World
 from replay.cli import main
 from replay.watch import side_channel, stacks
+from replay.watch.blame import failed
+from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position, Tracker, last_position
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import raised_in_collective
 from replay.watch.watcher import watching
+from tests.ports import free_port
 from tests.test_commands import BIN, LIMIT, ROOT
 from tests.test_deaths_and_hangs import processes_with
 from tests.test_trouble import folder_of
@@ -115,6 +118,27 @@ def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> Non
     assert "rank 0 did not arrive: it has not reached the phase of the others (out of inputs)" in output, output[-4000:]
 
 
+def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> None:
+    """As under srun, which ends nobody."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    arguments = f"{warm_bin()}/python -u -m tests.faulty_replay stopped forward 1 --backend fsdp2 --max-inputs 2"
+    folder = folder_of(tmp_path, [20, 22, 24, 26], num_ranks=2)
+    ranks = [
+        subprocess.Popen(
+            [*arguments.split(), "--inputs", str(folder), "--log-folder", str(tmp_path / "logs")],
+            cwd=ROOT,
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.wait(LIMIT)
+    assert run_of(tmp_path)["failure"]["rank"] == 1
+    assert processes_with(str(tmp_path)) == []
+
+
 def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
     launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay network_cut forward 1"
     with start(tmp_path, f"{launcher} --backend fsdp2") as process:
@@ -196,6 +220,15 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
                 watch.tracker.goes_on()
     assert bool(said) != reports
     assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
+
+
+def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
+    """As where all run out of memory in the same pass."""
+    position = Position(index=1, phase=Phase.FORWARD, source="a.pkl")
+    assert claim_failure(tmp_path, failed(1, position, "OutOfMemoryError"), "rank 1 failed")
+    assert not claim_failure(tmp_path, failed(0, position, "OutOfMemoryError"), "rank 0 failed")
+    assert (tmp_path / "failure.txt").read_text() == "rank 1 failed\n"
+    assert json.loads((tmp_path / "run.json").read_text())["failure"]["rank"] == 1
 
 
 def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What decides which numbers the replay can be held to.
+    """The settings that decide which numbers the replay can be held to.
 
     floors       by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors  under --step, by pass, how far they were apart up to there
@@ -52,7 +52,7 @@ class Setting:
     step_floors: Mapping[int, Mapping[str, Floor]] = field(default_factory=dict)
 
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
-        """How far a number of the pass `index` may be from the job's: what steps before it add to is not less."""
+        """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors)
         return least if grown is None else max(least, grown.bound)
@@ -60,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One recorded quantity beside the replay's; of many values the one that is farthest off.
+    """One recorded quantity beside the replay's. Where it has many values, this is the farthest of them.
 
     where       of many values: which, such as a row, a token, a parameter
     replayed    None where the replay has no such number
@@ -88,7 +88,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Of its bound."""
+        """The difference as a share of its bound."""
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound
 
 
@@ -104,7 +104,7 @@ def finding(
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """With its status. Without `counts` an equal number is evidence where there is no doubt."""
+    """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt."""
     status = Status.AGREES if difference <= bound else Status.DIFFERS if doubt is None else Status.UNSETTLED
     return Finding(
         name=name,
@@ -121,7 +121,7 @@ def finding(
 
 
 def weights_that_stay(num_sampled: int, rate: float) -> Finding:
-    """The job stepped, and no sampled weight is another one after it."""
+    """Report that the job stepped and that no sampled weight changed."""
     return Finding(
         name=MOVED,
         status=Status.UNSETTLED,
@@ -133,7 +133,7 @@ def weights_that_stay(num_sampled: int, rate: float) -> Finding:
 
 
 def other_settings(differences: Sequence[str]) -> Finding:
-    """The job stepped with another optimizer than the replay."""
+    """Report that the job stepped with other optimizer settings than the replay."""
     return Finding(
         name=OPTIMIZER,
         status=Status.UNSETTLED,
@@ -145,7 +145,7 @@ def other_settings(differences: Sequence[str]) -> Finding:
 
 
 def other_weighting(there: Sequence[float], here: Sequence[float], why: str) -> Finding:
-    """The job's passes had other shares of its gradient than they have of the replay's."""
+    """Report that the job gave its passes other shares of the gradient than the replay does."""
     job, replay = (", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES]) for shares in (there, here))
     return Finding(
         name=WEIGHTING,
@@ -162,14 +162,14 @@ def not_judged(name: str, recorded: float, why: str, replayed: float | None = No
 
 
 def findings_of(record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> list[Finding]:
-    """Each of a pass's claims but the gradient norm, which is of a window."""
+    """Judge each claim of a pass but the gradient norm, which belongs to a window."""
     claims = [one for one in recorded.claims if one.name != GRAD_NORM and record.error is None]
     found = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
     return found + [one for claim in claims if (one := _root_mean_square(claim, record, replayed, setting)) is not None]
 
 
 def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, setting: Setting) -> Finding | None:
-    """All sampled tokens together, where it was measured how far apart they may be."""
+    """Judge all sampled tokens together, where a floor was measured for them."""
     floor = (setting.step_floors.get(record.index) or setting.floors).get(TOKENS_RMS)
     pairs = _pairs(claim, record, replayed)
     if claim.name != TOKENS or floor is None or not pairs:
@@ -182,12 +182,12 @@ def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, sett
 
 
 def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
-    """Those that the bounds are of: the job's, bf16 where it does not say, and the replay's."""
+    """List the dtypes that bounds depend on: the job's (bf16 where it does not say) and the replay's."""
     return [*(recorded.dtypes or ["bfloat16"]), setting.dtype]
 
 
 def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:
-    """The farthest of a claim's values, as means over their tokens."""
+    """Judge a claim by the farthest of its values, each a mean over its tokens."""
     found = []
     for where, there, here, tokens in _pairs(claim, record, replayed):
         doubt = claim.doubt
@@ -209,7 +209,7 @@ def _own_tokens(claim: Claim, record: PassRecord) -> list[int]:
 
 
 def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[str | None, float, float, int]]:
-    """Where, the job's value, the replay's, and how many tokens they are the means of."""
+    """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means of."""
     if claim.name == LOSS:
         [there], here = claim.values, record.loss
         return [] if here is None else [(None, there, here, sum(record.row_action_tokens))]
