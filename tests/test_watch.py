@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from actor_init.world import World
 from replay.cli import main
@@ -364,7 +365,7 @@ def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
     threads = Threads(2)
     found: dict[int, Peers] = {}
     workers = [
-        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))  # type: ignore[misc]
+        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))
         for rank in range(2)
     ]
     for worker in workers:
@@ -385,12 +386,11 @@ def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatc
             return 2
 
     limits: list[timedelta] = []
-    backend = stacks.dist.distributed_c10d
-    monkeypatch.setattr(backend, "_world", SimpleNamespace(pg_names={Group(): "data"}))
-    monkeypatch.setattr(backend, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names={Group(): "data"}))
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
     stacks.outlast(2 * 3600)
     stacks.outlast(60)
-    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, backend.default_pg_timeout]
+    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, distributed_c10d.default_pg_timeout]
 
 
 def calling(name: str) -> Callable[[Callable[[], None]], None]:
