@@ -1,18 +1,18 @@
 """A replay with a fault on one rank: `torchrun [...] -m tests.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
-KIND is a key of FAULTS; PHASE is forward, backward or step, of RANK's second pass. Starting up may take long on a busy
-machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
+KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may
+take long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
 """
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ import replay.runner.pass_runner
 import replay.runner.session
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
+from replay.runner.pass_runner import PassRunner
 from replay.watch.watcher import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
@@ -78,9 +79,57 @@ def blocked_after_collective() -> None:
     blocked()
 
 
+def blocked_before_async() -> NoReturn:
+    blocked()
+
+
+def waiting_for_async() -> None:
+    """No frame of torch's collectives is on the stack: torch waits in C."""
+    dist.all_reduce(torch.zeros(1, device=DEVICE), async_op=True).wait()
+
+
+def blocked_before_new_group() -> NoReturn:
+    blocked()
+
+
+def making_a_group() -> None:
+    """No collective that is counted, but a wait for all ranks."""
+    dist.new_group()
+
+
+def slow_and_going_on() -> None:
+    """Long work without any collective, of which each part is done within --timeout."""
+    for _ in range(4):
+        time.sleep(HANG_SECONDS / 2)
+        WATCHES[0].tracker.goes_on()
+
+
+def network_cut() -> None:
+    """Torch's own connections break, and both processes live on."""
+    spared = {peer.connection.getpeername() for peer in WATCHES[0]._peers.by_rank.values()}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held = socket.socket(fileno=os.dup(int(name)))
+            is_tcp = held.type == socket.SOCK_STREAM and held.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and held.getpeername() not in spared:
+                held.shutdown(socket.SHUT_RDWR)
+            held.close()
+        except OSError:
+            continue
+
+
 def holding_python() -> None:
     """Blocked in native code that keeps Python's lock: no other thread of this process runs."""
     ctypes.PyDLL(None).pause()
+
+
+def holding_python_first() -> None:
+    """The other rank goes on for some time, so that the watchdog in C strikes before anybody asks."""
+    holding_python()
+
+
+def busy() -> None:
+    time.sleep(HANG_SECONDS / 2)
 
 
 def stopped() -> None:
@@ -115,7 +164,12 @@ FAULTS: dict[str, Callable[[], None]] = {
         terminated,
         blocked,
         blocked_after_collective,
+        blocked_before_async,
+        blocked_before_new_group,
+        slow_and_going_on,
+        network_cut,
         holding_python,
+        holding_python_first,
         stopped,
         extra_collective,
         mismatched_collective,
@@ -123,25 +177,33 @@ FAULTS: dict[str, Callable[[], None]] = {
     )
 }
 
+MEANWHILE: dict[str, Callable[[], None]] = {  # what the other rank does in that place
+    "blocked_before_async": waiting_for_async,
+    "blocked_before_new_group": making_a_group,
+    "holding_python_first": busy,
+}
+WATCHES: list[Watch] = []
+
 
 def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
-    watches: list[Watch] = []
-    vars(replay.runner.session)["watching"] = partial(_watched, watches)
+    vars(replay.runner.session)["watching"] = _watched
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
-    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(watches, FAULTS[kind] if has_fault else nothing, phase)
+    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(
+        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase
+    )
     run_and_leave()
 
 
 @contextmanager
-def _watched(watches: list[Watch], *arguments: Any, **given: Any) -> Iterator[Watch]:
+def _watched(*arguments: Any, **given: Any) -> Iterator[Watch]:
     with watching(*arguments, **given) as watch:
-        watches.append(watch)
+        WATCHES.append(watch)
         yield watch
 
 
-def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Callable[..., Any]:
+def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
     """`negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
     num_calls = 0
 
@@ -154,8 +216,8 @@ def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Call
         nonlocal num_calls
         num_calls += 1
         if num_calls == FAULTY_PASS:
-            watches[0].timeout = HANG_SECONDS
-            watches[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
+            WATCHES[0].timeout = HANG_SECONDS
+            WATCHES[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
         if num_calls == FAULTY_PASS and phase == "forward":
             strike()
         if num_calls == FAULTY_PASS and phase == "backward":
@@ -164,6 +226,14 @@ def _faulty(watches: list[Watch], fault: Callable[[], None], phase: str) -> Call
             register_optimizer_step_pre_hook(strike)
         return negated_mean(log_probs_BA, inputs)
 
+    mend = PassRunner.mend
+
+    def mended(runner: PassRunner) -> None:
+        if num_calls == FAULTY_PASS and phase == "end":
+            strike()
+        mend(runner)
+
+    type.__setattr__(PassRunner, "mend", mended)
     return loss
 
 

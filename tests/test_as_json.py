@@ -26,7 +26,7 @@ from replay.suite.loss_curve import Curve
 from replay.suite.plan import SuiteSpec
 from replay.suite.state import Suite
 from replay.tracing.trace_file import TraceFile
-from replay.verdict.findings import Floor
+from replay.verdict.tolerances import Floor
 from replay.watch.blame import Sighting
 from replay.watch.progress import Phase, Position, last_position
 

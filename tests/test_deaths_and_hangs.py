@@ -34,6 +34,8 @@ HUNG = "replay: no progress for 6 s: rank {rank} did not arrive: "
 OTHER_PHASE = HUNG + "it has not reached the phase of the others"
 OWN_COLLECTIVE = HUNG + "it entered a collective of its own"
 ABORTED = "replay: a collective aborted rank {other}: rank {rank} did not arrive: it entered a collective of its own"
+FEWER = HUNG + "it entered fewer collectives than the others"
+OUTSIDE = HUNG + "the other ranks stand in a collective, and it does not"
 SILENT = HUNG + "it does not answer"
 RAN_OUT = HUNG + "it has run out of inputs after 2 passes, and others are in a later one"
 
@@ -102,7 +104,10 @@ def table() -> Iterator[Case]:
         ("deepspeed", "raised", "step", 0, FAILED + "RuntimeError: broken on purpose"),
         ("torchrun", "blocked", "backward", 1, HUNG),
         ("torchrun", "blocked_after_collective", "forward", 0, HUNG),
+        ("torchrun", "blocked_before_async", "forward", 1, FEWER),
+        ("torchrun", "blocked_before_new_group", "forward", 1, OUTSIDE if WAITS_AT_ONCE else HUNG),
         ("torchrun", "holding_python", "forward", 1, SILENT),
+        ("torchrun", "holding_python_first", "forward", 1, SILENT),
         ("torchrun", "mismatched_collective", "forward", 0, ABORTED),
         ("deepspeed", "mismatched_collective", "forward", 1, ABORTED),
         ("deepspeed", "stopped", "forward", 0, SILENT),

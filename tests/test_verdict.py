@@ -16,7 +16,7 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from replay.cli import main as replay_main
 from replay.runlog.reader import PastRun
-from replay.verdict.findings import TOKENS_RMS, Setting, bound_of, finding
+from replay.verdict.findings import Setting, finding
 from replay.verdict.job_values import (
     ACTION_TOKENS,
     GRAD_NORM,
@@ -32,6 +32,7 @@ from replay.verdict.job_values import (
 from replay.verdict.judge import Outcome, Verdict, judge
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.text import verdict_lines
+from replay.verdict.tolerances import TOKENS_RMS, bound_of
 from tests.made_records import record
 from tests.trainers.common import make_batches, make_model
 
@@ -218,7 +219,7 @@ def test_a_loss_that_is_not_the_jobs_differs(
     assert (verdict["first"]["index"], verdict["first"]["source"]) == (1, source)
     assert loss["difference"] == pytest.approx(1e-3, rel=0.01)
     assert loss["bound"] == 1e-5
-    assert f"verdict    DIFFERS: loss of pass 2, {source}: " in capsys.readouterr().out
+    assert "verdict    DIFFERS: loss of pass 2, rank0 #1: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

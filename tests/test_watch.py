@@ -6,18 +6,25 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from actor_init.world import World
 from replay.cli import main
+from replay.watch import side_channel, stacks
+from replay.watch.blame import failed
+from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position, Tracker, last_position
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import raised_in_collective
 from replay.watch.watcher import watching
+from tests.ports import free_port
 from tests.test_commands import BIN, LIMIT, ROOT
 from tests.test_deaths_and_hangs import processes_with
 from tests.test_trouble import folder_of
@@ -79,6 +86,67 @@ def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path)
     assert process.returncode == 128 + signal.SIGTERM
     assert "replay: rank 0 was ended from outside (SIGTERM) in pass 2 on actor_inputs_rank0_" in output
     assert run_of(tmp_path)["status"] == "failed"
+
+
+def test_a_signal_that_the_launcher_passes_on_names_no_rank(tmp_path: Path) -> None:
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay blocked forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        until_the_fault(process)
+        process.terminate()
+        process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    failure = run_of(tmp_path)["failure"]
+    assert (failure["kind"], failure["rank"]) == ("terminated", None)
+
+
+def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
+    """The other rank waits twice as long as --timeout."""
+    launcher = (
+        f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay slow_and_going_on forward 1"
+    )
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output[-4000:]
+    assert run_of(tmp_path)["status"] == "finished"
+
+
+def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> None:
+    """Such as one whose output nobody reads. The other has met nobody at the end, and no collective tells."""
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay blocked end 0"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "rank 0 did not arrive: it has not reached the phase of the others (out of inputs)" in output, output[-4000:]
+
+
+def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> None:
+    """As under srun, which ends nobody."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    arguments = f"{warm_bin()}/python -u -m tests.faulty_replay stopped forward 1 --backend fsdp2 --max-inputs 2"
+    folder = folder_of(tmp_path, [20, 22, 24, 26], num_ranks=2)
+    ranks = [
+        subprocess.Popen(
+            [*arguments.split(), "--inputs", str(folder), "--log-folder", str(tmp_path / "logs")],
+            cwd=ROOT,
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.wait(LIMIT)
+    assert run_of(tmp_path)["failure"]["rank"] == 1
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.faulty_replay network_cut forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "replay: a collective failed on rank" in output, output[-4000:]
+    assert "in a collective" in output
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
@@ -153,6 +221,15 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
                 watch.tracker.goes_on()
     assert bool(said) != reports
     assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
+
+
+def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
+    """As where all run out of memory in the same pass."""
+    position = Position(index=1, phase=Phase.FORWARD, source="a.pkl")
+    assert claim_failure(tmp_path, failed(1, position, "OutOfMemoryError"), "rank 1 failed")
+    assert not claim_failure(tmp_path, failed(0, position, "OutOfMemoryError"), "rank 0 failed")
+    assert (tmp_path / "failure.txt").read_text() == "rank 1 failed\n"
+    assert json.loads((tmp_path / "run.json").read_text())["failure"]["rank"] == 1
 
 
 def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
@@ -259,6 +336,61 @@ def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
     assert second.receive(LIMIT) == [(None, 0)]
     first.close()
     second.close()
+
+
+def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank of another run, or a port scanner."""
+    call = side_channel._call
+
+    def after_a_stranger(family: int, host: str, port: int, greeting: str) -> Any:
+        call(family, host, port, f"{'0' * 32} 1\n")
+        return call(family, host, port, greeting)
+
+    monkeypatch.setattr(side_channel, "_call", after_a_stranger)
+    first, second = connected(2)
+    second.send({"kind": "word"})
+    assert first.receive(LIMIT) == [(1, {"kind": "word"})]
+    first.close()
+    second.close()
+
+
+def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(side_channel, "_call", refused)
+    monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 1.0)
+    threads = Threads(2)
+    found: dict[int, Peers] = {}
+    workers = [
+        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    assert [found[rank].by_rank for rank in range(2)] == [{}, {}]
+    assert capsys.readouterr().err.count("a rank that dies or hangs will not be named") == 1
+    for peers in found.values():
+        peers.close()
+
+
+def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's own limit is 30 minutes."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    limits: list[timedelta] = []
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names={Group(): "data"}))
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    stacks.outlast(2 * 3600)
+    stacks.outlast(60)
+    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, distributed_c10d.default_pg_timeout]
 
 
 def calling(name: str) -> Callable[[Callable[[], None]], None]:

@@ -1,4 +1,4 @@
-"""`replay compare A B ...`: reads the logs, compares each with the first, says and draws what came out."""
+"""Run `replay compare A B ...`: read the logs, compare each with the first, print and draw the result."""
 
 import json
 import math
@@ -21,7 +21,7 @@ MOST_RUNS = 26  # they are called by letters
 
 
 def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None) -> int:
-    """The exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
+    """Return the exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
 
     Raises UsageError for logs that cannot be compared.
     """
@@ -48,7 +48,7 @@ def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, a
 
 
 def first_differences(reference: PastRun, others: Sequence[PastRun]) -> "Parted":
-    """Of those that were traced, if the reference was."""
+    """Find the first difference of each run that was traced, if the reference was."""
     if not reference.spec.measure.trace:
         return {}
 
@@ -66,7 +66,7 @@ def write_json(
     threshold: float,
     parted: "Parted",
 ) -> None:
-    """The whole of it, each point too, and where traced runs part.
+    """Write the whole comparison as JSON, each point too, and where traced runs part.
 
     A float that JSON has no word for is text, as in a log.
     """

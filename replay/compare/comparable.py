@@ -1,4 +1,4 @@
-"""Whether two runs did the same work, so that their numbers can be compared, and the settings in which they differ."""
+"""Decide whether two runs did the same work, so that numbers can be compared; list the settings that differ."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -36,7 +36,7 @@ def reasons_to_refuse(
     windows: Sequence[Window],
     other_windows: Sequence[Window],
 ) -> list[str]:
-    """Why the numbers of `other` cannot be held against those of `reference`; none if they can.
+    """List why the numbers of `other` cannot be held against those of `reference`; empty if they can.
 
     Under --step a loss depends on every step before it. So a matched pass must have come after the same steps, each on
     the same inputs: other orders, and other numbers of data ranks, are other trainings.
@@ -50,7 +50,7 @@ def reasons_to_refuse(
 
 
 def _of_model(reference: PastRun, other: PastRun) -> list[str]:
-    """Keys that one config alone has came with another version of transformers."""
+    """Compare the keys that both configs have: others came with another version of transformers."""
     shared = sorted(reference.config.keys() & other.config.keys())
     keys = [key for key in shared if reference.config[key] != other.config[key]]
     found = [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
@@ -108,7 +108,7 @@ def _of_steps(
 
 
 def settings(run: PastRun) -> dict[str, str]:
-    """What there is to say of how a run was done, by name; what was resolved in the place of what was asked for."""
+    """Describe how a run was done, by setting; what was resolved replaces what was asked for."""
     asked: dict[str, Any] = {}
     for part in spec_to_dict(run.spec).values():
         asked |= {name: value for name, value in _flat(part).items() if name not in MEANS_NOTHING}
@@ -137,7 +137,7 @@ def _said(value: Any) -> str:
 
 
 def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, list[str]]:
-    """Name to what each run has there."""
+    """Map each setting to what each run has there."""
     said = [settings(run) for run in runs]
     names = dict.fromkeys(name for one in said for name in one)
     table = {name: [one.get(name, "none") for one in said] for name in names}

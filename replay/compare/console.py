@@ -1,4 +1,4 @@
-"""Prints the answer to `replay compare`."""
+"""Print the answer to `replay compare`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def print_comparison(
     written: Sequence[Path],
     file: IO[str] | None = None,
 ) -> None:
-    """The answer to `replay compare`; file names are cut here alone.
+    """Print the answer to `replay compare`; file names are cut here alone.
 
     A          logs/20261121-185921-packed: the reference
     B          logs/20261121-185936-padded: 8 matched passes

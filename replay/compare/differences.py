@@ -1,4 +1,4 @@
-"""How far one run's numbers are from another's, input by input. Plain data in, plain data out.
+"""Measure how far one run's numbers are from another's, input by input. Plain data in, plain data out.
 
 A relative difference is |other - reference| / |reference|. Two values that are equal, or both nan, differ by 0; a value
 that is not finite differs from any other by infinity. Where tp or ring peers disagree, the pair that is farthest apart
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compare(reference: PastRun, other: PastRun) -> Comparison:
-    """Raises UsageError, with every reason, if the two did not do the same work."""
+    """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work."""
     passes, windows = passes_and_windows(reference.records)
     other_passes, other_windows = passes_and_windows(other.records)
     pairs = matched(passes, other_passes, key=lambda one: one.source)
@@ -166,7 +166,7 @@ def _losses(placed: Placed) -> list[Point]:
 
 
 def _log_probs(placed: Placed) -> list[Point]:
-    """A point a row."""
+    """Make a point for each row."""
     found: list[Point] = []
     for place, one, partner in placed:
         rows = (zip(*(peer.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
@@ -175,7 +175,7 @@ def _log_probs(placed: Placed) -> list[Point]:
 
 
 def _token_log_probs(placed: Placed, reference: PastRun, other: PastRun) -> list[Point]:
-    """A point a pass: its farthest token, relative to the mean size of the pass's log-probs."""
+    """Make a point for each pass: its farthest token, relative to the mean size of the pass's log-probs."""
     from replay.runlog.token_log_probs import farthest, read
 
     found = []
@@ -194,7 +194,7 @@ def _norms(pairs: Iterable[tuple[Window, Window]]) -> list[Point]:
 
 
 def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other: PastRun) -> list[Point]:
-    """A point a parameter and window."""
+    """Make a point for each parameter and window."""
     from replay.runlog.gradient_sketches import distances_between, read
 
     return [
@@ -212,7 +212,7 @@ def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other
 
 
 def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Quantity], list[str]]:
-    """Of the passes that count in both runs, each on its slowest and its fullest rank; and what is not compared."""
+    """Compare the cost of passes that count in both runs, on their slowest and fullest ranks; note what is left out."""
     both = [(place, one, partner) for place, one, partner in placed if one.is_counted and partner.is_counted]
     if not both:
         return [], ["time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"]

@@ -1,4 +1,4 @@
-"""Comparisons as pictures: losses by input and their differences; a matrix of runs. The only module with matplotlib."""
+"""Draw comparisons: losses by input and their differences; a matrix of runs. The only module with matplotlib."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ STYLES = {"loss": "-", "log-probs": ":", "gradient norm": "--"}
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is read. Raises UsageError without matplotlib, or if `path` is no picture that it can write."""
+    """Check --plot before anything is read. Raises UsageError without matplotlib, or for a format unknown to it."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], threshold: float) -> None:
-    """Raises UsageError if `path` cannot be written."""
+    """Save the picture. Raises UsageError if `path` cannot be written."""
     from matplotlib.figure import Figure  # not pyplot: no display, and no state beyond this figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -57,7 +57,7 @@ def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], th
 
 
 def _curve(quantity: Quantity) -> tuple[list[int], list[float], int]:
-    """The largest difference at each place, infinite ones as a gap; and how many of these there are."""
+    """Return the largest difference at each place, infinite ones as a gap, and how many are infinite."""
     worst: dict[int, float] = {}
     for point in quantity.points:
         worst[point.place] = max(point.relative, worst.get(point.place, 0.0))
@@ -66,7 +66,7 @@ def _curve(quantity: Quantity) -> tuple[list[int], list[float], int]:
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """Logarithmic, and linear below the smallest difference: values that are equal stand at the bottom, at 0."""
+    """Scale logarithmically, and linearly below the smallest difference: equal values stand at the bottom, at 0."""
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))), linscale=0.5)
@@ -74,7 +74,7 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def draw_parity(path: Path, shares: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """A line a run, or several runs, and on it each quantity's largest share of its bound, a bar back to the median."""
+    """Draw a line for each run or group of runs: each quantity's largest share of its bound, a bar back to the median."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A comparison of runs as text: which runs, in what they differ, how far their numbers are apart, the verdict."""
+"""Write a comparison of runs as text: which runs, how they differ, how far their numbers are apart, the verdict."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ def setting_table(names: Sequence[str], differing: Mapping[str, Sequence[str]]) 
 
 
 def difference_table(names: Sequence[str], comparisons: Sequence[Comparison]) -> Columns:
-    """A row a run and quantity; means are over what was matched."""
+    """Make a row for each run and quantity; means are over what was matched."""
     named = zip(names[1:], comparisons, strict=True)
     rows = [(name, quantity) for name, one in named for quantity in (*one.results, *one.costs)]
     quantities = [quantity for _, quantity in rows]

@@ -29,10 +29,10 @@ from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
 from replay.runner.selection import Selection
 from replay.spec import RunSpec
-from replay.verdict.findings import TOKENS_RMS, Floor, difference
-from replay.verdict.gradient_findings import difference_of_norms, scale_of
+from replay.verdict.gradient_findings import scale_of
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass
+from replay.verdict.tolerances import TOKENS_RMS, Floor, difference, difference_of_norms
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 

@@ -1,4 +1,4 @@
-"""How far the tensors of two traced runs are from each other, tensor by tensor, in the order of the reference.
+"""Measure how far two traced runs are apart, tensor by tensor, in the order of the reference.
 
 A row is a token of an activation, or of a parameter one index of its shorter dims. The relative difference of a row is
 |other - reference| / max(|reference|, what is usual for a row): so a row that cancels to almost nothing does not count
@@ -40,7 +40,7 @@ USUAL = {Kind.PARAMETER: 0.5, Kind.FORWARD: 0.5, Kind.GRADIENT: 0.9, Kind.PARAME
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distance:
-    """One tensor, where the two runs are farthest apart. Of inputs `relative` is the share of tokens that differ."""
+    """One tensor, where the two runs are farthest apart. For inputs `relative` is the share of tokens that differ."""
 
     key: Key
     group: int  # steps before it; 0 without --step
@@ -51,7 +51,7 @@ class Distance:
 
 
 def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
-    """Of every tensor that both traced: parameters, then inputs, forward and backward; under --step, step by step.
+    """Measure every tensor that both traced: parameters, then inputs, forward and backward; under --step, step by step.
 
     Raises UsageError if no input is in both, or one holds other tensors.
     """
@@ -82,7 +82,7 @@ def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
 
 
 def _farthest(ones: Sequence[Distance]) -> list[Distance]:
-    """One for each key: the pass where it is largest."""
+    """Keep one distance for each key: the largest of all passes."""
     largest: dict[Key, Distance] = {}
     for one in ones:
         if one.key not in largest or one.relative > largest[one.key].relative:
@@ -91,7 +91,7 @@ def _farthest(ones: Sequence[Distance]) -> list[Distance]:
 
 
 def _in_order(ones: list[Distance], order: Sequence[Key]) -> list[Distance]:
-    """As executed; the gradient of a parameter behind that of its module's output."""
+    """Sort as executed; the gradient of a parameter comes behind that of its module's output."""
     places = {key: place for place, key in enumerate(order)}
     came_back = {key.name: place for key, place in reversed(places.items()) if key.kind is Kind.GRADIENT}
 
@@ -106,7 +106,7 @@ def _in_order(ones: list[Distance], order: Sequence[Key]) -> list[Distance]:
 
 
 def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
-    """Where tp ranks disagree, the pair that is farthest apart counts."""
+    """Measure one pass. Where tp ranks disagree, the pair that is farthest apart counts."""
 
     def distance(key: Key, relative: float, place: int) -> Distance:
         row, token = divmod(place, a.num_columns)
@@ -128,7 +128,7 @@ def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
 
 
 def _share_that_differs(a: Table, b: Table, column: int) -> tuple[float, int]:
-    """Of all tokens, and the first of them. One that a run alone has differs in the first column."""
+    """Return the share of tokens that differ, and the first. One that a run alone has differs in the first column."""
     is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
     differ_T = a.values_TK[is_in_a, column] != b.values_TK[is_in_b, column]
     places = a.places_T[is_in_a][differ_T]
@@ -138,7 +138,7 @@ def _share_that_differs(a: Table, b: Table, column: int) -> tuple[float, int]:
 
 
 def _largest_of_tokens(key: Key, a: Table, b: Table) -> tuple[float, int]:
-    """Of the tokens that both have: others are a difference of the inputs."""
+    """Return the largest difference of a token that both have; other tokens are a difference of the inputs."""
     is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
     smallest = SMALLEST_LOG_PROB if key == Key(Kind.FORWARD, LOG_PROBS, "output") else 0.0
     relative, row = _largest(key.kind, a.values_TK[is_in_a], b.values_TK[is_in_b], smallest)
@@ -146,7 +146,7 @@ def _largest_of_tokens(key: Key, a: Table, b: Table) -> tuple[float, int]:
 
 
 def _of_tables(a: TraceFile, b: TraceFile, *, group: int, source: str | None) -> Iterator[Distance]:
-    """Of parameters, or of their gradients."""
+    """Measure parameters, or their gradients."""
     kinds = (Kind.PARAMETER, Kind.PARAMETER_GRADIENT)
     keys = [key for key in a.order if key.kind in kinds and key in b.order]
     sketches = {key: a.tensor(key) for key in keys}
@@ -163,7 +163,7 @@ def _module(key: Key) -> str:
 
 
 def _largest(kind: Kind, reference_TK: Tensor, other_TK: Tensor, smallest: float) -> tuple[float, int]:
-    """The largest relative difference of a row, and which it is; 0 where there is none. nan beside nan is none."""
+    """Return the largest relative difference of a row, and which row; 0 where there is none. nan beside nan is none."""
     if reference_TK.shape != other_TK.shape:
         return math.inf, 0
     if not len(reference_TK):

@@ -1,11 +1,11 @@
-"""Where two traced runs part: the first layer and tensor that leaves its bound.
+"""Find where two traced runs part: the first layer and tensor that leaves its bound.
 
 In the order of Kind, so that a wrong weight or input is named before what is computed from it.
 
-How far apart two right runs may be, tensor by tensor: inputs have to be equal, and weights but for a sketch's rounding
-and the coarser dtype's. What is computed drifts apart, for it is rounded in another order. Where equivalent runs were
-traced, that is measured: SAFETY times the farthest that one of them is from the reference, in any tensor of that layer
-and direction, and at least a quarter of what else is the bound, a guess:
+How far apart two right runs may be, tensor by tensor: inputs have to be equal, and weights but for the rounding of
+sketches and of the coarser dtype. What is computed drifts apart, for it is rounded in another order. Where equivalent
+runs were traced, that drift is measured: the bound is SAFETY times the farthest that one of them is from the reference,
+in any tensor of that layer and direction, and at least a quarter of this formula, which is the bound otherwise:
 
     (16 u + 1e-5) sqrt(1 + layers passed)
 
@@ -47,7 +47,7 @@ Parted = Mapping[int, FirstDifference | None]  # by number of the run that was c
 
 
 def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] = ()) -> FirstDifference | None:
-    """The first traced tensor of `other` that leaves its bound, by the log folders of runs with --trace; None: none.
+    """Find the first traced tensor of `other` that leaves its bound; None: none does. Both are log folders with a trace.
 
     `equivalents` are traced runs known to be as right as the reference: how far they are from it is the noise floor.
     They should differ in kernel, order or sharding, not be copies. Raises UsageError for runs that were not traced, or
@@ -93,14 +93,14 @@ LayerOf = Callable[[str], int | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """Where a tensor stands in its pass."""
+    """How many layers a tensor has passed, and in which direction."""
 
     is_backward: bool
     num_layers: int  # passed so far
 
 
 def guessed(kind: Kind, drift: Drift, roundoff: float, *, same_dtype: bool) -> float:
-    """The bound of a tensor where nothing was measured."""
+    """Return the bound of a tensor where nothing was measured."""
     if kind is Kind.INPUT:
         return 0.0
     if kind is Kind.PARAMETER:
@@ -109,7 +109,7 @@ def guessed(kind: Kind, drift: Drift, roundoff: float, *, same_dtype: bool) -> f
 
 
 def drifts(found: Sequence[Distance], layer_of: LayerOf) -> list[Drift]:
-    """Of each tensor, in the order in which they were executed."""
+    """Return the drift of each tensor, in the order in which they were executed."""
     layers = [layer_of(one.key.name) for one in found]
     num_layers = 1 + max((layer for layer in layers if layer is not None), default=-1)
     drifted: list[Drift] = []
@@ -133,7 +133,7 @@ def bounds(
     roundoff: float,
     same_dtype: bool,
 ) -> list[float]:
-    """Of each tensor in `found`. A direction in which no equivalent run differed at all was not measured."""
+    """Return the bound of each tensor in `found`. A direction in which no equivalent run differed was not measured."""
     floors: dict[tuple[bool, int | None], float] = {}
     for one in (one for run in equivalents for one in run):
         place = (one.key.kind in BACKWARD, layer_of(one.key.name))
@@ -154,8 +154,10 @@ def bounds(
 def bounds_between(
     first: TracedRun, second: TracedRun, equivalents: Sequence[TracedRun], found: Sequence[Distance]
 ) -> list[float]:
-    """Of each of the distances `found` between the first two. Equivalents that are all finer than the second run say
-    nothing about its rounding."""
+    """Return the bound of each distance between the first two runs.
+
+    Equivalents that are all finer than the second run say nothing about its rounding.
+    """
     coarsest = _coarsest([first, second])
     telling = equivalents if _coarsest([first, *equivalents]) >= coarsest else []
     return bounds(

@@ -1,4 +1,4 @@
-"""A traced run read back: its passes, and each tensor put together from the ranks that shared a pass.
+"""Read a traced run back: its passes, and each tensor put together from the ranks that shared a pass.
 
 Shape letters: T tokens, K signs of a sketch.
 """
@@ -44,7 +44,7 @@ class TracedPass:
     files: Mapping[int, list[TraceFile]]  # by tp rank: of each ring rank
 
     def tables(self, key: Key | str, places: str | None = None) -> list[Table]:
-        """One where the tp ranks hold parts, which add up; else each tp rank's own, for they may disagree."""
+        """Return one table where tp ranks hold parts, which add up; else each tp rank's own, for they may disagree."""
         if places is None:
             places = PREDICTED_PLACES if isinstance(key, Key) and key.name == LOG_PROBS else FED_PLACES
         own = [self._of_ring(files, key, places) for files in self.files.values()]
@@ -93,10 +93,10 @@ class TracedRun:
         )
 
     def end_of(self, window: Window) -> TraceFile:
-        """Where the gradients of parameters are."""
+        """Open the file that holds the gradients of parameters."""
         return TraceFile.open(self.folder / pass_file(self.passes[window.place].peers[0].index, 0))
 
     def layer_of(self, name: str) -> int | None:
-        """Of the module or parameter `name`; None outside of the transformer layers."""
+        """Return the layer of the module or parameter `name`; None outside of the transformer layers."""
         blocks = f"{self.parameters.about.blocks}."
         return int(name.removeprefix(blocks).split(".")[0]) if name.startswith(blocks) else None

@@ -37,7 +37,7 @@ LOG_PROBS = "log_probs"
 
 
 class Kind(StrEnum):
-    """What a traced tensor is, in the order in which they are looked at; gradients as they come back."""
+    """The kinds of traced tensors, in the order in which they are compared; gradients as they come back."""
 
     PARAMETER = "parameter"
     INPUT = "input"
@@ -67,7 +67,7 @@ def pass_file(index: int, rank: int) -> str:
 
 
 def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the file whole or not at all. Raises OSError."""
     from safetensors.torch import save_file
 
     unfinished = path.with_suffix(".tmp")
@@ -90,7 +90,7 @@ class About:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceFile:
-    """One file, of which tensors are read as they are asked for."""
+    """One file, whose tensors are read as they are asked for."""
 
     path: Path
     about: About

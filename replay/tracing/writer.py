@@ -1,4 +1,4 @@
-"""`--trace`: what one rank keeps of a run for `first_difference`, pass by pass.
+"""Write what `--trace` keeps of a run for `first_difference`, pass by pass, on one rank.
 
 Shape letters: B rows, S tokens a row as captured, A trailing tokens a row with an action mask, T real tokens that this
 rank fed, N action tokens whose log-probs it gives.
@@ -47,7 +47,7 @@ class RunTrace:
 
     @classmethod
     def of(cls, folder: Path, spec: ActorSpec, source: ModelSource, world: World, backend: Backend) -> Self:
-        """With the parameters as they are before the first pass written down. For all ranks to call."""
+        """Open the trace and write down the parameters as they are before the first pass. For all ranks to call."""
         trace = cls(folder, spec, source, world, backend)
         trace._folder.mkdir(exist_ok=True)
         sketches = trace._sketches(Kind.PARAMETER, "weight")
@@ -78,11 +78,11 @@ class RunTrace:
         self._log_probs[Key(kind, LOG_PROBS, "output")] = own_N[:, None].cpu()
 
     def end_window(self) -> None:
-        """After the last backward of an accumulation window, before its end. For all ranks to call."""
+        """Keep the gradients, after the last backward of a window and before its end. For all ranks to call."""
         self._parameter_gradients = self._sketches(Kind.PARAMETER_GRADIENT, "gradient")
 
     def _sketches(self, kind: Kind, what: str) -> dict[Key, Tensor]:
-        """Of every parameter, on rank 0; the others help to gather them."""
+        """Sketch every parameter, or its gradient, on rank 0; the others help to gather them."""
         found = {}
         with torch.no_grad():
             tensors = self._backend.weights() if kind is Kind.PARAMETER else self._backend.gradients()
@@ -92,7 +92,7 @@ class RunTrace:
         return found
 
     def write(self, index: int, source: str, *, num_columns: int) -> None:
-        """The pass that was seen, which replayed a capture of rows of `num_columns` tokens."""
+        """Write the pass that was seen, which replayed a capture of rows of `num_columns` tokens."""
         seen = self._layers.take()
         names = {False: Kind.FORWARD, True: Kind.GRADIENT}
         layers = {Key(names[one.is_gradient], one.name, one.what): one for one in seen}
@@ -117,13 +117,13 @@ class RunTrace:
 
 
 def _in_order(tables: dict[Key, Tensor], kind: Kind) -> list[Key]:
-    """Log-probs are the last of forward and the first of backward."""
+    """Place the log-probs: last in forward, first in backward."""
     keys = [key for key in tables if key.kind is kind]
     return sorted(keys, key=lambda key: (key.name == LOG_PROBS) is (kind is Kind.FORWARD))
 
 
 def _fed(inputs: ActorInputs, num_columns: int) -> dict[str, Tensor]:
-    """What the model was given for each real token, and what was asked of it, whatever the layout."""
+    """Tabulate what the model was given for each real token and what was asked of it, whatever the layout."""
     places = inputs.captured_index
     is_real = places >= 0
     attended = torch.ones_like(is_real) if inputs.attention_mask_BS is None else inputs.attention_mask_BS
@@ -139,7 +139,7 @@ def _fed(inputs: ActorInputs, num_columns: int) -> dict[str, Tensor]:
 
 
 def _places_in_document(inputs: ActorInputs, attended: Tensor) -> Tensor:
-    """Like the ids: how many tokens of its document come before each."""
+    """Count the tokens of its document that come before each token, in the shape of the ids."""
     if inputs.cu_seq_lens is None:
         return attended.long().cumsum(dim=1) - 1
     borders = inputs.cu_seq_lens.long()

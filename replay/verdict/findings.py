@@ -1,19 +1,16 @@
-"""A job's numbers beside the replay's, and how far two such numbers may be apart: docs/verdict.md lists the bounds."""
+"""Hold each number that the job recorded of a pass against the replay's; `tolerances.py` has the bounds."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
-from replay.report.false_alarms import factor_for
 from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
 from replay.verdict.job_values import (
     ACTION_TOKENS,
     GRAD_NORM,
-    GRADIENT,
     LOG_PROBS,
     LOSS,
     MOVED,
@@ -24,31 +21,9 @@ from replay.verdict.job_values import (
     Recorded,
 )
 from replay.verdict.replayed_values import Replayed
+from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
 
-LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say
-    LOSS: 1e-5,
-    LOG_PROBS: 1e-5,
-    TOKENS: 3e-5,
-    ACTION_TOKENS: 3e-5,
-    GRAD_NORM: 1e-4,
-    GRADIENT: 1e-3,
-}
-TOKENS_RMS = "token log-probs, root mean square"
 MAX_SHARES = 8  # that are listed
-LEAST_FACTOR = 4.0  # of the floor of any quantity
-RMS_FACTOR = 3.0  # of its floor: a mean square over hundreds of tokens hardly varies
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
-    """The largest of so many differences between two replays that round otherwise."""
-
-    value: AnyFloat
-    num_values: int
-
-    @property
-    def bound(self) -> float:
-        return self.value * max(LEAST_FACTOR, factor_for(self.num_values))
 
 
 class Status(StrEnum):
@@ -60,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What decides which numbers the replay can be held to.
+    """The settings that decide which numbers the replay can be held to.
 
     floors       by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors  under --step, by pass, how far they were apart up to there
@@ -77,7 +52,7 @@ class Setting:
     step_floors: Mapping[int, Mapping[str, Floor]] = field(default_factory=dict)
 
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
-        """How far a number of the pass `index` may be from the job's: what steps before it add to is not less."""
+        """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors)
         return least if grown is None else max(least, grown.bound)
@@ -85,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One recorded quantity beside the replay's; of many values the one that is farthest off.
+    """One recorded quantity beside the replay's. Where it has many values, this is the farthest of them.
 
     where       of many values: which, such as a row, a token, a parameter
     replayed    None where the replay has no such number
@@ -113,7 +88,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Of its bound."""
+        """The difference as a share of its bound."""
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound
 
 
@@ -129,7 +104,7 @@ def finding(
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """With its status. Without `counts` an equal number is evidence where there is no doubt."""
+    """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt."""
     status = Status.AGREES if difference <= bound else Status.DIFFERS if doubt is None else Status.UNSETTLED
     return Finding(
         name=name,
@@ -146,7 +121,7 @@ def finding(
 
 
 def weights_that_stay(num_sampled: int, rate: float) -> Finding:
-    """The job stepped, and no sampled weight is another one after it."""
+    """Report that the job stepped and that no sampled weight changed."""
     return Finding(
         name=MOVED,
         status=Status.UNSETTLED,
@@ -158,7 +133,7 @@ def weights_that_stay(num_sampled: int, rate: float) -> Finding:
 
 
 def other_settings(differences: Sequence[str]) -> Finding:
-    """The job stepped with another optimizer than the replay."""
+    """Report that the job stepped with other optimizer settings than the replay."""
     return Finding(
         name=OPTIMIZER,
         status=Status.UNSETTLED,
@@ -170,7 +145,7 @@ def other_settings(differences: Sequence[str]) -> Finding:
 
 
 def other_weighting(there: Sequence[float], here: Sequence[float], why: str) -> Finding:
-    """The job's passes had other shares of its gradient than they have of the replay's."""
+    """Report that the job gave its passes other shares of the gradient than the replay does."""
     job, replay = (", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES]) for shares in (there, here))
     return Finding(
         name=WEIGHTING,
@@ -187,14 +162,14 @@ def not_judged(name: str, recorded: float, why: str, replayed: float | None = No
 
 
 def findings_of(record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> list[Finding]:
-    """Each of a pass's claims but the gradient norm, which is of a window."""
+    """Judge each claim of a pass but the gradient norm, which belongs to a window."""
     claims = [one for one in recorded.claims if one.name != GRAD_NORM and record.error is None]
     found = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
     return found + [one for claim in claims if (one := _root_mean_square(claim, record, replayed, setting)) is not None]
 
 
 def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, setting: Setting) -> Finding | None:
-    """All sampled tokens together, where it was measured how far apart they may be."""
+    """Judge all sampled tokens together, where a floor was measured for them."""
     floor = (setting.step_floors.get(record.index) or setting.floors).get(TOKENS_RMS)
     pairs = _pairs(claim, record, replayed)
     if claim.name != TOKENS or floor is None or not pairs:
@@ -203,57 +178,16 @@ def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, sett
     there, here, rms = (
         math.sqrt(sum(x * x for x in xs) / len(pairs)) for xs in ([p[1] for p in pairs], [p[2] for p in pairs], apart)
     )
-    bound = max(LEAST_BOUND[TOKENS], RMS_FACTOR * floor.value)
-    return finding(TOKENS_RMS, there, here, difference=rms, bound=bound, num_values=len(pairs))
-
-
-def bound_of(
-    name: str, dtypes: Sequence[str], num_layers: int, num_tokens: int, floors: Mapping[str, Floor] | None = None
-) -> float:
-    """How far two numbers may be apart that were computed in two of `dtypes`, in other orders and by other kernels.
-
-    Where a floor was measured for the quantity it is that of the floor, but not more than the formula; for gradient
-    samples, whose formula is a rule of thumb, the floor alone.
-
-    Of a mean over N tokens: u (1/2 + 3 sqrt(2 L / N)), with the unit roundoff u of the coarsest dtype and L layers.
-    Each layer adds to the residual stream twice and rounds it, so a log-prob is off by about u sqrt(2 L); over tokens
-    that is random and averages out, but for a part that does not. Seen: up to 0.15 u in the loss of Llama 3.1 8B with
-    other kernels or tp, and single tokens to 128 at 2 to 24 layers off by 1.8 u sqrt(2 L / N) at most. Of a gradient
-    norm: 4 u, where 1.3 u was seen. Of a parameter's sampled gradients, relative to its root mean square: 64 u. In
-    fp32 sums in another order are more than all that, and the bounds are those of LEAST_BOUND.
-    """
-    unit = max(map(roundoff, dtypes))
-    match name:
-        case "gradient norm":
-            computed = 4 * unit
-        case "gradient samples":
-            computed = 64 * unit
-        case _:
-            computed = unit * (0.5 + 3 * math.sqrt(2 * num_layers / max(num_tokens, 1)))
-    if name == ACTION_TOKENS:
-        return bound_of(TOKENS, dtypes, num_layers, num_tokens, floors)
-    if floors and name in floors:
-        has_formula = name != GRADIENT  # for single elements of a gradient there is no more than a rule of thumb
-        computed = min(computed, floors[name].bound) if has_formula else floors[name].bound
-    return max(LEAST_BOUND[name], computed)
+    return finding(TOKENS_RMS, there, here, difference=rms, bound=bound_of_rms(floor), num_values=len(pairs))
 
 
 def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
-    """Those that the bounds are of: the job's, bf16 where it does not say, and the replay's."""
+    """List the dtypes that bounds depend on: the job's (bf16 where it does not say) and the replay's."""
     return [*(recorded.dtypes or ["bfloat16"]), setting.dtype]
 
 
-def difference(recorded: float, replayed: float) -> float:
-    """Relative to the recorded number, or to 1 where that is smaller; nan beside nan is none."""
-    if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
-        return 0.0
-    if not (math.isfinite(recorded) and math.isfinite(replayed)):
-        return math.inf
-    return abs(replayed - recorded) / max(abs(recorded), 1.0)
-
-
 def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:
-    """The farthest of a claim's values, as means over their tokens."""
+    """Judge a claim by the farthest of its values, each a mean over its tokens."""
     found = []
     for where, there, here, tokens in _pairs(claim, record, replayed):
         doubt = claim.doubt
@@ -275,7 +209,7 @@ def _own_tokens(claim: Claim, record: PassRecord) -> list[int]:
 
 
 def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[str | None, float, float, int]]:
-    """Where, the job's value, the replay's, and how many tokens they are the means of."""
+    """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means of."""
     if claim.name == LOSS:
         [there], here = claim.values, record.loss
         return [] if here is None else [(None, there, here, sum(record.row_action_tokens))]

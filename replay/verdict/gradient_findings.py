@@ -1,4 +1,4 @@
-"""The gradient of a job's optimizer step beside that of a replay's window: norm, sampled elements, what has none."""
+"""Hold the gradient of a job's optimizer step against that of a replay's window: norm, elements, missing gradients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,7 @@ from replay.verdict.findings import (
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
-
-SAME_WEIGHTS = 1e-4  # how far shares of a window may be apart that are the same
-LEAST_RMS = 1e-3  # of a parameter's gradient, as a share of all parameters': below it is rounding
+from replay.verdict.tolerances import LEAST_RMS, SAME_SHARES, difference_of_norms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +38,7 @@ class Member:
 
 
 def windows_of(members: Sequence[Member]) -> list[list[Member]]:
-    """The passes by the gradient that they went into, one a data rank and index; what is cut short is left out."""
+    """Group the passes by the gradient that they went into, one for each data rank and index."""
     windows: list[list[Member]] = []
     window: list[Member] = []
     seen: set[tuple[int, int]] = set()
@@ -57,7 +55,7 @@ def windows_of(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
-    """Why the weights are not the job's after the step `number` of a replay with --step; empty where they should be."""
+    """List why weights differ from the job's after step `number` of a replay with --step; empty if they should not."""
     assert setting.steps is not None
     steps = [one.recorded.optimizer for one in window if one.recorded.optimizer is not None]
     if not steps:
@@ -68,7 +66,7 @@ def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) ->
 
 
 def window_findings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
-    """What the job recorded of its gradient, beside the replay's; empty where it recorded nothing.
+    """Hold what the job recorded of its gradient against the replay's; empty where it recorded nothing.
 
     number  of the window among the replay's
     """
@@ -110,7 +108,7 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
 
 
 def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
-    """The job's global norms, by rank. Parts of one are put together."""
+    """List the job's global norms by rank. Parts of one norm are added up."""
     parts = [one.grad_norm for one in steps if one.is_part_of_norm and one.grad_norm is not None]
     if parts:
         return [(0, math.sqrt(sum(part * part for part in parts)))]
@@ -127,7 +125,7 @@ def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tup
 
 
 def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep], setting: Setting) -> str | None:
-    """The replay's window has to be the job's: the same passes, of all its ranks."""
+    """Say why the replay's window is not the job's, which took the same passes of all its ranks; None if it is."""
     first = window[0].recorded
     world_size = first.world_size or 1
     if not steps:  # an older capture: one norm for each pass
@@ -149,7 +147,7 @@ def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep]
 
 
 def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | None:
-    """Why another gradient would not be the job's mistake, as far as the replay can know."""
+    """Say why a different gradient would prove nothing; None if it would."""
     if any(one.loss is None or one.loss.doubt is not None for one in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):
@@ -158,21 +156,21 @@ def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | No
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and job_weights(window) is None:
         by_tokens = [one.recorded.num_tokens for one in window]
-        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_WEIGHTS:
+        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
     return None
 
 
 def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], here: float) -> Finding | None:
-    """Where the job is known to have weighed its passes otherwise than the replay. Only shares count, not their sum."""
+    """Report that the job weighed its passes otherwise than the replay. Only shares count, not their sum."""
     weights = job_weights(window) if len(window) > 1 else None
     if weights is None:
         return None
     there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
-    if _apart(there, ours) <= SAME_WEIGHTS:
+    if _apart(there, ours) <= SAME_SHARES:
         return None
     norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
-    if _apart(there, _equal(window)) <= SAME_WEIGHTS:
+    if _apart(there, _equal(window)) <= SAME_SHARES:
         why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
     else:
         why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
@@ -189,7 +187,7 @@ def _equal(window: Sequence[Member]) -> list[float]:
 
 
 def job_weights(window: Sequence[Member]) -> list[float] | None:
-    """What each pass's mean loss weighed in the job's gradient, ranks averaged; None where it is not known."""
+    """Compute what each pass's mean loss weighed in the job's gradient, ranks averaged; None where it is not known."""
     shares: dict[tuple[int, int], float | None] = {}
     for one in window:
         if (step := one.recorded.optimizer) is not None:
@@ -211,7 +209,7 @@ def _apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _gradient(window: Sequence[Member]) -> GradientSamples | None:
-    """The replay's, with the places that every rank of the job had samples of."""
+    """Return the replay's gradient, with all places that some rank of the job sampled."""
     found = [one.replayed.gradient for one in window if one.replayed.gradient is not None]
     if not found:
         return None
@@ -246,17 +244,8 @@ def _norm(
     )
 
 
-def difference_of_norms(there: float, here: float) -> float:
-    """Relative to the recorded one, however small."""
-    if there == here or (math.isnan(there) and math.isnan(here)):
-        return 0.0
-    if not (math.isfinite(there) and math.isfinite(here)) or not there:
-        return math.inf
-    return abs(here - there) / abs(there)
-
-
 def _trained(steps: Sequence[OptimizerStep], num_frozen: int) -> set[str] | None:
-    """Names of all parameters that the job trained; None where not all were sampled."""
+    """Name all parameters that the job trained; None where not all were sampled."""
     fingerprints = [one.gradients for one in steps if one.gradients is not None]
     names = {sample.name for one in fingerprints for sample in one.samples}
     names |= {name for one in steps for name in one.without_gradient}
@@ -286,7 +275,7 @@ def _elements(
     dtypes: Sequence[str],
     doubt: str | None,
 ) -> list[Finding]:
-    """Each sampled parameter's elements, relative to the root mean square of its gradient; the worst parameter.
+    """Judge sampled elements, relative to the root mean square of their parameter's gradient; keep the worst.
 
     A parameter without any gradient in the job counts as one of zeros.
     """
@@ -342,13 +331,13 @@ def _elements(
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
-    """The root mean square of a parameter's gradient, or what is rounding beside all other parameters'."""
+    """Return the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
     everything = math.sqrt(sum(n * n for n in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
     return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * everything)
 
 
 def _own(job_name: str, names: Mapping[str, float]) -> str | None:
-    """The job may have had the model inside others, so its names may be longer."""
+    """Find the replay's name of a parameter. The job may have had the model inside others, with longer names."""
     parts = job_name.split(".")
     return next((name for begin in range(len(parts)) if (name := ".".join(parts[begin:])) in names), None)
 
@@ -365,5 +354,5 @@ def _rms(values: Sequence[float]) -> float:
 
 
 def _worst(found: Sequence[Finding]) -> list[Finding]:
-    """All ranks have one norm: the farthest off stands for them."""
+    """Keep the farthest finding: all ranks have one norm."""
     return [max(found, key=lambda one: one.share)] if found else []

@@ -1,4 +1,4 @@
-"""What a capture says that its job computed, as numbers that a replay computes too; and why some of them may not be.
+"""Read what a job computed from its capture: numbers that a replay computes too, and why some may be other quantities.
 
 A claim is one quantity of one pass: the loss, the log-probs of each row, the gradient norm. What nobody can know from
 the file, such as the objective of a loss that the loop computed, is the claim's `doubt`: then equal numbers are worth
@@ -25,7 +25,7 @@ HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherValue:
-    """The first element that is another one."""
+    """The first element that differs."""
 
     name: str
     index: int  # in the flattened parameter
@@ -35,7 +35,7 @@ class OtherValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsFound:
-    """What samples of the job's weights say of this model's.
+    """What the samples of the job's weights tell about this model's weights.
 
     doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
     """
@@ -70,7 +70,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """Of one pass, by one rank of the job."""
+    """What one rank of the job recorded of one pass."""
 
     rank: int | None
     step: int | None
@@ -88,7 +88,7 @@ class Recorded:
 
 
 def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsFound) -> Recorded:
-    """`batch` as it was captured, with its action mask; `loss` is what the replay computes."""
+    """Read what a call recorded. `batch` is as captured, with its action mask; `loss` is what the replay computes."""
     return Recorded(
         rank=call.origin.rank,
         step=call.origin.step,
@@ -112,7 +112,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsF
 
 
 def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
-    """The model's own loss: of labels, as Hugging Face's causal LMs have it, the mean over those after the first token.
+    """Claim the model's own loss: as Hugging Face's causal LMs have it, the mean over labels after the first token.
 
     With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that.
     """
@@ -151,7 +151,7 @@ def _divisor(call: Call, tokens: int) -> float:
 
 
 def _given_divisor(call: Call) -> float | None:
-    """Of the sum of a pass's losses, where the job said one."""
+    """Return the divisor of the sum of a pass's losses, where the job gave one."""
     if (given := call.tensors.get("num_items_in_batch")) is not None:
         return float(given.item())
     fact = call.call_facts.get("num_items_in_batch")
@@ -192,7 +192,7 @@ def _grad_norms(call: Call) -> list[Claim]:
 
 
 def dtypes_of(call: Call) -> list[str]:
-    """Of the weights, of the logits, of autocast, of accelerate, and TF32."""
+    """List the dtypes that the job computed in: weights, logits, autocast, accelerate, and TF32."""
     environment = call.environment
     said = [sample.dtype for sample in call.weights.samples] if call.weights is not None else []
     said += [logits] if (logits := str(call.outputs.get("logits_dtype"))) in FLOATS else []

@@ -1,4 +1,4 @@
-"""Did the replay do what training did? Plain data in, plain data out.
+"""Judge whether the replay computed what training computed. Plain data in, plain data out.
 
     {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "windows": {...}, "first": null,
      "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]}, "passes": [...]}
@@ -17,10 +17,11 @@ from typing import Any
 
 from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import Finding, Floor, Setting, Status, findings_of, weights_that_stay
+from replay.verdict.findings import Finding, Setting, Status, findings_of, weights_that_stay
 from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
 from replay.verdict.job_values import GRAD_NORM, Recorded, WeightsFound
 from replay.verdict.replayed_values import Replayed
+from replay.verdict.tolerances import Floor
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)
@@ -37,7 +38,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassVerdict:
-    """What is said of one pass, or of the gradient of the window that it ends."""
+    """The outcome of one pass, or of the gradient of the window that it ends."""
 
     index: int
     source: str
@@ -66,7 +67,7 @@ class Verdict:
 
 
 def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
-    """`passes`: of all ranks, by pass and rank."""
+    """Judge the passes of all ranks, in the order of pass and rank."""
     known = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
     norms = {(one.rank, one.step) for _, one, _ in known if any(c.name == GRAD_NORM for c in one.claims)}
     members = [_member(one, norms, setting) for one in known]
@@ -111,7 +112,7 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
 
 
 def _none_judged(windows: Sequence[PassVerdict]) -> list[PassVerdict] | None:
-    """The job's gradients were recorded and none of them could be judged: its losses alone must not reassure."""
+    """Turn windows UNSETTLED where the job recorded gradients and none could be judged: losses alone do not suffice."""
     is_open = [
         one.outcome is Outcome.CANNOT_TELL
         and one.reason not in NOT_OPEN
@@ -139,7 +140,7 @@ def _member(
 
 
 def _staying(window: Sequence[Member], members: Sequence[Member], weights: Mapping[int, WeightsFound]) -> list[Finding]:
-    """Is the job's model the same in bf16 after a step that should have moved it?"""
+    """Report a bf16 model of the job's that is the same after a step that should have moved it."""
     last = window[-1].recorded
     step = last.optimizer
     rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
@@ -162,7 +163,7 @@ def _of_window(
     weights: Mapping[int, WeightsFound],
     setting: Setting,
 ) -> PassVerdict | None:
-    """What is said of the gradient of one window; None where the job recorded nothing of it."""
+    """Judge the gradient of one window; None where the job recorded nothing of it."""
     findings = [*window_findings(window, setting, number), *_staying(window, members, weights)]
     if not findings:
         return None
@@ -180,8 +181,8 @@ def _verdict_on(record: PassRecord, found: tuple[Outcome, str | None], findings:
 
 
 def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightsFound]:
-    """By recorded pass. What was sampled between two steps of the job's optimizer is of the same weights, and so is
-    what a sharded job's ranks sampled in one pass.
+    """Put the samples together, by recorded pass. What was sampled between two steps of the job's optimizer is of the
+    same weights, and so is what a sharded job's ranks sampled in one pass.
     """
     by_step: dict[Any, list[WeightsFound]] = {}
     for _, recorded in known:
@@ -203,7 +204,7 @@ def _after_steps(
     windows: Sequence[Sequence[Member]],
     setting: Setting,
 ) -> dict[int, WeightsFound]:
-    """Under --step: what began with the job's weights has them after each step that is the job's, too."""
+    """Carry the weights on under --step: after each step that is the job's, they are the job's again."""
     found = dict(weights)
     first = _merged([weights[id(one.recorded)] for one in windows[0]]) if windows else None
     ends = [window[-1].record.index for window in windows]
@@ -219,14 +220,14 @@ def _after_steps(
 
 
 def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
-    """Equal for passes that were done with the same weights."""
+    """Return a key that is equal for passes with the same weights."""
     if recorded.optimizer_step is not None:
         return "step", recorded.optimizer_step
     return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", id(recorded))
 
 
 def _beside(weights: WeightsFound, step: int, others: Sequence[tuple[int, str]]) -> WeightsFound:
-    """A pass's weights, in view of parameters that were not the job's in the pass of some step, this one or another.
+    """Judge a pass's weights in view of parameters that were not the job's in the pass of this or another step.
 
     Of those that this pass has no sample of: what was another one before is another one here too, unless something else
     that was is the job's by now, so that the job has moved its weights in between.
@@ -286,7 +287,7 @@ def _outcome(
 
 
 def _of_inputs(judged: Sequence[PassVerdict], data_ranks: Sequence[int]) -> list[PassVerdict]:
-    """tp and ring peers had the same input: the one that is farthest off counts."""
+    """Keep one outcome of tp and ring peers, who had the same input: the worst."""
     order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
     kept: dict[tuple[int, int], PassVerdict] = {}
     for one, data_rank in zip(judged, data_ranks, strict=True):
@@ -297,7 +298,7 @@ def _of_inputs(judged: Sequence[PassVerdict], data_ranks: Sequence[int]) -> list
 
 
 def _reason(judged: Sequence[PassVerdict], outcome: Outcome) -> str:
-    """What leaves the outcome unsettled; else other weights before all else, then what is true of most passes."""
+    """Choose the reason: what leaves the outcome unsettled, else other weights, else the reason of most passes."""
     if outcome is Outcome.UNSETTLED:
         return next(str(one.reason) for one in judged if one.outcome is outcome)
     reasons = Counter(one.reason for one in judged if one.reason is not None)
@@ -318,7 +319,7 @@ def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:
 
 
 def _open(judged: Sequence[PassVerdict]) -> list[Finding]:
-    """Of each quantity that was recorded and not judged in some pass, the first; with weights that are the job's."""
+    """List the first finding of each quantity that was recorded and not judged, in passes with the job's weights."""
     found: dict[str, Finding] = {}
     for one in judged:
         for finding in one.findings if one.reason != OTHER_WEIGHTS else ():
@@ -328,7 +329,7 @@ def _open(judged: Sequence[PassVerdict]) -> list[Finding]:
 
 
 def _environment(known: Sequence[Recorded], setting: Setting) -> dict[str, tuple[str, str]]:
-    """Settings that both have and that differ; several values in the job are all named."""
+    """List the settings that both have and that differ; if the job had several values, all are named."""
     there: dict[str, list[str]] = {}
     for recorded in known:
         coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}

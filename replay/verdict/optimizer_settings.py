@@ -1,4 +1,4 @@
-"""The optimizer that a job stepped with, beside the one that --step steps with: what differs is named beforehand."""
+"""Compare the optimizer that a job stepped with to the one that --step steps with."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ OFF = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "
 
 
 def differences(step: OptimizerStep, spec: ActorSpec, number: int) -> list[str]:
-    """In what the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
+    """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
     Empty where nothing does; settings that the job's optimizer does not have are passed over.
     """

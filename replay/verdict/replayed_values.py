@@ -1,4 +1,4 @@
-"""What a replay computed of one pass beside its record, for a verdict: single log-probs, and single gradients.
+"""Collect what a verdict needs of a replayed pass beside its record: single log-probs, and single gradients.
 
 Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
 """
@@ -29,7 +29,9 @@ class GradientSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """token_log_probs   at `sampled_tokens` of the captured rows; None for tokens that have none in the replay
+    """What a replay computed of one pass.
+
+    token_log_probs   at `sampled_tokens` of the captured rows; None for tokens that have none in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job kept none
     gradient          None where the pass ends no window, or nobody asked
     """
@@ -40,7 +42,7 @@ class Replayed:
 
 
 def action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:
-    """Row by row; None where `has_BA` is False."""
+    """List the log-probs row by row; None where `has_BA` is False."""
     values, has = log_probs_BA.detach().double().cpu(), has_BA.cpu()
     if is_reversed:
         values, has = values.flip(0), has.flip(0)
@@ -51,7 +53,7 @@ def action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool)
 def sampled_log_probs(
     log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, is_reversed: bool
 ) -> list[float | None]:
-    """The log-probs of the sampled tokens of rows of `num_tokens`; None for those that have none.
+    """List the log-probs of the sampled tokens of rows of `num_tokens`; None for those that have none.
 
     is_reversed  the rows are the captured ones from the last to the first
     """

@@ -1,4 +1,4 @@
-"""A verdict as text.
+"""Write a verdict as text.
 
 verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
            ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
@@ -29,7 +29,7 @@ def verdict_lines(verdict: Verdict) -> Pairs:
 
 
 def weights_line(found: WeightsFound) -> str:
-    """What is known of the weights from one pass's samples."""
+    """Say what the samples of one pass tell about the weights."""
     if (first := found.first) is not None:
         share = f"{len(found.differing)} of {counted(len(found.compared), 'sampled parameter')}"
         return (
@@ -70,7 +70,7 @@ def _largest(verdict: Verdict) -> str:
 
 
 def _place(first: PassVerdict, wrong: Finding) -> str:
-    """Which number of which pass, or of which of the job's steps."""
+    """Say which number of which pass, or of which of the job's steps."""
     name = wrong.name if wrong.where is None else f"{wrong.name} ({wrong.where})"
     if first.optimizer_step is None:
         return f"{name} of pass {first.index + 1}, {first.source}"

@@ -1,4 +1,4 @@
-"""Whether the weights that a replay was given are those that a job had: a capture's samples beside the weights' own.
+"""Check whether a replay's weights are those that the job had, by the samples in a capture.
 
 They are taken from the folder's files or computed from their names, never from the actor: so no sharding matters, and
 nothing is gathered.
@@ -13,12 +13,11 @@ from actor_init.model import ModelSource, parameter_shapes
 from capture.file_format.parameter_samples import ParameterSamples, Sample
 from replay.report.text import counted
 from replay.verdict.job_values import OtherValue, WeightsFound
-
-BF16_EPS, FP16_SMALLEST = 2**-7, 2**-24
+from replay.verdict.tolerances import equal_but_for_dtype
 
 
 class SameWeights:
-    """Holds fingerprints against one model's weights."""
+    """Compares fingerprints with one model's weights."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
@@ -56,12 +55,12 @@ class SameWeights:
         )
 
     def by_own_name(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
-        """The samples by the names that their parameters have in this model; those of others are left out."""
+        """Return the samples by the names of this model; those of other parameters are left out."""
         named = {self._own_name(sample): sample for sample in fingerprint.samples}
         return {name: sample for name, sample in named.items() if name is not None}
 
     def _own_name(self, sample: Sample) -> str | None:
-        """The job may have had the model inside others, so its names may be longer."""
+        """Find this model's name of a parameter. The job may have had the model inside others, with longer names."""
         parts = sample.name.split(".")
         for begin in range(len(parts)):
             if self._shapes.get(name := ".".join(parts[begin:])) == sample.shape:
@@ -81,23 +80,14 @@ class SameWeights:
 
 
 def first_other(sample: Sample, found: Tensor) -> OtherValue | None:
-    """Of one dtype, values are equal or not; of two, equal to the precision of bf16."""
+    """Find the first value that differs: in one dtype exactly, in two beyond the precision of bf16."""
     is_one_dtype = sample.dtype == str(found.dtype).removeprefix("torch.")
     pairs = zip(sample.values, found.double().tolist(), strict=True)
     for number, (recorded, here) in enumerate(pairs):
-        if not (_equal(recorded, here) if is_one_dtype else _close(recorded, here)):
+        if not (_equal(recorded, here) if is_one_dtype else equal_but_for_dtype(recorded, here)):
             return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, found=here)
     return None
 
 
 def _equal(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def _close(a: float, b: float) -> bool:
-    """The one may be the other rounded to bf16 or fp16, to nearest or towards zero: a relative 2**-7, or what fp16
-    takes for 0.
-    """
-    if _equal(a, b):
-        return True
-    return abs(a - b) <= max(abs(a), abs(b)) * BF16_EPS + FP16_SMALLEST < math.inf

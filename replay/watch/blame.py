@@ -1,4 +1,4 @@
-"""Which rank a run of several died of or waits for, and how to say so. Plain data in, text out.
+"""Decide which rank a run died of or waits for, and say so. Plain data in, text out.
 
 replay: no progress for 120 s: rank 1 did not arrive: the other ranks stand in a collective, and it does not
   rank 0: pass 2 on a.pkl (2 rows, 24 tokens, 24 of them real), phase forward, in a collective, at [...] in wait
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
-    """The ranks that the others wait for, by the first of these rules that sets some ranks apart from the others.
+    """Find the ranks that the others wait for, by the first of these rules that sets some ranks apart from the others.
 
     1. Ranks that do not answer: their process is stopped, or its Python is held by native code.
     2. Ranks that have run out of inputs, while others are in a pass for which these have none.
@@ -59,7 +59,8 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
        collective waits for the last rank to enter it.
     6. Ranks outside a collective while others stand in one.
 
-    A rank's own complaint is no evidence: the first to complain is one that arrived and waited.
+    docs/ranks.md names the fault that needs each. A rank's own complaint is no evidence: the first to complain is one
+    that arrived and waited.
     """
     if len(sightings) == 1:
         return Verdict(ranks=(sightings[0].rank,), reason="it is the only rank")
@@ -73,7 +74,7 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
 
 
 def _apart(sightings: Sequence[Sighting], apart: Sequence[Sighting], reason: str) -> Verdict | None:
-    """A verdict if `apart` are some of the ranks and not all."""
+    """Return a verdict if `apart` are some of the ranks and not all."""
     if not apart or len(apart) == len(sightings):
         return None
     return Verdict(ranks=tuple(s.rank for s in apart), reason=reason)
@@ -148,7 +149,7 @@ class Failure:
     sightings: Sequence[Sighting] = ()
 
     def text(self, folder: Any) -> str:
-        """All that is printed, a line a rank after the headline."""
+        """Return all that is printed: the headline and a line for each rank."""
         lines = [f"replay: {self.headline}", *(f"  {s.described()}" for s in self.sightings)]
         return "\n".join([*lines, f"replay: the run ends; finished passes and rank<k>.stack.txt are in {folder}"])
 
@@ -165,7 +166,7 @@ def died(rank: int, position: Position) -> Failure:
 
 
 def terminated(ranks: Sequence[int], positions: Mapping[int, Position]) -> Failure:
-    """By SIGTERM, while no other rank had failed; `ranks` have received it, `positions` holds every rank's."""
+    """Describe an end by SIGTERM that `ranks` received while no rank had failed; `positions` are those of all ranks."""
     if len(ranks) == len(positions) > 1:
         text = "every rank was ended from outside (SIGTERM), by the launcher or by who started it; none had failed"
         return Failure(kind="terminated", rank=None, headline=text, error="SIGTERM to every rank")
@@ -175,14 +176,14 @@ def terminated(ranks: Sequence[int], positions: Mapping[int, Position]) -> Failu
 
 
 def left_alone(rank: int, *, interrupted: bool) -> Failure:
-    """`rank` has said why it ends and goodbye, and the others cannot go on without it."""
+    """Describe the end of a rank that said goodbye, and without which the others cannot go on."""
     text = "was interrupted (Ctrl-C)" if interrupted else "refused the run"
     kind = "interrupted" if interrupted else "failed"
     return Failure(kind=kind, rank=rank, headline=f"rank {rank} {text}", error=text)
 
 
 def hung(sightings: Sequence[Sighting], trouble: str, advice: str = "") -> Failure:
-    """`trouble` is what was noticed: `no progress for 120 s`, or the error of a collective."""
+    """Describe a hang. `trouble` is what was noticed: `no progress for 120 s`, or the error of a collective."""
     verdict = who_did_not_arrive(sightings)
     if len(sightings) == 1:
         text = f"{trouble} in {sightings[0].position.described()}, at {sightings[0].standing_at}{advice}"

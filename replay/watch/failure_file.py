@@ -1,4 +1,4 @@
-"""failure.txt, and run.json's word on which rank and input ended a run: the first rank to say so is believed."""
+"""Write failure.txt and the `failure` of run.json, which say what rank and input ended a run. The first rank wins."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ FAILURE_FILE = "failure.txt"
 
 
 def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
-    """Say in run.json which rank and input ended a run, and `text` in failure.txt; for any rank to call.
+    """Write which rank and input ended a run into run.json, and `text` into failure.txt. Any rank may call this.
 
     False if another rank did so before: its failure may be why this one fails, and nothing is written.
     """

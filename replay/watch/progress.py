@@ -1,6 +1,6 @@
-"""Where a rank is: in which pass, on which input, in which phase. The main thread says it, others read it.
+"""Track where a rank is: pass, input, phase. The main thread sets it, other threads and ranks read it.
 
-It is kept in `rank<k>.position.json` too, mapped into memory: what a rank said last is there, whatever killed it.
+The position is also kept in `rank<k>.position.json`, mapped into memory, so it survives whatever kills the rank.
 """
 
 import json
@@ -18,7 +18,7 @@ WIDTH = 4096  # bytes of the position file; a source is a file name, of at most 
 
 
 class Phase(StrEnum):
-    """In the order in which a rank goes through them."""
+    """The phases, in the order in which a rank goes through them."""
 
     OPENING = "opening the actor"
     READING = "reading"
@@ -53,11 +53,11 @@ class Position:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Comes before the place of a rank that is further on."""
+        """A key that is smaller than that of a rank that is further on."""
         return self.index, ORDER[self.phase]
 
     def described(self) -> str:
-        """`pass 2 on a.pkl (2 rows, 40 tokens, 38 of them real), phase forward`."""
+        """Write the position as `pass 2 on a.pkl (2 rows, 40 tokens, 38 of them real), phase forward`."""
         if self.source is None:
             after = f" after {self.index} passes" if self.index >= 0 else ""
             return f"phase {self.phase}{after}"
@@ -99,11 +99,11 @@ class Tracker:
         self._move(replace(self.position, phase=phase))
 
     def goes_on(self) -> None:
-        """Say that a part of this phase is done. Collectives say it by themselves; long work without any has to."""
+        """Report that a part of this phase is done. Long work without collectives has to call this."""
         self.num_parts_done += 1
 
     def num_unforeseen(self) -> int:
-        """Collectives that this pass has entered beyond those of any pass like it. 0 in the first one."""
+        """Count the collectives of this pass beyond those of any pass like it. 0 in the first one."""
         if (most := self._most.get(self._way)) is None:
             return 0
         return (Counter(self._entered()) - self._at_begin - most).total()
@@ -118,16 +118,16 @@ class Tracker:
         self._move(Position(index=index, phase=Phase.READING, source=source))
 
     def has_read(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
-        """The shapes of the input at hand, which now waits for the others' to be read."""
+        """Set the shapes of the input that was read; the rank now waits for the others to read theirs."""
         self.position = replace(self.position, rows=rows, padded_tokens=padded_tokens, real_tokens=real_tokens)
         self.at(Phase.STARTING)
 
     def has_passed(self, num_passes: int, phase: Phase) -> None:
-        """All passes are behind this rank."""
+        """Set a phase that comes after all passes."""
         self._move(Position(index=num_passes, phase=phase))
 
     def close(self) -> None:
-        """Take the file away: it is of use where a run broke off."""
+        """Remove the file, which is of use only where a run broke off."""
         self._shared.close()
         self._path.unlink(missing_ok=True)
 
@@ -147,6 +147,6 @@ def position_file(folder: Path, rank: int) -> Path:
 
 
 def last_position(folder: Path, rank: int) -> Position:
-    """What a rank said last, from its file."""
+    """Read a rank's last position from its file."""
     path = position_file(folder, rank)
     return parse_json(Position, path.read_bytes(), source=str(path))

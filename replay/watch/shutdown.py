@@ -1,4 +1,4 @@
-"""The end of a run that broke off: one rank speaks, every rank leaves its stacks, none is left behind."""
+"""End a run that broke off: one rank reports the failure, every rank writes its stacks, and no process stays."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 1.5  # with ranks that leave no stack; the watchdog of one th
 
 
 class Ending:
-    """What a rank does when a run breaks off. All of it ends in os._exit: closing a process group waits for others."""
+    """Ends one rank when a run breaks off, by os._exit: closing a process group would wait for others."""
 
     def __init__(self, world: World, folder: Path, stacks: StackFile, peers: Peers) -> None:
         """Every rank calls this together."""
@@ -29,7 +29,7 @@ class Ending:
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
 
     def speak(self, failure: Failure, *, exit_code: int = 1) -> NoReturn:
-        """Say on stderr, in failure.txt and run.json what happened, unless another rank did, and end with all."""
+        """Report the failure on stderr, in failure.txt and run.json, unless another rank did; end with all ranks."""
         text = failure.text(self.folder)
         first = self.world.rank if failure.rank is None else failure.rank
         if claim_failure(self.folder, failure, text):
@@ -39,7 +39,7 @@ class Ending:
         self.follow(first, exit_code)
 
     def follow(self, first: int, exit_code: int) -> NoReturn:
-        """Leave the stacks and end. Rank `first` goes before the others: launchers name the first to end, too."""
+        """Write the stacks and end. Rank `first` ends before the others, for launchers name the first to end."""
         self.stacks.write()
         write_flight_recorder(self.folder, self.world.rank, self.world.device)
         self.peers.send({"kind": "done"})

@@ -1,4 +1,4 @@
-"""A connection of our own between every two ranks. It does not go through torch: it is for when torch stands still.
+"""Connect every two ranks by a socket of our own, which works while torch.distributed hangs.
 
 The kernel closes the sockets of a process that ends, however it ends, so the others hear of it at once.
 """
@@ -29,7 +29,7 @@ class Peer:
     unread: bytes = b""
 
     def receive(self) -> list[Message | None]:
-        """What has come in; None says that the other end is gone."""
+        """Read what has come in; None means that the other end is gone."""
         try:
             data = self.connection.recv(1 << 16)
         except OSError:
@@ -40,7 +40,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Peers:
-    """All other ranks, and a bell: bytes written to it come back from `receive` as messages of no rank."""
+    """Connections to all other ranks, and a bell, whose bytes come out of `receive` as messages of no rank."""
 
     by_rank: dict[int, Peer] = field(default_factory=dict)
     bell: socket.socket = field(init=False)
@@ -56,7 +56,7 @@ class Peers:
 
     @classmethod
     def connect(cls, world: World) -> Self:
-        """Every rank calls this together. Raises OSError on all of them if two could not be connected."""
+        """Connect all ranks, which call this together. Raises OSError on all of them if two could not be connected."""
         if world.world_size == 1:
             return cls()
         address = _own_address()
@@ -80,7 +80,7 @@ class Peers:
         return cls({rank: Peer(rank, connection) for rank, connection in connections.items()})
 
     def send(self, message: Message, *, to: int | None = None) -> None:
-        """To one rank or to all. One that is gone is passed over: `receive` tells of it."""
+        """Send to one rank or to all. A rank that is gone is skipped: `receive` reports it."""
         line = json.dumps(message).encode() + b"\n"
         for peer in list(self.by_rank.values()) if to is None else [self.by_rank[to]]:
             try:
@@ -89,7 +89,7 @@ class Peers:
                 continue
 
     def receive(self, seconds: float) -> list[tuple[int | None, Message | int | None]]:
-        """What has come in from each rank (None: it is gone), or within `seconds` nothing; bytes of the bell."""
+        """Wait up to `seconds` for messages of ranks (None: it is gone) and bytes of the bell."""
         heard: list[tuple[int | None, Message | int | None]] = []
         for key, _ in self._selector.select(seconds):
             peer: Peer | None = key.data
@@ -115,7 +115,7 @@ class Peers:
 
 
 class Meeting:
-    """Where all ranks wait for each other. A rank's main thread waits; the one that hears of others says who came."""
+    """A barrier outside torch. The main thread waits; the thread that receives messages says who arrived."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._missing = set(ranks)
@@ -132,7 +132,7 @@ class Meeting:
 
 
 def connected(world: World) -> Peers:
-    """`Peers.connect`, or nobody, said once, where two machines cannot reach each other: a run goes on without."""
+    """Connect all ranks. Where two machines cannot reach each other, say so once and go on with no peers."""
     try:
         return Peers.connect(world)
     except OSError as error:
@@ -142,7 +142,7 @@ def connected(world: World) -> Peers:
 
 
 def _own_address() -> tuple[int, str]:
-    """Family and address under which the other ranks can reach this machine: those that lead from here to rank 0's."""
+    """Find the address under which other ranks reach this machine: that of the route to rank 0's machine."""
     first = os.environ.get("MASTER_ADDR", "localhost")
     family, kind, protocol, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -160,7 +160,7 @@ def _call(family: int, host: str, port: int, greeting: str) -> socket.socket:
 
 
 def _answer(listener: socket.socket, token: str) -> dict[int, socket.socket]:
-    """The next caller by its rank; nobody if it does not know the token."""
+    """Accept the next caller and return it by its rank; nothing if it does not know the token."""
     listener.settimeout(CONNECT_SECONDS)
     connection, _ = listener.accept()
     connection.settimeout(CONNECT_SECONDS)

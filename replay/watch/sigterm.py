@@ -1,4 +1,4 @@
-"""SIGTERM as a message to a thread: inside a collective the main thread runs no handler of Python's."""
+"""Turn SIGTERM into a message to a thread: in a collective the main thread runs no Python signal handler."""
 
 import signal
 import socket
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Terminations:
-    """While open, SIGTERM ends nothing: its number comes out of the other end of `bell`. For the main thread alone."""
+    """While open, SIGTERM does not end the process but writes its number to `bell`. For the main thread only."""
 
     def __init__(self, bell: socket.socket) -> None:
         self._before: tuple[Any, int] | None = None

@@ -1,4 +1,4 @@
-"""What a rank can say of itself while its main thread stands still: stacks, collectives, NCCL's flight recorder."""
+"""Collect what a rank can report while its main thread hangs: stacks, collectives, NCCL's flight recorder."""
 
 import faulthandler
 import sys
@@ -55,13 +55,13 @@ class StackFile:
 
 
 def was_held(folder: Path, rank: int) -> bool:
-    """Did that rank's watchdog in C end it?"""
+    """Tell whether that rank's watchdog in C ended it."""
     path = stack_file(folder, rank)
     return path.is_file() and path.read_text(errors="replace").startswith("Timeout (")
 
 
 def aborted_in_collective(folder: Path, rank: int) -> bool:
-    """Did native code end that rank inside a collective? So gloo does to a rank that gets data of another size."""
+    """Tell whether native code aborted that rank in a collective, as gloo does where sizes of data do not match."""
     path = stack_file(folder, rank)
     text = path.read_text(errors="replace") if path.is_file() else ""
     threads = [
@@ -72,7 +72,7 @@ def aborted_in_collective(folder: Path, rank: int) -> bool:
 
 
 def write_flight_recorder(folder: Path, rank: int, device: torch.device) -> None:
-    """NCCL's last collectives as torch's `torchfrtrace` reads them. Nothing on a CPU."""
+    """Dump NCCL's last collectives for torch's `torchfrtrace`. Does nothing on a CPU."""
     if device.type == "cuda":
         try:
             trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
@@ -82,13 +82,13 @@ def write_flight_recorder(folder: Path, rank: int, device: torch.device) -> None
 
 
 def collectives_entered() -> dict[str, int]:
-    """By process group with more than one member: how many collectives this rank has entered, finished or not."""
+    """Count the collectives that this rank has entered, finished or not, by process group of several members."""
     groups: list[Any] = list(dist.distributed_c10d._world.pg_names)  # torch's stubs lack the method
     return {g.group_name: g._get_sequence_number_for_group() for g in groups if g.size() > 1}
 
 
 def outlast(timeout: float) -> None:
-    """Let no collective give up before `timeout` has been diagnosed: gloo's own limit is 30 min, NCCL's 10."""
+    """Raise the limit of collectives above `timeout`, so that a hang is diagnosed first: gloo gives up after 30 min."""
     for group in list(dist.distributed_c10d._world.pg_names):
         if group.size() > 1:
             limit = max(timedelta(seconds=timeout) + SLACK, dist.distributed_c10d.default_pg_timeout)
@@ -116,7 +116,7 @@ def standing(watch_thread: int) -> Standing:
 
 
 def raised_in_collective(error: BaseException) -> bool:
-    """Did a collective raise `error`? What it called, such as a hook or an optimizer below it, is none.
+    """Tell whether a collective itself raised `error`, and not a hook or an optimizer that it called.
 
     A collective ends in C++, below torch's own call of an operator at most.
     """
@@ -127,7 +127,7 @@ def raised_in_collective(error: BaseException) -> bool:
 
 
 def _standing_at(innermost: FrameType) -> str:
-    """`python3.11/threading.py:327 in wait, below mine/loader.py:12 in pull`, and whether a compiler is at work."""
+    """Write `python3.11/threading.py:327 in wait, below mine/loader.py:12 in pull`, and whether it compiles."""
     frames = list(_outwards(innermost))
     library = _library(innermost)
     caller = next((f for f in frames if _library(f) != library), innermost)
@@ -136,7 +136,7 @@ def _standing_at(innermost: FrameType) -> str:
 
 
 def _library(frame: FrameType) -> str:
-    """All of torch is one, any other folder is one by itself."""
+    """Name the library of a frame: all of torch is one, any other folder is one by itself."""
     path = frame.f_code.co_filename
     return "torch" if "/torch/" in path else str(Path(path).parent)
 

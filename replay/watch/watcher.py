@@ -1,4 +1,4 @@
-"""Watches over a run: a thread in every rank that notices a dead or a standing rank, says which, and ends all.
+"""Watch a run: a thread in every rank notices a rank that died or hangs, names it, and ends all ranks.
 
 What can happen to a rank, and how the others hear of it:
 
@@ -51,7 +51,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def watching(world: World, folder: Path, timeout: float, *, show_traceback: bool = False) -> Iterator["Watch"]:
-    """Watch over what runs inside. An error that leaves it on one of several ranks ends them all, here."""
+    """Watch the code inside. An error that leaves it on one of several ranks ends them all."""
     watch = Watch(world, folder, timeout)
     try:
         yield watch
@@ -104,13 +104,13 @@ class Watch:
         self._thread.start()
 
     def meet(self) -> None:
-        """Wait until all ranks have come here. Not through torch: a rank that does more passes must find nobody."""
+        """Wait until all ranks are here, outside torch: a barrier could meet a collective of a rank with more passes."""
         self._meeting.arrived(self.world.rank)
         self._peers.send({"kind": "arrived"})
         self._meeting.wait(TICK_SECONDS)
 
     def stop_all(self, error: BaseException) -> NoReturn:
-        """End all ranks because of this rank's `error`, or because of what it follows from."""
+        """End all ranks because of this rank's `error`, or because of the failure that caused it."""
         self._collective_failed = raised_in_collective(error)
         self._error = f"{type(error).__name__}: {one_line(str(error))}"
         self._peers.ring()
@@ -119,7 +119,7 @@ class Watch:
         os._exit(1)
 
     def leave(self, exit_code: int) -> None:
-        """Say goodbye to the others, who would take a silent end for a death."""
+        """Tell the others that this rank ends; they would take a silent end for a death."""
         self._closing = True
         self._peers.send({"kind": "left", "exit_code": exit_code})
         self._peers.ring()
@@ -176,7 +176,7 @@ class Watch:
             self._grace_ends = time.monotonic() + (GRACE_SECONDS if self._peers.by_rank else 0.0)
 
     def _look(self, now: float) -> None:
-        """Draw the conclusion for which the time has come, if any."""
+        """Act on what is known, if it is time: ask the others, judge their answers, or end the run."""
         tracker = self.tracker
         progress = (tracker.num_borders, tracker.num_parts_done, sum(collectives_entered().values()))
         if progress != self._progress:
@@ -211,7 +211,7 @@ class Watch:
         self._peers.send({"kind": "ask"})
 
     def _judge(self, now: float) -> None:
-        """Everybody has had time to answer. A rank that went on meanwhile gives all of them another --timeout."""
+        """Judge the answers. If any rank went on meanwhile, all get another --timeout."""
         seen = self._answers | self._dead | {self.world.rank: self._own_sighting()}
         for rank in set(self._peers.by_rank) - set(self._answers):
             seen[rank] = Sighting(rank=rank, position=last_position(self.folder, rank), answers=False)
@@ -226,7 +226,7 @@ class Watch:
         self._ending.speak(hung([seen[rank] for rank in sorted(seen)], trouble, advice))
 
     def _lost(self, rank: int) -> None:
-        """A rank is gone without a goodbye. It died, unless its own files say that it was ended for its standing."""
+        """Handle a rank that is gone without a goodbye: it died, unless its files say that a hang ended it."""
         position = last_position(self.folder, rank)
         if was_held(self.folder, rank):
             self._dead[rank] = Sighting(rank=rank, position=position, answers=False)

@@ -1,0 +1,112 @@
+"""How far a replay's numbers may be from the job's: every tolerance of the verdict. docs/tolerances.md explains each.
+
+A difference is relative to the recorded number, and absolute where that is below 1; a gradient norm's is always
+relative. With the unit roundoff u of the coarser dtype, L layers and N tokens, the formulas are
+
+    loss, log-probs     u (1/2 + 3 sqrt(2 L / N))
+    gradient norm       4 u
+    gradient samples    64 u of the root mean square of the parameter's gradient
+
+and no bound is below LEAST_BOUND. Where a noise floor was measured, the bound follows from the floor.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from actor_init.as_json import AnyFloat
+from replay.report.false_alarms import factor_for
+from replay.report.roundoff import roundoff
+from replay.verdict.job_values import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+
+TOKENS_RMS = "token log-probs, root mean square"
+
+LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say
+    LOSS: 1e-5,
+    LOG_PROBS: 1e-5,
+    TOKENS: 3e-5,
+    ACTION_TOKENS: 3e-5,
+    GRAD_NORM: 1e-4,
+    GRADIENT: 1e-3,
+}
+COMMON_ROUNDOFFS = 0.5  # the part of an error that all tokens share, so that no mean removes it
+TOKEN_ROUNDOFFS = 3.0  # times sqrt(2 L / N): the part that is independent from token to token
+NORM_ROUNDOFFS = 4.0  # of a gradient norm
+SAMPLE_ROUNDOFFS = 64.0  # of one element of a gradient, relative to its parameter's root mean square
+LEAST_FACTOR = 4.0  # times a measured floor, of any quantity
+RMS_FACTOR = 3.0  # times the floor of TOKENS_RMS: a mean square over hundreds of tokens hardly varies
+SAME_SHARES = 1e-4  # two passes' shares of a window's gradient that are no further apart are equal
+LEAST_RMS = 1e-3  # of all parameters' root mean square: a gradient below it is taken for rounding
+BF16_SPACING = 2**-7  # relative: a weight and the same weight in bf16, rounded to nearest or towards zero
+FP16_SMALLEST = 2**-24  # absolute: what fp16 rounds to 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """The largest of `num_values` differences between two replays that differ in rounding alone."""
+
+    value: AnyFloat
+    num_values: int
+
+    @property
+    def bound(self) -> float:
+        return self.value * max(LEAST_FACTOR, factor_for(self.num_values))
+
+
+def bound_of(
+    name: str, dtypes: Sequence[str], num_layers: int, num_tokens: int, floors: Mapping[str, Floor] | None = None
+) -> float:
+    """Return how far two numbers may be apart that were computed in two of `dtypes`, in other orders, by other kernels.
+
+    Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula. For
+    gradient samples, whose formula is a rule of thumb, the floor alone decides.
+
+    The formula of a mean over N tokens: each layer adds to the residual stream twice and rounds it, so a log-prob is
+    off by about u sqrt(2 L). Most of that is random and averages out over tokens; a part is common to all of them.
+    Seen: up to 0.15 u in the loss of Llama 3.1 8B with other kernels or tp, and 1.8 u sqrt(2 L / N) at most in rows of
+    1 to 128 tokens through 2 to 24 layers. Seen of a gradient norm: 1.3 u.
+    """
+    if name == ACTION_TOKENS:
+        name = TOKENS
+    unit = max(map(roundoff, dtypes))
+    match name:
+        case "gradient norm":
+            computed = NORM_ROUNDOFFS * unit
+        case "gradient samples":
+            computed = SAMPLE_ROUNDOFFS * unit
+        case _:
+            computed = unit * (COMMON_ROUNDOFFS + TOKEN_ROUNDOFFS * math.sqrt(2 * num_layers / max(num_tokens, 1)))
+    if floors and name in floors:
+        has_formula = name != GRADIENT
+        computed = min(computed, floors[name].bound) if has_formula else floors[name].bound
+    return max(LEAST_BOUND[name], computed)
+
+
+def bound_of_rms(floor: Floor) -> float:
+    """Return how large the root mean square of all sampled tokens' differences may be."""
+    return max(LEAST_BOUND[TOKENS], RMS_FACTOR * floor.value)
+
+
+def difference(recorded: float, replayed: float) -> float:
+    """Relative to the recorded number, or to 1 where that is smaller; nan beside nan is no difference."""
+    if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
+        return 0.0
+    if not (math.isfinite(recorded) and math.isfinite(replayed)):
+        return math.inf
+    return abs(replayed - recorded) / max(abs(recorded), 1.0)
+
+
+def difference_of_norms(there: float, here: float) -> float:
+    """Relative to the recorded norm, however small."""
+    if there == here or (math.isnan(there) and math.isnan(here)):
+        return 0.0
+    if not (math.isfinite(there) and math.isfinite(here)) or not there:
+        return math.inf
+    return abs(here - there) / abs(there)
+
+
+def equal_but_for_dtype(a: float, b: float) -> bool:
+    """Tell whether one may be the other rounded to bf16 or fp16, to nearest or towards zero."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    return abs(a - b) <= max(abs(a), abs(b)) * BF16_SPACING + FP16_SMALLEST < math.inf
