@@ -200,7 +200,7 @@ def test_without_its_reference_no_run_is_started(tmp_path: Path, runs: Runs, cap
     runs.told = {0: "CUDA out of memory"}
     assert typed(tmp_path) == 1
     assert runs.names == [REFERENCE]
-    assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run, for its reference was not: {REFERENCE}"
+    assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run because its reference was not: {REFERENCE}"
 
 
 def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
@@ -295,7 +295,7 @@ def test_without_matplotlib_there_is_a_report_and_a_line(
     ("more", "says"),
     [
         (["--matrix", "quik"], "--matrix quik is neither one of quick, pairs, full nor a file"),
-        (["--continue", "nowhere"], "--continue goes on with what that folder says. Leave out --matrix"),
+        (["--continue", "nowhere"], "--continue takes its options from that folder. Leave out --matrix"),
         (["--save-model", "there"], "--save-model cannot be given to parity, which starts many runs. Leave it out"),
         (["--inputs", "nowhere"], "--inputs nowhere: no such folder."),
         (["--backend", "zero"], "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2"),

@@ -129,7 +129,7 @@ def test_what_could_not_be_saved_leaves_nothing_half_written(
     common = f"{TRAINING} --inputs {folder_of(tmp_path, [20, 22])}"
     assert replay(tmp_path, f"{common} --save-model {tmp_path}/model --save-state {tmp_path}/state") == 1
     out, err = capsys.readouterr()
-    assert f"{tmp_path}/state could not be saved, and is not there: [Errno 28] No space left on device" in err
+    assert f"{tmp_path}/state could not be saved and does not exist: [Errno 28] No space left on device" in err
     assert said(out, "not saved") == [f"--save-state {tmp_path}/state: the run did not succeed"]
     assert whats_there(tmp_path) == {"inputs", "model"}  # the model had been written whole
     (folder,) = (tmp_path / "log-0").iterdir()

@@ -40,7 +40,7 @@ class Child:
         return self.exit_code == REFUSED
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """Why it failed, in one line; empty if all was well."""
         if self.exit_code == 0:
             return ""

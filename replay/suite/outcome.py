@@ -1,4 +1,4 @@
-"""What became of each configuration of a suite, and of the suite. Plain data in, plain data out."""
+"""Determine the outcome of each configuration of a suite. Takes and returns plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class NoCurve:
     """Why a configuration has no curve."""
 
     reason: str
-    is_refusal: bool = False  # its replay said beforehand that it cannot be had
+    is_refusal: bool = False  # its replay refused the options before it started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingResult:
-    """A judgement on a configuration's curve, or the reason why there is none."""
+    """The judgement on a configuration's curve, or the reason why it has none."""
 
     planned: Planned
     status: Status
@@ -33,7 +33,7 @@ class TrainingResult:
     judgement: CurveComparison | None = None
 
     def summary(self) -> dict[str, Any]:
-        """For suite.json; each step is in <name>.jsonl."""
+        """Return the entry of suite.json; the steps are in <name>.jsonl."""
         found: dict[str, Any] = {"status": self.status, "reason": self.reason}
         if self.judgement is None:
             return found
@@ -53,14 +53,14 @@ class TrainingResult:
 def outcomes(
     plan: Sequence[Planned],
     curves: Mapping[str, Curve],
-    troubles: Mapping[str, Trouble],
+    no_curves: Mapping[str, NoCurve],
     *,
     steps_an_epoch: int,
 ) -> list[TrainingResult]:
-    """In the order of `plan`. What has neither a curve nor a trouble was not come to."""
+    """Return the results in the order of `plan`. A configuration with neither a curve nor a reason was not reached."""
     found = []
     for one in plan:
-        trouble = troubles.get(one.name, Trouble(reason=one.reason or "not come to", is_refusal=True))
+        no_curve = no_curves.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
         if curve := curves.get(one.name):
             judgement = compare_curves(
                 one.name,
@@ -73,7 +73,7 @@ def outcomes(
             status = Status.FAILED if judgement.complaints else Status.PASSED
             found.append(TrainingResult(planned=one, status=status, judgement=judgement))
         else:
-            may_refuse = one.name not in troubles or not one.configuration.is_standard
-            status = Status.NOT_RUN if trouble.is_refusal and may_refuse else Status.FAILED
-            found.append(TrainingResult(planned=one, status=status, reason=trouble.reason))
+            may_refuse = one.name not in no_curves or not one.configuration.is_standard
+            status = Status.NOT_RUN if no_curve.is_refusal and may_refuse else Status.FAILED
+            found.append(TrainingResult(planned=one, status=status, reason=no_curve.reason))
     return found
