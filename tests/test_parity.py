@@ -186,7 +186,7 @@ def test_a_run_that_dies_or_hangs_is_a_row_and_the_others_run(tmp_path: Path, ru
     assert runs.limits == [77.0] * 7
     assert said(capsys, "FAILED") == [
         f"{RUNS[4]}: CUDA out of memory",
-        f"{RUNS[5]}: no end within 2 s, see " + str(next(folder_in(tmp_path).glob("cells/006*/0/output.txt"))),
+        f"{RUNS[5]}: not finished within 2 s, see " + str(next(folder_in(tmp_path).glob("cells/006*/0/output.txt"))),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where runs in processes of their own can be: on GPUs, or in processes that stand in for them on a CPU."""
+"""Describe the devices that runs in their own processes can use: GPUs, or CPU processes that stand in for them."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,9 @@ class Machine:
 
     @classmethod
     def here(cls, num_devices: int | None = None) -> "Machine":
-        """This machine, or so many devices of it, which may be more than it has: see `is_here`."""
+        """Return this machine with all its devices, or with `num_devices`, which may be more than it has: see
+        `is_here`.
+        """
         import torch
 
         found = torch.cuda.device_count()
@@ -20,6 +22,6 @@ class Machine:
 
     @property
     def is_here(self) -> bool:
-        """Is this machine of that kind, and has it as many GPUs?"""
+        """Is this machine of the same kind, with at least as many GPUs?"""
         here = Machine.here()
         return self.has_gpus == here.has_gpus and (not self.has_gpus or self.num_devices <= here.num_devices)
