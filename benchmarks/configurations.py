@@ -89,7 +89,7 @@ COLUMNS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     name: str
-    trouble: str = ""
+    error: str = ""
     num_gpus: int = 1
     statistics: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[PassRecord] = ()  # that have a loss
@@ -126,7 +126,7 @@ def main() -> int:
         ]
         print(f"$ {shlex.join(command)}", flush=True)
         if left < 20:
-            rows.append(Row(name=name, trouble="not run: out of time"))
+            rows.append(Row(name=name, error="not run: out of time"))
         else:
             rows.append(_row(name, num_gpus, logs, _run(command, min(arguments.limit, left))))
         print(_line(_cells(rows[-1], rows)), flush=True)
@@ -168,17 +168,17 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _row(name: str, num_gpus: int, logs: Path, trouble: str) -> Row:
-    if trouble:
-        return Row(name=name, trouble=trouble)
+def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:
+    if error:
+        return Row(name=name, error=error)
     run, records = read_log(max(logs.iterdir()))
     good = [record for record in records if record.loss is not None]
     return Row(name=name, num_gpus=num_gpus, statistics=run["statistics"], records=good)
 
 
 def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
-    if row.trouble:
-        return (row.name, row.trouble, *["-"] * (len(COLUMNS) - 2))
+    if row.error:
+        return (row.name, row.error, *["-"] * (len(COLUMNS) - 2))
     statistics, records = row.statistics, row.records
 
     def milliseconds(phase: str) -> str:

@@ -30,7 +30,7 @@ def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Param
 
 
 class World:
-    """Of ranks whose values are given."""
+    """A world of ranks whose gathered values are given."""
 
     rank = 0
 

@@ -199,7 +199,7 @@ REFUSED = {
     "no optimizer to load": ("--optimizer none --load-state {home}/zero1", "Try: --save-model and --model"),
     "no optimizer to save": ("--optimizer none --save-state {home}/new", "--save-state needs an optimizer"),
     "two sources of weights": ("--random-weights --load-state {home}/zero1", "exclude each other"),
-    "a folder with something in it": ("--save-state {home}/zero1", "Try: --save-state {home}/zero1-2"),
+    "a folder that is not empty": ("--save-state {home}/zero1", "Try: --save-state {home}/zero1-2"),
     "a file": ("--save-model {home}/file", "is a file. Try: --save-model {home}/file-2"),
     "below a file": ("--save-model {home}/file/model", "Give a folder where you may write"),
     "both in one folder": ("--save-model {home}/new --save-state {home}/new", "Try: --save-model {home}/new-model"),
