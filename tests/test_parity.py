@@ -157,7 +157,7 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     loss = next(one for one in whole["result"]["noises"] if one["quantity"] == "loss")
     assert loss["floor"] == pytest.approx(3e-7)
     assert loss["equivalent"] == RUNS[3]
-    assert whole["result"]["cells"][RUNS[6]]["verdict"] == "WITHIN NOISE"
+    assert whole["result"]["cells"][RUNS[6]]["result"] == "WITHIN NOISE"
     out = capsys.readouterr().out
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
