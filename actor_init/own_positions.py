@@ -70,8 +70,8 @@ def _table_of(model: Any, config: PretrainedConfig) -> nn.Embedding | None:
     """Return the embedding that is not of tokens and has a row per position."""
     num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     others = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    found = [m for m in others if num_positions and m.num_embeddings >= num_positions]
-    return found[0] if len(found) == 1 else None
+    tables = [m for m in others if num_positions and m.num_embeddings >= num_positions]
+    return tables[0] if len(tables) == 1 else None
 
 
 def _looked_up(model: Any, table: nn.Embedding, mask_BS: Tensor, given: dict[str, Tensor]) -> Tensor | None:

@@ -188,5 +188,5 @@ class FolderWeights:
                 width = count if not places else 1
                 places.append(slice(start % size, start % size + width))
                 start //= size
-            found: Tensor = values[tuple(reversed(places))]
-        return found.flatten() if found.is_floating_point() else None
+            block: Tensor = values[tuple(reversed(places))]
+        return block.flatten() if block.is_floating_point() else None

@@ -79,14 +79,14 @@ class Toggle:
 @cache
 def toggles() -> tuple[Toggle, ...]:
     """Return every option, in the order of the fields that declare them."""
-    found: list[Toggle] = []
+    declared: list[Toggle] = []
     for part, spec_class in PARTS.items():
         hints = get_type_hints(spec_class)
         for spec_field in fields(spec_class):
             if spec_field.metadata:
-                found.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
-    assert len({t.parameter for t in found}) == len(found), "two options have one name"
-    return tuple(found)
+                declared.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
+    assert len({t.parameter for t in declared}) == len(declared), "two options have one name"
+    return tuple(declared)
 
 
 def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle]:

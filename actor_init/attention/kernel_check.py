@@ -49,13 +49,13 @@ def error_of(kernel: str, where: device) -> float:
         out: Tensor = call(module, query, key, value, mask, scaling=D**-0.5, **more)[0]
         return out
 
-    found = _with_gradients(ours, inputs, upstream)
+    computed = _with_gradients(ours, inputs, upstream)
     wanted = _with_gradients(
         lambda query, key, value: _plain_attention(query, key, value, visible_TT),
         [tensor.float() for tensor in inputs],
         upstream.float(),
     )
-    errors = [(f.float() - w).norm() / w.norm() for f, w in zip(found, wanted, strict=True)]
+    errors = [(f.float() - w).norm() / w.norm() for f, w in zip(computed, wanted, strict=True)]
     return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
 
 

@@ -72,7 +72,7 @@ class Experience:
 
 
 def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
-    """Return this rank's share of text.md, as bytes, cut at the limits. A cut answer has no EOS, like generated ones."""
+    """Return this rank's share of text.md, as bytes, cut at the limits. A cut answer has no EOS, like any other."""
     text = (Path(__file__).parent / "text.md").read_text(encoding="utf-8").rstrip()
     pairs = [block.split("\n\nA: ") for block in text.split("\n\nQ: ")[1:]]
     if world_size > (most := len(pairs) // NUM_ANSWERS):

@@ -46,12 +46,12 @@ class Difference:
         return f"gradient by {self.relative:.2g} at most, bound {bound:g}, {self.parameter}"
 
 
-def difference(found: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
+def difference(gradients: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
     """Return the largest difference, relative to its expected norm or to a thousandth of the total norm, if larger."""
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     least = SMALLEST_SHARE * float(torch.tensor(list(norms.values())).norm())
     apart = dict.fromkeys(expected, torch.inf)
-    for name, gradient in found:
+    for name, gradient in gradients:
         if name in expected:
             apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, TINY)
         else:
@@ -72,9 +72,9 @@ def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> 
     return kept, Difference.worst(apart)
 
 
-def relative(found: float, expected: float) -> float:
+def relative(value: float, expected: float) -> float:
     """Return the relative difference; inf if either is not a number."""
-    apart = abs(found - expected) / max(abs(expected), TINY)
+    apart = abs(value - expected) / max(abs(expected), TINY)
     return apart if apart == apart else torch.inf
 
 

@@ -151,18 +151,18 @@ def _salvage(folder: Path) -> str | None:
 
 
 def _oddities(batch: MicroBatch, outputs: Mapping[str, Any]) -> list[str]:
-    found = [
+    reasons = [
         f"{name} was {value}"
         for name, value in outputs.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
     if num_empty := int((batch.attention_mask_BS.sum(1) == 0).sum()):
-        found.append(f"{num_empty} of {batch.num_rows} rows have no real token")
+        reasons.append(f"{num_empty} of {batch.num_rows} rows have no real token")
     if batch.action_mask_BA is not None and not batch.action_mask_BA.any():
-        found.append("no token is an action")
+        reasons.append("no token is an action")
     if batch.num_real_tokens * 5 < batch.num_padded_tokens:
-        found.append(f"{1 - batch.num_real_tokens / batch.num_padded_tokens:.0%} is padding")
-    return found
+        reasons.append(f"{1 - batch.num_real_tokens / batch.num_padded_tokens:.0%} is padding")
+    return reasons
 
 
 def _longest(batches: Sequence[MicroBatch]) -> list[Odd]:

@@ -184,8 +184,8 @@ def axes() -> list[str]:
 
 def _distinct(tables: Sequence[Table]) -> list[Setting]:
     """Return the products of all tables, each setting once."""
-    found = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
-    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in found}.values())
+    settings = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
+    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in settings}.values())
 
 
 def num_processes_of(setting: Setting) -> int:

@@ -134,12 +134,12 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
     return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
 
 
-def result_of(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
+def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
     """Return the result of a cell and the quantities that decide it; `noises` are those of its dtype, by quantity."""
-    if all(one.value <= FP32_SPACING for one in found.values()):
+    if all(one.value <= FP32_SPACING for one in distances.values()):
         return CellResult.EQUAL, []
-    beyond = [name for name, one in found.items() if name in noises and one.value > noises[name].bound]
+    beyond = [name for name, one in distances.items() if name in noises and one.value > noises[name].bound]
     if beyond:
         return CellResult.DIFFERS, beyond
-    unknown = [name for name in found if name not in noises]
+    unknown = [name for name in distances if name not in noises]
     return (CellResult.NOT_JUDGED, unknown) if unknown else (CellResult.WITHIN_NOISE, [])

@@ -103,29 +103,29 @@ class MatrixJudge:
         return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
-        found = self._compared(row.cell.name, row.cell.reference, done)
-        if not found.distances:
-            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
+        compared = self._compared(row.cell.name, row.cell.reference, done)
+        if not compared.distances:
+            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
         own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
-        outcome, deciding = result_of(found.distances, own)
+        outcome, deciding = result_of(compared.distances, own)
         if row.cell.role is Role.REFERENCE:  # its accumulation differs from the other reference's
-            return JudgedCell(result=outcome, distances=found.distances, deciding=deciding)
-        notes = [*found.notes]
+            return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding)
+        notes = [*compared.notes]
         if outcome is CellResult.NOT_JUDGED:
             notes.append("no equivalent run measured its noise")
-        if found.lacks_norms and outcome is not CellResult.DIFFERS:
+        if compared.lacks_norms and outcome is not CellResult.DIFFERS:
             outcome = CellResult.NOT_JUDGED
-        return JudgedCell(result=outcome, distances=found.distances, deciding=deciding, notes=notes)
+        return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
 
     def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Distances:
         if reference not in done:
             return Distances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._found:
             try:
-                found = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
+                distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                found = Distances(notes=[str(error)])
-            self._found[name, reference] = found
+                distances = Distances(notes=[str(error)])
+            self._found[name, reference] = distances
         return self._found[name, reference]
 
     def _ceiling(self, dtype: Dtype, row: Row) -> float:
@@ -153,9 +153,9 @@ class MatrixJudge:
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
-            found = self._compared(row.cell.name, wide.cell.name, done)
+            compared = self._compared(row.cell.name, wide.cell.name, done)
             of_a_number = self._ceiling(dtype, row)
-            for quantity, distance in found.distances.items():
+            for quantity, distance in compared.distances.items():
                 ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
                 if distance.value > ceiling:
                     remarks.append(

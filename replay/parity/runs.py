@@ -138,8 +138,8 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
 
     machine = Machine.here(num_devices)
     if not machine.is_here:
-        found = Machine.here().num_devices
-        raise UsageError(f"--num-devices {num_devices}, and this machine has {found} GPUs. Give at most {found}")
+        num_gpus = Machine.here().num_devices
+        raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
     inputs = select(wanted, 0, 1).inputs
     if not inputs:

@@ -75,8 +75,8 @@ def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
 
 
 def _distance(judged: JudgedCell | None, quantity: str) -> str:
-    found = judged.distances.get(quantity) if judged else None
-    return "-" if found is None else f"{found.value:.3g}"
+    distance = judged.distances.get(quantity) if judged else None
+    return "-" if distance is None else f"{distance.value:.3g}"
 
 
 def failures(log: ParityLog, result: MatrixResult) -> Pairs:

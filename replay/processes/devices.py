@@ -17,8 +17,8 @@ class Machine:
         """
         import torch
 
-        found = torch.cuda.device_count()
-        return cls(num_devices=num_devices or found or PROCESSES_ON_A_CPU, has_gpus=found > 0)
+        num_gpus = torch.cuda.device_count()
+        return cls(num_devices=num_devices or num_gpus or PROCESSES_ON_A_CPU, has_gpus=num_gpus > 0)
 
     @property
     def is_here(self) -> bool:

@@ -110,10 +110,10 @@ def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tenso
 
 
 def _by_parameter(rows: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for key in sorted(rows):
-        found.setdefault(key.partition("@")[0], []).append(rows[key])
-    return found
+        by_name.setdefault(key.partition("@")[0], []).append(rows[key])
+    return by_name
 
 
 def _apart(one: Tensor, partner: Tensor) -> float:

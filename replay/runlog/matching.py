@@ -74,8 +74,8 @@ def matched(
 
 def _numbered(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[tuple[Hashable, int], Item]:
     seen: Counter[Hashable] = Counter()
-    found: dict[tuple[Hashable, int], Item] = {}
+    numbered: dict[tuple[Hashable, int], Item] = {}
     for item in items:
-        found[key(item), seen[key(item)]] = item
+        numbered[key(item), seen[key(item)]] = item
         seen[key(item)] += 1
-    return found
+    return numbered

@@ -47,7 +47,7 @@ class PastRun:
         except UsageError as error:
             raise UsageError(f"{error}. Try: {command}, again") from error
         spec = spec_from_dict(written.spec, source=f"{path}, spec")
-        found = cls(
+        past_run = cls(
             folder=folder,
             spec=spec,
             command=command,
@@ -59,15 +59,15 @@ class PastRun:
             memory_kind=written.memory_kind,
             records=_read_records(folder, len(written.devices), num_passes, spec.inputs.uneven, command),
         )
-        if failed := [record for record in found.records if record.error is not None]:
+        if failed := [record for record in past_run.records if record.error is not None]:
             first = failed[0]
             raise UsageError(
                 f"{folder}: pass {first.index + 1} failed on rank {first.rank} ({first.source}: {first.error_type}: "
                 f"{first.error}). Runs are compared when every pass succeeded. Try: {command}, without that input"
             )
-        if not found.records:
+        if not past_run.records:
             raise UsageError(f"{folder}: no pass was replayed. Try: replay with other inputs")
-        return found
+        return past_run
 
     @property
     def num_data_ranks(self) -> int:

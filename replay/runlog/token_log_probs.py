@@ -46,7 +46,7 @@ def farthest(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[fl
 
     Returns the mean absolute log-prob of both, the largest difference of a token, and the number of tokens.
     """
-    return max(_distances(references, others), key=lambda found: found[2])
+    return max(_distances(references, others), key=lambda distances: distances[2])
 
 
 def _distances(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:

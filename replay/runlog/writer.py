@@ -61,13 +61,13 @@ def create_folder(logs: Path, name: str) -> Path:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of python and of every package that affects results; None if one is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_name[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions_by_name[package] = None
+    return versions_by_name
 
 
 class Logbook:

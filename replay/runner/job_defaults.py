@@ -33,8 +33,8 @@ def settled(spec: RunSpec, first: Call | None, grad_accumulation: int, device_ty
 
 def _dtype(first: Call | None, device_type: str) -> Dtype:
     known = dtypes_of(first) if first is not None else []
-    found = DTYPES.get(max(known, key=roundoff), Dtype.FP32) if known else Dtype.BF16
-    return Dtype.FP32 if found is Dtype.FP16 and device_type == "cpu" else found
+    dtype = DTYPES.get(max(known, key=roundoff), Dtype.FP32) if known else Dtype.BF16
+    return Dtype.FP32 if dtype is Dtype.FP16 and device_type == "cpu" else dtype
 
 
 def _is_padded(first: Call | None) -> bool:

@@ -213,9 +213,9 @@ def _all_finite(tensor: Tensor) -> bool:
 
 def _of_weights(backend: Backend, goes_on: Callable[[], None]) -> str | None:
     """Return the first parameter that is not finite. Gathers all parameters, so all ranks must call this."""
-    found = None
+    first_name = None
     for name, tensor in backend.weights():
-        if found is None and not _all_finite(tensor):
-            found = name
+        if first_name is None and not _all_finite(tensor):
+            first_name = name
         goes_on()
-    return found
+    return first_name

@@ -125,11 +125,11 @@ def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
 def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor]:
     """Return how far apart two replays of the same inputs are, by quantity."""
     apart: dict[str, list[float]] = {}
-    by_place = {(record.index, record.rank): (record, replayed) for record, _, replayed in others}
+    by_index_and_rank = {(record.index, record.rank): (record, replayed) for record, _, replayed in others}
     for record, _, replayed in passes:
-        if (record.index, record.rank) not in by_place:
+        if (record.index, record.rank) not in by_index_and_rank:
             continue
-        other, replayed_again = by_place[record.index, record.rank]
+        other, replayed_again = by_index_and_rank[record.index, record.rank]
         if record.loss is not None and other.loss is not None:
             apart.setdefault(LOSS, []).append(difference(record.loss, other.loss))
         rows = zip(record.row_log_probs, other.row_log_probs, record.row_action_tokens, strict=True)
@@ -144,15 +144,15 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
             apart.setdefault(GRAD_NORM, []).append(difference_of_norms(record.grad_norm, other.grad_norm))
         one, two = replayed.gradient, replayed_again.gradient
         if one is not None and two is not None:
-            for place in one.values.keys() & two.values.keys():
-                scale = scale_of(one, place[0])
-                pairs = zip(one.values[place], two.values[place], strict=True)
+            for key in one.values.keys() & two.values.keys():
+                scale = scale_of(one, key[0])
+                pairs = zip(one.values[key], two.values[key], strict=True)
                 apart.setdefault(GRADIENT, []).extend(abs(a - b) / scale if scale else 0.0 for a, b in pairs)
-    found = {name: Floor(value=max(values), num_values=len(values)) for name, values in apart.items() if values}
+    floors = {name: Floor(value=max(values), num_values=len(values)) for name, values in apart.items() if values}
     if tokens_apart := apart.get(TOKENS):
         rms = math.sqrt(sum(one * one for one in tokens_apart) / len(tokens_apart))
-        found[TOKENS_RMS] = Floor(value=rms, num_values=len(tokens_apart))
-    return {name: one for name, one in found.items() if math.isfinite(one.value)}
+        floors[TOKENS_RMS] = Floor(value=rms, num_values=len(tokens_apart))
+    return {name: one for name, one in floors.items() if math.isfinite(one.value)}
 
 
 def in_fp32(spec: RunSpec) -> RunSpec:
@@ -201,10 +201,10 @@ def _known(folder: Path, key: str) -> dict[str, Floor] | None:
 
 def _read(folder: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((folder / FILE).read_text())
+        known = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return known if isinstance(known, dict) else {}
 
 
 def _write(folder: Path, key: str, floors: Mapping[str, Floor]) -> None:

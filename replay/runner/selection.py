@@ -220,10 +220,10 @@ def _in_order(reader: Reader, paths: list[Path], order: WindowOrder) -> tuple[It
         return chain([] if first is None else [first], captures), "rank by rank in recorded order"
     behind = paths[paths.index(first.path) + 1 :]
     streams = [reader.read(list(own)) for _, own in groupby(behind, key=rank_in_name)]
-    return order.ordered(merge([first], *streams, key=_place)), "in the order of the job's steps"
+    return order.ordered(merge([first], *streams, key=_job_order)), "in the order of the job's steps"
 
 
-def _place(captured: Captured) -> tuple[int, int]:
+def _job_order(captured: Captured) -> tuple[int, int]:
     return captured.optimizer_step or 0, captured.rank or 0
 
 

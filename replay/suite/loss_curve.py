@@ -71,8 +71,10 @@ class Curve:
         first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
         if last < first:
             return ""
-        found = f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
-        return found if repeats else f"{found}, on other inputs. Try: --steps {2 * steps_an_epoch}"
+        reason = (
+            f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
+        )
+        return reason if repeats else f"{reason}, on other inputs. Try: --steps {2 * steps_an_epoch}"
 
 
 def curve_of(run: PastRun) -> Curve:

@@ -34,20 +34,20 @@ class TrainingResult:
 
     def summary(self) -> dict[str, Any]:
         """Return the entry of suite.json; the steps are in <name>.jsonl."""
-        found: dict[str, Any] = {"status": self.status, "reason": self.reason}
+        entry: dict[str, Any] = {"status": self.status, "reason": self.reason}
         if self.judgement is None:
-            return found
+            return entry
         curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
-        found |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
-        found |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
-        found |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
+        entry |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
+        entry |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
+        entry |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
         if from_ddp is not None:
             initial = from_ddp.points[0].difference
             of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
-            found["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
+            entry["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
         if from_deepspeed is not None:
-            found["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
-        return found
+            entry["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
+        return entry
 
 
 def outcomes(
@@ -58,7 +58,7 @@ def outcomes(
     steps_an_epoch: int,
 ) -> list[TrainingResult]:
     """Return the results in the order of `plan`. A configuration with neither a curve nor a reason was not reached."""
-    found = []
+    results = []
     for one in plan:
         no_curve = no_curves.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
         if curve := curves.get(one.name):
@@ -71,9 +71,9 @@ def outcomes(
                 is_standard=one.configuration.is_standard,
             )
             status = Status.FAILED if judgement.complaints else Status.PASSED
-            found.append(TrainingResult(planned=one, status=status, judgement=judgement))
+            results.append(TrainingResult(planned=one, status=status, judgement=judgement))
         else:
             may_refuse = one.name not in no_curves or not one.configuration.is_standard
             status = Status.NOT_RUN if no_curve.is_refusal and may_refuse else Status.FAILED
-            found.append(TrainingResult(planned=one, status=status, reason=no_curve.reason))
-    return found
+            results.append(TrainingResult(planned=one, status=status, reason=no_curve.reason))
+    return results

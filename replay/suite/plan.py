@@ -100,7 +100,7 @@ class Planned:
 
 def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
     """Plan each configuration with as many of the machine's devices as it can use."""
-    found = []
+    plan = []
     for one in CONFIGURATIONS:
         share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
         num_data_ranks = machine.num_devices // share or (0 if machine.has_gpus else 1)
@@ -110,7 +110,7 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
             reason = f"needs {share} GPUs, {limit} {machine.num_devices}"
         if one.name in spec.skip:
             reason = "skipped"
-        found.append(
+        plan.append(
             Planned(
                 configuration=one,
                 num_processes=num_data_ranks * share,
@@ -118,7 +118,7 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
                 reason=reason,
             )
         )
-    return found
+    return plan
 
 
 def num_inputs_a_step(plan: list[Planned]) -> int:

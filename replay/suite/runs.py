@@ -40,10 +40,10 @@ def run_suite(suite: Suite) -> int:
         suite.write("interrupted", _results(training_results(suite, no_curves)))
         print_suite_lines(suite_wording.interrupted(suite))
         raise
-    found = training_results(suite, no_curves)
-    has_failed = any(one.status is Status.FAILED for one in found)
-    suite.write("failed" if has_failed else "passed", _results(found))
-    print_suite(suite_wording.table(found), suite_wording.verdict(suite, found))
+    results = training_results(suite, no_curves)
+    has_failed = any(one.status is Status.FAILED for one in results)
+    suite.write("failed" if has_failed else "passed", _results(results))
+    print_suite(suite_wording.table(results), suite_wording.verdict(suite, results))
     return 1 if has_failed else 0
 
 
@@ -91,8 +91,8 @@ def training_results(suite: Suite, no_curves: Mapping[str, NoCurve]) -> list[Tra
     return outcomes(suite.plan, curves, no_curves, steps_an_epoch=steps_an_epoch)
 
 
-def _results(found: Sequence[TrainingResult]) -> dict[str, Any]:
-    return {one.planned.name: one.summary() for one in found}
+def _results(results: Sequence[TrainingResult]) -> dict[str, Any]:
+    return {one.planned.name: one.summary() for one in results}
 
 
 @contextmanager
