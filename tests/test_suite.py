@@ -307,7 +307,7 @@ def test_as_many_training_passes_are_copied_as_fill_whole_steps(tmp_path: Path) 
     assert {path.name for path in made.folder.iterdir()} == {path.name for path in [*paths[0][1:3], paths[1][0]]}
     again = prepare_inputs(spec, tmp_path / "more" / "inputs", 5)  # fewer than a step's: all there are
     assert again.num_inputs == 4
-    with pytest.raises(UsageError, match="something in it"):
+    with pytest.raises(UsageError, match="is not empty"):
         prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
 
 
