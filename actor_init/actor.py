@@ -1,4 +1,4 @@
-"""The one forward: from prepared inputs to the action tokens' log-probs, the same under every backend."""
+"""Compute action tokens' log-probs from prepared inputs; the one forward that every backend uses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ from actor_init.parallel.vocab_parallel import log_probs_of_shards
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
-    """fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
+    """Return fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
 
-    Logits are computed for every token, as trainers do, so that time and memory are theirs; only those that predict
-    an action token are brought to fp32.
+    Logits are computed for every token, as trainers do, so that time and memory match theirs; only the logits that
+    predict an action token are converted to fp32.
     """
     packed: dict[str, Any] = {}
     if inputs.ring is not None:
@@ -35,7 +35,7 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
         use_cache=False,
         **packed,
     ).logits
-    if isinstance(logits, DTensor):  # of a head that is sharded on the vocabulary
+    if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
         log_probs_N = log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
     else:
         logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()

@@ -1,12 +1,12 @@
-"""Turn dataclasses into JSON and back. What does not fit is refused with the file, the field and what is allowed there.
+"""Turn dataclasses into JSON and back. Errors name the file, the field and what is allowed.
 
     text = json.dumps(to_json(record), allow_nan=False)
     record = parse_json(PassRecord, text, source="logs/night/rank0.jsonl, line 3")
 
     UsageError: logs/night/rank0.jsonl, line 3: phases.forward.seconds is '5'; allowed is a valid number
 
-Reading is strict: no text where a number belongs, no field that the class does not have. A dataclass needs nothing for
-it but its annotations. A float that JSON has no word for is the string "nan", "inf" or "-inf"; a field that may hold
+Reading is strict: text is not accepted as a number, nor an unknown field. A dataclass needs only its annotations.
+A non-finite float is stored as the string "nan", "inf" or "-inf"; a field that may hold
 one is annotated as `AnyFloat`.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOT_FINITE = ("nan", "inf", "-inf")
-MAX_LENGTH = 200  # of a refused value, as the message has it
+MAX_LENGTH = 200  # of an invalid value in an error message
 
 
 class _NotFiniteAsText:
-    """Tells pydantic to take the text of a float that JSON has no word for."""
+    """Tell pydantic to accept a non-finite float as text."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
@@ -41,9 +41,9 @@ _ADAPTERS: "dict[Any, TypeAdapter[Any]]" = {}
 
 
 def to_json(value: Any) -> Any:
-    """What `json.dumps` takes: dataclasses and mappings as objects, a float that JSON has no word for as text.
+    """Return what `json.dumps` accepts: dataclasses and mappings as objects, non-finite floats as text.
 
-    A set is a sorted list, and what JSON does not know, such as a path, is its text.
+    A set becomes a sorted list; other types, such as a path, become their text.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
@@ -59,9 +59,9 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any, *, source: str, ignore_others: bool = False) -> T:
-    """Make a `kind` of what `json.loads` gave. With `ignore_others` an object may have fields that `kind` has not.
+    """Make a `kind` from the result of `json.loads`. With `ignore_others` unknown fields of objects are ignored.
 
-    Raises UsageError, which begins with `source`, for what is no such thing.
+    Raises UsageError, with a message that begins with `source`, if the value does not fit.
     """
     if ignore_others and isinstance(value, Mapping):
         value = {name: value[name] for name in get_type_hints(kind) if name in value}
@@ -69,7 +69,7 @@ def from_json(kind: type[T], value: Any, *, source: str, ignore_others: bool = F
 
 
 def parse_json(kind: type[T], text: str | bytes, *, source: str) -> T:
-    """Make a `kind` of JSON. Raises UsageError, which begins with `source`, for what is no such thing."""
+    """Make a `kind` from JSON. Raises UsageError, whose message begins with `source`, if the text does not fit."""
     from pydantic import ValidationError
 
     try:
@@ -79,7 +79,7 @@ def parse_json(kind: type[T], text: str | bytes, *, source: str) -> T:
 
 
 def adapter_of(kind: type[T]) -> "TypeAdapter[T]":
-    """Make what reads a `kind`, once a process. The first call imports pydantic, which takes a tenth of a second."""
+    """Return the reader of `kind`, made once per process. The first call imports pydantic, which takes 0.1 s."""
     from pydantic import TypeAdapter
 
     if kind not in _ADAPTERS:
@@ -92,12 +92,12 @@ def _float_of_text(value: Any) -> Any:
 
 
 def _reason(kind: type, error: "ValidationError") -> str:
-    """The first thing that is wrong, in one line."""
+    """Return the first error, in one line."""
     first = error.errors(include_url=False)[0]
     way = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
         return f"no JSON: {first['ctx']['error']}"
-    if first["type"] == "value_error":  # by __post_init__, in words of its own
+    if first["type"] == "value_error":  # raised by __post_init__, with its own message
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{way} is missing"
@@ -110,7 +110,7 @@ def _reason(kind: type, error: "ValidationError") -> str:
 
 
 def _fields_at(kind: Any, way: tuple[int | str, ...]) -> list[str]:
-    """The fields of the dataclass that is reached from `kind` by names of fields, keys and places in lists."""
+    """Return the fields of the dataclass reached from `kind` by field names, keys and list indices."""
     for part in way:
         kind = get_type_hints(kind)[str(part)] if is_dataclass(kind) else get_args(kind)[-1]
         if get_origin(kind) in (Union, UnionType):

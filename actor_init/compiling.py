@@ -1,4 +1,4 @@
-"""torch.compile: one graph per kind of transformer block, and how many graphs there are by now."""
+"""Compile transformer blocks with torch.compile, one graph per kind of block, and count the graphs."""
 
 from collections.abc import Iterable
 
@@ -7,16 +7,16 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
 
-ARGUMENTS = r"L\['(?!self'\]).*"  # in dynamo's names: all that a block's forward is given, and nothing of its own
-MAX_GRAPHS_PER_BLOCK = 64  # where there is one for each layer, dynamo's 8 would leave the others uncompiled
+ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
+MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
 
 
 def compile_blocks(blocks: Iterable[nn.Module], *, any_length: bool = True) -> None:
-    """Compile each block's forward in place: one graph for any length, or one for each.
+    """Compile each block's forward in place: one graph for any length, or one per length.
 
-    Its `forward` and not the module: hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay outside the graph, and
-    parameter names stay as they are. Not `dynamic=True`, which makes symbols also of the sizes of heads that a block
-    keeps as attributes, where FSDP2 manages it: they are constants in the graph that a job compiles.
+    It compiles `forward` rather than the module, so that hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay
+    outside the graph and parameter names do not change. It does not use `dynamic=True`, which under FSDP2 also makes
+    symbols of the head sizes that a block keeps as attributes: they are constants in the graph that a job compiles.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
     torch.compiler.config.dynamic_sources = ARGUMENTS if any_length else ""
@@ -25,5 +25,5 @@ def compile_blocks(blocks: Iterable[nn.Module], *, any_length: bool = True) -> N
 
 
 def num_graphs() -> int:
-    """Graphs that dynamo has compiled in this process."""
+    """Count the graphs that dynamo has compiled in this process."""
     return int(counters["stats"]["unique_graphs"])

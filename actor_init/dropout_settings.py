@@ -1,6 +1,6 @@
-"""Which settings of a config make a model's training a matter of chance: asked of the class, not of their names.
+"""Find the config settings that make a model's training random, by asking the model class rather than names.
 
-GPT-2's `summary_first_dropout` belongs to another head, and no causal LM has it.
+GPT-2's `summary_first_dropout`, for example, belongs to another head, which no causal LM has.
 """
 
 import inspect
@@ -19,9 +19,9 @@ RANDOM_WORDS = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop, 
 
 
 def acting_dropouts(config: Mapping[str, Any]) -> list[str]:
-    """Names of the settings above 0 that something in a causal LM of `config` was built with, or reads in its forward.
+    """Return the settings above 0 that a causal LM of `config` was built with, or reads in its forward.
 
-    All of them where transformers knows no such model.
+    Returns all of them if transformers does not know the model.
     """
     return list(_acting(json.dumps(dict(config), sort_keys=True)))
 
@@ -46,7 +46,7 @@ def _is_above_0(value: Any) -> bool:
 
 
 def _built_with(config: Mapping[str, Any]) -> tuple[dict[tuple[str, str], float], str]:
-    """The numbers that a model's modules hold, by module and attribute, and the source of its file."""
+    """Return the numbers in a model's modules, by module and attribute, and the source of its file."""
     rest = {key: value for key, value in config.items() if key != "model_type"}
     made = AutoConfig.for_model(config["model_type"], **rest)
     model = build_on_meta(made, attention="eager", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""From a name, a folder or a captured config to a Hugging Face causal LM: on the meta device, then on a real one."""
+"""Build a Hugging Face causal LM from a name, a folder or a captured config: on the meta device, then on a real one."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "arc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """Which model: its config (layers already cut to what was asked for), its weights, and what to call it."""
+    """A model: its config (already cut to the requested layers), its weights, and its display name."""
 
     config: PretrainedConfig
     weights: Weights
@@ -34,9 +34,9 @@ class ModelSource:
 
 
 def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:
-    """The model that `spec` names, or the one whose config (`captured`) lies beside the inputs.
+    """Return the model that `spec` names, or the one whose config (`captured`) is stored beside the inputs.
 
-    Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than asked for.
+    Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than requested.
     """
     folder = None
     if spec.model is None:
@@ -66,15 +66,15 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
-    """Those of a model without a checkpoint."""
+    """Return the random weights of a model without a checkpoint."""
     std = getattr(config, "initializer_range", None) or 0.02
     return RandomWeights(seed=seed, std=std, own_init=VectorInit(config))
 
 
 class VectorInit:
-    """A model's own init of its vectors, from `_init_weights` of the one module that holds them, the rest being meta.
+    """Run a model's own `_init_weights` for its vectors, with only the module that holds one off the meta device.
 
-    What that draws at random (states' time steps, sinks) comes from a generator seeded by the module's name.
+    Random draws in it (states' time steps, sinks) use a generator seeded by the module's name.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -101,15 +101,15 @@ class VectorInit:
 
 
 def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
-    """`config` as JSON gives it back, without what makes no other model."""
+    """Return `config` as it reads back from JSON, without fields that do not change the model."""
     plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in plain.items() if key not in PASSING}
 
 
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
+    """Build the module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
 
-    It has a config of its own, since that is where its layers look up their kernel in every forward.
+    It gets its own copy of the config, because its layers look up their kernel there in every forward.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
@@ -118,15 +118,15 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Of the model's parameters by qualified name, tied ones under each of their names."""
+    """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The transformer layers by qualified name: the model's largest nn.ModuleList.
+    """Return the transformer layers by qualified name: the model's largest nn.ModuleList.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
@@ -143,11 +143,11 @@ def materialise(
     prefix: str = "",
     on_progress: OnProgress = unheard,
 ) -> None:
-    """Put what is still on the meta device below `prefix` on `device`, with its values. Tied parameters stay tied.
+    """Move what is on the meta device below `prefix` to `device` and fill it. Tied parameters stay tied.
 
     Large models take minutes: `on_progress` is called for each module and each part of a parameter.
 
-    Raises UsageError where neither the weights nor transformers' own init say what a buffer holds.
+    Raises UsageError if neither the weights nor transformers' own init define a buffer's values.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -175,10 +175,11 @@ def materialise(
 
 
 def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
-    """Let transformers set what else `module` holds, and return which of `filled` it may have written to all the same.
+    """Let transformers initialise the rest of `module`, and return the names in `filled` that it may have overwritten.
 
-    Its init passes over tensors with a flag, as it does where it loads weights: normal values for an embedding of half
-    a billion would take longer than all else. Of some models it writes zeros for padding, which no flag prevents.
+    Its init skips tensors with a flag, as when it loads weights: normal values for an embedding of half a billion
+    elements would take longer than everything else. For some models it writes zeros for padding, which no flag
+    prevents.
     """
     before = {name: parameter._version for name, parameter in filled.items()}
     flagged: Sequence[Any] = list(filled.values())
@@ -192,7 +193,7 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
 
 
 def _unset(buffer: Tensor) -> float | int:
-    """What no model's buffer is filled with."""
+    """Return a value that no model's buffer is filled with."""
     return math.nan if buffer.is_floating_point() else 113
 
 
@@ -212,7 +213,7 @@ def _preset_names() -> list[str]:
 
 
 def _captured_config(folder: Path) -> dict[str, Any] | None:
-    """That of a folder of captures. Raises UsageError where its actor.json is damaged."""
+    """Return the config of a folder of captures. Raises UsageError if its actor.json is damaged."""
     try:
         return read_actor_config(folder)
     except CaptureError as error:

@@ -1,4 +1,4 @@
-"""The optimizer that both backends hand their master weights to, and its learning rate's schedule."""
+"""Make the optimizer of the master weights, and the schedule of its learning rate, for every backend."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from actor_init.spec import ActorSpec, Dtype, OptimizerName
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How many steps were taken, steps that fp16 skipped not counted, and the learning rate of the next one."""
+    """The number of steps taken, without steps that fp16 skipped, and the learning rate of the next one."""
 
     num_steps: int
     learning_rate: float
@@ -31,7 +31,7 @@ TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32, Dtype.FP1
 
 
 def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | None:
-    """torch's own AdamW (fused on CUDA) or SGD over parameters or groups of them, as torch takes them.
+    """Return torch's AdamW (fused on CUDA) or SGD over parameters or groups of them, as torch takes them.
 
     Its state is allocated at the first step, as in training.
     """
@@ -46,15 +46,15 @@ def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | No
 
 
 def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
-    """The learning rate of each step; its `last_epoch` is the number of steps taken. The first warm-up step has 0."""
+    """Return the schedule; its `last_epoch` counts the steps taken. The first warm-up step has learning rate 0."""
     num_warmup = spec.lr_warmup_steps
     return LambdaLR(optimizer, lambda step: step / num_warmup if step < num_warmup else 1.0)
 
 
 def move_on(scaler: torch.amp.GradScaler, schedule: LambdaLR | None) -> None:
-    """The loss scale of the next window; and if the optimizer stepped, the learning rate of its next step.
+    """Update the loss scale for the next window, and if the optimizer stepped, the learning rate.
 
-    A step that fp16's overflow made the scaler skip does not count.
+    A step that the scaler skipped because fp16 overflowed does not count.
     """
     scale = scaler.get_scale()
     if scaler.is_enabled():
@@ -64,13 +64,14 @@ def move_on(scaler: torch.amp.GradScaler, schedule: LambdaLR | None) -> None:
 
 
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
-    """Take over `schedule.state_dict()`. All parameter groups have one rate, but tp makes more groups of them."""
+    """Load `schedule.state_dict()`. All parameter groups have the same rate, but under tp there are more groups."""
     num_groups = len(schedule.base_lrs)
     schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of them all, fp32 or wider; torch's own but on a CPU, where it sums fp32 squares one after the other.
+    """Return the 2-norm of all gradients, fp32 or wider; torch's own except on a CPU, where it sums squares naively in
+    fp32.
 
     That is off by 3e-4 for 8 million elements, and by 3e-3 for 50 million (torch 2.13).
     """

@@ -1,7 +1,7 @@
-"""The position ids that a model makes itself where it is given none, for a model that has a table of positions.
+"""Supply the position ids that a model with a position table would make itself when given none.
 
-GPT-2 counts a row's columns, padding too; OPT counts the tokens that its attention mask calls real. Where positions
-turn queries and keys (rotary), or weigh their distance (ALiBi), only differences of them matter, and both are the same.
+GPT-2 counts a row's columns, padding included; OPT counts the tokens that its attention mask marks as real. Where
+positions rotate queries and keys (rotary), or weigh their distance (ALiBi), only differences matter, and both agree.
 """
 
 import json
@@ -21,14 +21,14 @@ _NUM_COLUMNS, _NUM_PADDED = 6, 2
 
 
 class _SeenError(Exception):
-    """Ends a forward at the table of positions, with what it gave."""
+    """Stops a forward at the position table, with the table's output."""
 
     def __init__(self, looked_up: Tensor) -> None:
         self.looked_up = looked_up
 
 
 def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
-    """`batch` with the position ids of its columns, if a model of `config` was given none and counts columns.
+    """Return `batch` with column numbers as position ids, if it has none and a model of `config` counts columns.
 
     A batch with an action mask came from a trainer's own actor around the model, which counts real tokens.
     """
@@ -42,13 +42,13 @@ def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatc
 
 
 def counts_columns(config: PretrainedConfig) -> bool:
-    """Does a model of `config` look up a row's columns in a table of positions, padding counted?"""
+    """Does a model of `config` look up a row's columns in a position table, padding included?"""
     return _counts_columns(str(config.model_type), config.to_json_string(use_diff=False))
 
 
 @cache
 def _counts_columns(model_type: str, config_json: str) -> bool:
-    """Ask the class itself: its embeddings alone are real, and no layer runs."""
+    """Ask the class itself: only its embeddings are real, and no layer runs."""
     values = {key: value for key, value in json.loads(config_json).items() if key != "model_type"}
     config = AutoConfig.for_model(model_type, **values)
     config.num_hidden_layers = 1
@@ -67,17 +67,17 @@ def _counts_columns(model_type: str, config_json: str) -> bool:
 
 
 def _table_of(model: Any, config: PretrainedConfig) -> nn.Embedding | None:
-    """The embedding that is not of tokens and has a row for each position."""
+    """Return the embedding that is not of tokens and has a row per position."""
     num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     others = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    found = [m for m in others if num_positions and m.num_embeddings >= num_positions]
-    return found[0] if len(found) == 1 else None
+    tables = [m for m in others if num_positions and m.num_embeddings >= num_positions]
+    return tables[0] if len(tables) == 1 else None
 
 
 def _looked_up(model: Any, table: nn.Embedding, mask_BS: Tensor, given: dict[str, Tensor]) -> Tensor | None:
-    """The rows of `table` that the real tokens get; None where the model goes another way."""
+    """Return the rows of `table` that the real tokens get; None if the model does not look them up this way."""
     words = model.get_input_embeddings()
-    words.weight = nn.Parameter(torch.zeros(2, words.embedding_dim), requires_grad=False)  # of ids 0 and 1
+    words.weight = nn.Parameter(torch.zeros(2, words.embedding_dim), requires_grad=False)  # for ids 0 and 1
     rows = torch.arange(table.num_embeddings, dtype=torch.float32)[:, None]
     table.weight = nn.Parameter(rows.expand(-1, table.embedding_dim).contiguous(), requires_grad=False)
     for module in model.modules():

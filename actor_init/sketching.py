@@ -1,8 +1,8 @@
-"""Random projections of features onto a few signs, by which tensors that no memory could keep are compared.
+"""Project features randomly onto a few signs, to compare tensors that are too large to store.
 
-A sketch is linear, so what several ranks hold of a token's features adds up to the sketch of all; and it keeps
-distances: the expected squared norm of a sketch of x is that of x, its relative standard deviation sqrt(2 / SIGNS)
-at most (D. Achlioptas, "Database-friendly random projections", 2003).
+A sketch is linear, so the sketches of several ranks' features add up to the sketch of all. It preserves distances: the
+expected squared norm of a sketch of x is that of x, with a relative standard deviation of at most sqrt(2 / SIGNS) (D.
+Achlioptas, "Database-friendly random projections", 2003).
 
 Shape letters: T tokens or rows, F features, K signs.
 """
@@ -16,11 +16,11 @@ from actor_init.weights import mix
 
 SIGNS = 16  # at most 32, the bits of a hash
 _KEY = 0x5EED5EED
-_CHUNK = 1 << 24  # elements that are brought to fp32 at once
+_CHUNK = 1 << 24  # elements converted to fp32 at a time
 
 
 def sketch(values_TF: Tensor, *, first_feature: int = 0) -> Tensor:
-    """[T, K], fp32, on the values' device; they are the features from `first_feature` on of those that count."""
+    """Return the sketch [T, K], fp32, on the values' device; the values are the features from `first_feature` on."""
     num_features = values_TF.shape[1]
     signs_FK = _signs(first_feature, num_features, values_TF.device)
     chunks = torch.split(values_TF, max(1, _CHUNK // max(1, num_features)))
@@ -28,14 +28,14 @@ def sketch(values_TF: Tensor, *, first_feature: int = 0) -> Tensor:
 
 
 def sketch_of_parameter(values: Tensor) -> Tensor:
-    """[T, K]: the longest dim is projected, the others are the rows."""
+    """Return the sketch [T, K]: the longest dimension is projected, the others are the rows."""
     longest = values.shape.index(max(values.shape))
     return sketch(values.movedim(longest, -1).reshape(-1, values.shape[longest]))
 
 
 @lru_cache(maxsize=32)
 def _signs(first: int, number: int, device: torch.device) -> Tensor:
-    """[F, K] of 1 / sqrt(K) or its negative: bits of a hash of the feature's index."""
+    """Return [F, K] of plus or minus 1 / sqrt(K), from bits of a hash of the feature's index."""
     index_F = torch.arange(first, first + number, device=device)
     bits_F = mix(mix(index_F ^ _KEY) ^ _KEY)
     bits_FK = (bits_F[:, None] >> torch.arange(SIGNS, device=device)) & 1

@@ -1,4 +1,4 @@
-"""What actor to build: plain data, no heavy imports, each toggle declared once with its default, help and range."""
+"""Specify the actor to build: plain data, no heavy imports; each option declares its default, help and range once."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def _takers(field_name: str) -> list[str]:
-    """The backends that take an option that not every one has."""
+    """Return the backends that take an option that not every one has."""
     return names_of(lambda one: field_name in one.own_options)
 
 
@@ -54,7 +54,7 @@ def _sequence_parallel_help() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSpec:
-    """How many ranks share one replica of the model: along its layers' weights (tp) and along the sequence (ring)."""
+    """The ranks that share one replica of the model: over its layers' weights (tp) and over the sequence (ring)."""
 
     tp: int = option(1, "Ranks that share each layer's weights.", min=1)
     ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
@@ -78,7 +78,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorSpec:
-    """What to build. Raises UsageError on a combination that makes no sense."""
+    """The actor to build. Raises UsageError for options that contradict each other."""
 
     backend: str = option(DEFAULT, _backend_help, choices=BACKENDS)
     model: str | None = option(
@@ -168,7 +168,7 @@ class ActorSpec:
         attention: Attention = Attention.AUTO,
         grad_accumulation: int = 1,
     ) -> Self:
-        """The same with these in the place of what was left open."""
+        """Return the spec with these values for the options that were not given."""
         return replace(
             self,
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
@@ -184,12 +184,12 @@ class ActorSpec:
 
     @property
     def num_accumulated(self) -> int:
-        """Passes of each data rank that go into one gradient."""
+        """The passes of each data rank that go into one gradient."""
         return self.grad_accumulation or 1
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
-        """What torch's optimizer is given beside its parameters, with torch's defaults for what was left open."""
+        """Return the keyword arguments of torch's optimizer, with torch's defaults for settings that were not given."""
         if self.optimizer is OptimizerName.SGD:
             decay = self.weight_decay or 0.0
             return {"lr": self.learning_rate, "momentum": self.momentum or 0.0, "weight_decay": decay}

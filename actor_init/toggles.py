@@ -1,4 +1,4 @@
-"""How an option is declared, and the words that options take: for the spec, and for what the backends declare."""
+"""Declare options, and the words they take, for the spec and for what the backends declare."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """What was asked for makes no sense, or cannot be had here. The message says what to type instead."""
+    """Raised for options that are invalid or not possible here. The message says what to type instead."""
 
 
 def option(
@@ -20,11 +20,11 @@ def option(
     named: bool = True,
     choices: Collection[str] = (),
 ) -> Any:
-    """A dataclass field that is also a command line option.
+    """Return a dataclass field that is also a command line option.
 
-    `flags` are extra switches that set the field to a fixed value, as {"--compile": Compile.BLOCKS}; with named=False
-    they are the only way to set it. `choices` are the words that a text may be; they, and a `help`
-    that is a function, are asked when they are needed: what the backends declare may have grown by then.
+    `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
+    named=False they are the only way to set it. `choices` are the words that a text value may be. `choices`, and a
+    `help` that is a function, are evaluated when needed, because more backends may have been registered by then.
     """
     shape = {"min": min, "max": max, "flags": dict(flags or {}), "named": named, "choices": choices}
     return field(default=default, metadata={"help": help, **shape})

@@ -1,6 +1,6 @@
-"""A sketch of what the layers compute in one pass and of what comes back to them, by hooks that change no number.
+"""Sketch what the layers compute in one pass and the gradients they receive, with hooks that change no value.
 
-Kept is a row for each real token that this rank fed, whatever row, slice or padding it came in.
+A traced tensor has a row for each real token that this rank was fed, independent of row, slice or padding.
 
 Shape letters: B rows and S tokens a row as fed, T real tokens among them, K signs of a sketch.
 """
@@ -22,25 +22,25 @@ from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
-SEEN = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "no layer"}  # for a trace to say
+SEEN = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "no layer"}  # as named in a trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedTensor:
-    """One table of a pass."""
+    """One tensor of a pass."""
 
-    name: str  # the module's, as Hugging Face has it
-    what: str  # "output" or "input"; numbered from the second of a tuple, and from the second call, on
+    name: str  # the module's name in Hugging Face's model
+    what: str  # "output" or "input"; numbered from the second element of a tuple and from the second call on
     is_gradient: bool
     is_part: bool  # the parts of all tp ranks add up to the whole
     sketch_TK: Tensor  # fp32, on the host
 
 
 class LayerTracer:
-    """Hooks on the modules of `model`; between `begin` and `take` they keep what passes by, forward and then backward.
+    """Trace modules of `model` through hooks: between `begin` and `take` they record forward, then backward.
 
-    Compiled blocks are seen from outside alone, for hooks inside would change the graph; under DeepCompile, whose graph
-    is the whole model, nothing is.
+    Compiled blocks are seen from outside only, because hooks inside would change the graph. Under DeepCompile, whose
+    graph is the whole model, nothing is traced.
     """
 
     def __init__(self, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, world: World) -> None:
@@ -50,9 +50,11 @@ class LayerTracer:
         self._gradient_scale = 1.0
         self._found: list[TracedTensor] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._open: Counter[str] = Counter()  # calls of modules that call themselves, as functional_call does
-        self._alive: list[Tensor] = []  # traced in this block; held, so that no other tensor takes their memory
-        self._widths = {  # the module's own may be a rank's share
+        self._open: Counter[str] = Counter()  # calls of modules that call themselves, as with functional_call
+        self._alive: list[
+            Tensor
+        ] = []  # tensors traced in this block, kept alive so that no other tensor reuses their memory
+        self._widths = {  # a module's own width may be a rank's share
             name: (module.in_features, module.out_features)
             for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
             if isinstance(module, nn.Linear)
@@ -63,28 +65,32 @@ class LayerTracer:
             module.register_forward_hook(partial(self._sees_output, name, name in blocks))
 
     def begin(self, inputs: ActorInputs, loss_factor: float) -> None:
-        """A pass begins, whose loss backward multiplies by `loss_factor`. What one before left untaken is dropped."""
+        """Begin a pass whose loss backward multiplies by `loss_factor`. Untaken tensors of an earlier pass are
+        dropped.
+        """
         self._inputs = inputs
         self._takes_forward = True
-        # the ring sends back a gradient that many times as large: see sum_over_ring
+        # ring attention multiplies the gradient by its size: see sum_over_ring
         self._gradient_scale = loss_factor * (inputs.ring.group.size() if inputs.ring else 1)
         self._found, self._alive = [], []
         self._calls.clear()
         self._open.clear()
 
     def end_forward(self) -> None:
-        """What runs from here on is backward, and what it computes again."""
+        """Mark the end of forward: what runs from here on is backward and recomputation."""
         self._takes_forward = False
         self._alive = []
 
     def take(self) -> list[TracedTensor]:
-        """What was seen since `begin`, as it was executed."""
+        """Return the tensors traced since `begin`, in order of execution."""
         self._inputs = None
         taken, self._found = self._found, []
         return taken
 
     def _sees_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Kept is a Linear's, unless it is another's output: what attention or an activation function gave."""
+        """Keep a Linear's input, unless it is another module's output: the result of attention or an activation
+        function.
+        """
         if not self._takes_forward:
             return
         self._open[name] += 1
@@ -140,10 +146,10 @@ class LayerTracer:
 def _traced_modules(
     model: PreTrainedModel, blocks: dict[str, nn.Module], compiled: Compile
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What is beside the blocks, the blocks, and in these their children and whatever has parameters of its own."""
+    """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters."""
     if compiled is Compile.DEEPCOMPILE:
         return
-    trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # of "model.layers.0": "model"
+    trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # for "model.layers.0": "model"
     for name, module in model.named_modules():
         above, _, _ = name.rpartition(".")
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -156,7 +162,7 @@ def _traced_modules(
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
-    """A module's result; of a tuple the first, or all where they are alike, as cosines and sines are."""
+    """Return a module's result; for a tuple the first, or all if they are alike, such as cosines and sines."""
     if isinstance(output, Tensor):
         return [output]
     tensors = [one for one in output if isinstance(one, Tensor)] if isinstance(output, (tuple, list)) else []
@@ -164,6 +170,8 @@ def _tensors_of(output: Any) -> list[Tensor]:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """The same values, perhaps as another object: libraries pass tensors through functions that only watch backward."""
+    """Are the values the same, perhaps in another object? Libraries pass tensors through functions that only hook
+    backward.
+    """
     one, two = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
     return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one._version == two._version

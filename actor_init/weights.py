@@ -1,4 +1,4 @@
-"""Where a parameter's values come from: a safetensors folder, or its own name."""
+"""Provide a parameter's values: from a safetensors folder, or random ones derived from its name."""
 
 import hashlib
 import math
@@ -13,58 +13,59 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 
-NORM_SPREAD = 0.05  # the relative standard deviation of vectors that the model's own init does not leave at 0
-# elements whose int64 intermediates are alive at once; on a CPU they stay in its cache, and are too few for torch to
-# share among threads, which wait long for each other where other processes have the cores
+NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
+# elements processed at once, as int64 intermediates; on a CPU they fit its cache, and are too few for torch to
+# split over threads, which wait for each other while other processes use the cores
 _CHUNKS = {"cpu": 1 << 15}
 _CHUNK = 1 << 24  # on other devices
 _MASK_32 = 0xFFFFFFFF
 
-OnProgress = Callable[[], None]  # called whenever a part of a long job is done, by whoever does it
+OnProgress = Callable[[], None]  # called repeatedly during long work
 
 
 def unheard() -> None:
-    """The `OnProgress` of a caller who does not ask how the job comes along."""
+    """Ignore progress: the default `OnProgress`."""
 
 
 class Weights(Protocol):
     def describe(self) -> str:
-        """One line for the header: which weights these are."""
+        """Return one line for the header that identifies the weights."""
         ...
 
     def holds(self, name: str) -> bool:
-        """Are there values of their own for the buffer `name`?"""
+        """Do the weights have values for the buffer `name`?"""
         ...
 
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
-        """Write the values of `name` into a whole, unsharded `parameter`; False: they stay as they are."""
+        """Write the values of `name` into a whole, unsharded `parameter`; False means they were left unchanged."""
         ...
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
-        """`count` neighbours of the flattened `name` from `start` on, within one row of its last dimension.
+        """Return `count` consecutive elements of the flattened `name` from `start` on, within one row of its last
+        dimension.
 
-        Nothing else is computed or read. In the dtype of the weights; None where they do not say.
+        Nothing else is computed or read. In the dtype of the weights; None if they do not define it.
         """
         ...
 
 
 class OwnInit(Protocol):
-    """What a model's class gives its parameters before weights are loaded."""
+    """The values a model's class gives its parameters before weights are loaded."""
 
     def vector(self, name: str) -> Tensor:
-        """The parameter `name`, of less than two dims, whole: fp32, on the CPU, the same in every call."""
+        """Return the whole parameter `name`, of less than two dimensions: fp32, on the CPU, the same in every call."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomWeights:
-    """Uniform values that depend on `seed`, the qualified name and the element's index alone.
+    """Uniform values that depend only on `seed`, the qualified name and the element's index.
 
     So every backend, device, world size, sharding and layer count gives the same model. Values are representable in
     bf16, so that fp32 master weights and bf16 weights agree. The standard deviation is the config's
-    `initializer_range`. Vectors lie around what the model's own init gives them: what it leaves at 0 (biases) by that
-    deviation, the rest (norms' 1, states' decays, sinks) by NORM_SPREAD of itself, which changes no sign. Without
-    `own_init` they are left as they are.
+    `initializer_range`. Vectors are spread around the model's own init: those it sets to 0 (biases) by that deviation,
+    the others (norms' 1, states' decays, sinks) by NORM_SPREAD of their value, which changes no sign. Without
+    `own_init` vectors are left unchanged.
     """
 
     seed: int
@@ -72,7 +73,7 @@ class RandomWeights:
     own_init: OwnInit | None = None
 
     def describe(self) -> str:
-        """Another text than that of releases whose vectors were constant, which are other weights."""
+        """Name the weights differently from those of releases whose vectors were constant."""
         return f"random v2, seed {self.seed}"
 
     def holds(self, name: str) -> bool:
@@ -101,7 +102,7 @@ class RandomWeights:
         return _uniform(index, self._keys(name), self.std).to(torch.bfloat16).float()
 
     def _vector(self, name: str, own_init: OwnInit) -> Tensor:
-        """Small: computed whole, on the CPU, in fp32."""
+        """Compute a vector whole, on the CPU, in fp32; vectors are small."""
         own = own_init.vector(name).float()
         random = _uniform(torch.arange(own.numel(), device="cpu"), self._keys(name), 1.0).view_as(own)
         around = torch.where(own == 0, random * self.std, own * (1 + NORM_SPREAD * random))
@@ -113,16 +114,16 @@ class RandomWeights:
 
 
 def _uniform(index: Tensor, keys: tuple[int, int], std: float) -> Tensor:
-    """fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
+    """Return fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
     bits = mix(mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
     bound = std * math.sqrt(3)
     return bits.to(torch.float32) * (2 * bound / 2**32) - bound
 
 
 def mix(bits: Tensor) -> Tensor:
-    """A 32-bit integer hash held in int64. The multiplier is below 2**31, so nothing overflows on any device.
+    """Hash 32-bit integers held in int64. The multiplier is below 2**31, so nothing overflows on any device.
 
-    Thomas Mueller's, from https://stackoverflow.com/a/12996028.
+    The hash is Thomas Mueller's, from https://stackoverflow.com/a/12996028.
     """
     for _ in range(2):
         bits = ((bits >> 16) ^ bits) * 0x45D9F3B & _MASK_32
@@ -131,14 +132,14 @@ def mix(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderWeights:
-    """A model folder's safetensors files. One parameter is read at a time."""
+    """The weights in a model folder's safetensors files. One parameter is read at a time."""
 
     folder: Path
     file_of_name: Mapping[str, Path]
 
     @classmethod
     def open(cls, folder: Path) -> "FolderWeights":
-        """Raises UsageError if a file is damaged."""
+        """Open the folder. Raises UsageError if a file is damaged."""
         file_of_name: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
@@ -155,7 +156,7 @@ class FolderWeights:
         return name in self.file_of_name
 
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
-        """Raises UsageError if the folder has no `name`, or one of another shape."""
+        """Fill `parameter`. Raises UsageError if the folder has no `name`, or one of another shape."""
         if name not in self.file_of_name:
             raise UsageError(
                 f"{self.folder} has no weights named {name} (it has {len(self.file_of_name)} tensors, such as "
@@ -187,5 +188,5 @@ class FolderWeights:
                 width = count if not places else 1
                 places.append(slice(start % size, start % size + width))
                 start //= size
-            found: Tensor = values[tuple(reversed(places))]
-        return found.flatten() if found.is_floating_point() else None
+            block: Tensor = values[tuple(reversed(places))]
+        return block.flatten() if block.is_floating_point() else None

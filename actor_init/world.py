@@ -1,4 +1,4 @@
-"""Where this process stands: rank, device and mesh, from the launcher's environment."""
+"""Determine this process's rank, device and mesh from the launcher's environment."""
 
 import os
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ MESH_AXES = ("data", "ring", "tp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """One process among `world_size`, and its place on the mesh ("data", "ring", "tp").
+    """One process among `world_size`, and its coordinates on the mesh ("data", "ring", "tp").
 
-    Ranks that differ only along "ring" and "tp" work on the same micro-batch: what they share is `data_rank`.
+    Ranks that differ only along "ring" and "tp" work on the same micro-batch; they have the same `data_rank`.
     """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    weights_mesh: DeviceMesh  # ("shard", "tp"): data and ring ranks as one axis, along which weights are sharded
+    weights_mesh: DeviceMesh  # ("shard", "tp"): weights are sharded over data and ring ranks as one axis
 
     @classmethod
     @contextmanager
     def from_env(cls, parallel: ParallelSpec) -> Iterator["World"]:
-        """Open the process group that the launcher asks for, or one of a single process; close it at the end.
+        """Open the launcher's process group, or one of a single process; close it at the end.
 
-        CUDA with NCCL where a GPU is to be had, else a CPU with gloo. Raises UsageError if the launcher started more
-        processes on this machine than it has GPUs, or a number that tp x ring does not divide.
+        Uses CUDA with NCCL if there is a GPU, else the CPU with gloo. Raises UsageError if the launcher started more
+        processes on this machine than it has GPUs, or a number that is not a multiple of tp x ring.
         """
         rank = int(os.environ.get("RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -48,7 +48,7 @@ class World:
         device = _device(local_rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder holds
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # number of collectives in NCCL's flight recorder
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
         else:
@@ -76,18 +76,18 @@ class World:
         return self.mesh.get_group("ring")
 
     def meet(self) -> None:
-        """Wait, on the device's own queue, until every rank has come here."""
+        """Wait, on the device's own queue, until every rank has called this."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1, device=self.device))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Pickles: for small plain data outside the clock."""
+        """Return every rank's `value`, by rank. Pickles: for small plain data outside the timed part."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank."""
+        """Return rank 0's `value` on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]

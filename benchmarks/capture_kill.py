@@ -1,11 +1,12 @@
-"""Kills recording jobs with SIGKILL at random moments, and looks at what they left.
+"""Kill recording jobs with SIGKILL at random moments, and check what they leave behind.
 
     python benchmarks/capture_kill.py --kills 200
     200 kills: 0 torn files, 0 stale temporaries after the next start, 0 missing of 2,455 committed passes;
     passes lost a kill: at most 1, 0.20 on average
 
-All jobs record into one folder, as restarts of a job do. Each is forked from a process that has loaded torch, so a kill
-costs no import. A job says over a pipe which passes its model has returned from; lost are those without a file.
+All jobs record into one folder, as restarts of a job do. Each is forked from a process that has loaded torch, so a
+kill does not pay for imports. A job reports over a pipe which passes its model has returned from; a pass without a
+file is lost.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def kill_jobs(folder: Path, *, num_kills: int, seed: int, step_seconds: float) -
 
 
 def _kill_one(folder: Path, draw: random.Random, step_seconds: float) -> int:
-    """Returns how many passes the job's model had returned from."""
+    """Kill one job and return how many passes its model had returned from."""
     reading, writing = os.pipe()
     job = os.fork()
     if not job:

@@ -1,12 +1,12 @@
-"""What recording costs a training step: steps of several kinds alternate in one process, beside a control.
+"""Measure what recording costs a training step: steps of several kinds alternate in one process, with a control.
 
     python benchmarks/capture_overhead.py --steps 50
     python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
-percentiles), the time that the job's thread spends in the hooks beside a bare copy of the same tensors, how often the
-host waits for the device, bytes a pass beside torch.save's, and how long a flight recorder of 64 passes takes to
+percentiles), the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the
+host waits for the device, bytes per pass and those of torch.save, and how long a flight recorder of 64 passes takes to
 reach the disk.
 """
 
@@ -82,10 +82,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
     parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
     parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--num-batches", type=int, default=8, help="micro-batches that take turns")
+    parser.add_argument("--num-batches", type=int, default=8, help="micro-batches to alternate between")
     given = parser.parse_args()
     job = Job(given)
-    for number in range(2 * given.num_batches):  # kernels are chosen for each length
+    for number in range(2 * given.num_batches):  # kernels are selected for each length
         job.step(number, None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def compare_steps(job: Job, num_steps: int, kinds: dict[str, Kind]) -> None:
-    """Every round has a few steps of each kind, and a first one that is not counted."""
+    """Time steps in rounds: every round has a few steps of each kind, and a first one that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     names = list(kinds)
     for start in range(0, num_steps, STEPS_A_ROUND):
@@ -142,7 +142,7 @@ def p99(seconds: list[float]) -> float:
 
 @contextmanager
 def on_slow_disk(job: Job, folder: Path) -> Iterator[Recorder]:
-    """Every flush to the disk takes as long again 99 times, and few passes may wait for it."""
+    """Make every flush to the disk take 100 times as long, with a short queue of waiting passes."""
     real = os.fsync
 
     def slow(descriptor: int) -> None:
@@ -174,7 +174,7 @@ def profiling() -> Iterator[None]:
 
 
 def compare_hook(job: Job, folder: Path) -> None:
-    """The hooks alone, called as the model would call them."""
+    """Time the hooks alone, called as the model would call them."""
     batch = job.batches[0]
 
     def copy() -> Any:
@@ -207,7 +207,7 @@ def compare_hook(job: Job, folder: Path) -> None:
                 began = time.perf_counter()
                 part()
                 taken[name].append(time.perf_counter() - began)
-            time.sleep(0.005)  # the step, in which the writer works
+            time.sleep(0.005)  # stands for the step, during which the writer works
     print(f"the hooks of a step that is to be judged, {len(parameters)} parameters:")
     for name, seconds in taken.items():
         print(f"    {name}: {median(seconds) * 1e6:.0f} us, the first {seconds[0] * 1e6:.0f}", flush=True)
@@ -221,12 +221,12 @@ def microseconds(job: Job, call: Callable[[], object], num_calls: int = 100) -> 
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)
-        time.sleep(0.005)  # the step, in which the writer works
+        time.sleep(0.005)  # stands for the step, during which the writer works
     return median(taken) * 1e6
 
 
 def count_waits(job: Job, folder: Path) -> None:
-    """Operations at which the host waits for the device, by torch's own count."""
+    """Count the operations at which the host waits for the device, with torch's own warnings."""
     if job.device.type == "cpu":
         return
     counts = {}

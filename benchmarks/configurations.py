@@ -1,9 +1,9 @@
-"""Replay the same inputs under a list of configurations, each in processes of its own, and print one table.
+"""Replay the same inputs under a list of configurations, each in its own processes, and print one table.
 
     python benchmarks/configurations.py --inputs inputs/my-run --model llama-3.1-8b --max-inputs 12
 
-A configuration that fails or outlasts its limit is a row that says so. `--num-gpus 2` and `4` have lists of their own,
-that begin with one GPU. "speed a GPU" is a row's tokens/s on each of its GPUs over those of the one-GPU row of the same
+A configuration that fails or exceeds its limit is a row with the error. `--num-gpus 2` and `4` have their own lists,
+that begin with one GPU. "speed a GPU" is a row's tokens/s on each of its GPUs over that of the one-GPU row of the same
 backend and compiler; "loss from one GPU" the largest relative difference from the first row, over the inputs that both
 replayed (how many).
 """
@@ -89,10 +89,10 @@ COLUMNS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     name: str
-    trouble: str = ""
+    error: str = ""
     num_gpus: int = 1
     statistics: Mapping[str, Any] = field(default_factory=dict)
-    records: Sequence[PassRecord] = ()  # that have a loss
+    records: Sequence[PassRecord] = ()  # records with a loss
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,7 +105,9 @@ def main() -> int:
     parser.add_argument("--num-gpus", type=int, default=1, choices=LISTS)
     parser.add_argument("--only", default="", help="configurations whose name matches this regular expression")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one configuration")
-    parser.add_argument("--total", type=float, default=540, help="seconds for all; what does not fit is not run")
+    parser.add_argument(
+        "--total", type=float, default=540, help="seconds for all; configurations that do not fit are not run"
+    )
     parser.add_argument("--out", type=Path, default=Path("logs/configurations"))
     arguments, replay_arguments = parser.parse_known_args()
     began = time.monotonic()
@@ -126,7 +128,7 @@ def main() -> int:
         ]
         print(f"$ {shlex.join(command)}", flush=True)
         if left < 20:
-            rows.append(Row(name=name, trouble="not run: out of time"))
+            rows.append(Row(name=name, error="not run: out of time"))
         else:
             rows.append(_row(name, num_gpus, logs, _run(command, min(arguments.limit, left))))
         print(_line(_cells(rows[-1], rows)), flush=True)
@@ -144,7 +146,7 @@ def _launcher(num_gpus: int, flags: str) -> list[str]:
 
 
 def _run(command: list[str], limit: float) -> str:
-    """Empty if it went well, else what to say of it."""
+    """Return the error, empty if the run succeeded."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
@@ -160,7 +162,7 @@ def _run(command: list[str], limit: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Launchers pass SIGTERM on to their workers, which torchrun starts in sessions of their own."""
+    """End a launcher with SIGTERM, which it passes on to its workers: torchrun starts them in their own sessions."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.communicate(timeout=15)
@@ -168,17 +170,17 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _row(name: str, num_gpus: int, logs: Path, trouble: str) -> Row:
-    if trouble:
-        return Row(name=name, trouble=trouble)
+def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:
+    if error:
+        return Row(name=name, error=error)
     run, records = read_log(max(logs.iterdir()))
     good = [record for record in records if record.loss is not None]
     return Row(name=name, num_gpus=num_gpus, statistics=run["statistics"], records=good)
 
 
 def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
-    if row.trouble:
-        return (row.name, row.trouble, *["-"] * (len(COLUMNS) - 2))
+    if row.error:
+        return (row.name, row.error, *["-"] * (len(COLUMNS) - 2))
     statistics, records = row.statistics, row.records
 
     def milliseconds(phase: str) -> str:

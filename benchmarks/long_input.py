@@ -1,4 +1,4 @@
-"""Write captures of a stated length, for configurations that real micro-batches are too short for.
+"""Write captures of a stated length, for configurations that need longer micro-batches than real ones.
 
     python benchmarks/long_input.py /tmp/long --tokens 8192 --documents 1 --vocabulary 128256
 

@@ -1,10 +1,10 @@
-"""How many of fifteen more faults the quick matrix finds, and how many alarms clean runs give.
+"""Count how many of fifteen more faults the quick matrix finds, and the false alarms of clean runs.
 
     python benchmarks/more_faults.py --seeds 2 --out more_faults.json
 
 tests/more_faults.py has the faults: small parameters, directions, accumulation, checkpointing, stages, edge shapes.
-Each is put into a run of its own, on a CPU, and judged as `replay parity --matrix quick` judges it. Clean runs: the
-same configurations over seeds and dtypes.
+Each is put into its own run, on a CPU, and judged as `replay parity --matrix quick` judges it. Clean runs are the same
+configurations over seeds and dtypes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def faults(home: Path) -> dict[str, str]:
-    """By name, the verdict and what decided it."""
+    """Return, by fault, the result and what decided it."""
     home.mkdir(parents=True)
     wanted = list(MORE_FAULTS.values())
     campaign = Campaign(home=home, grounds=grounds_for(wanted, home), faults=wanted, traced=False)
@@ -50,7 +50,7 @@ def faults(home: Path) -> dict[str, str]:
 
 
 def clean(home: Path, num_seeds: int) -> dict[str, str]:
-    """By run: empty, or the alarm that it gave."""
+    """Return, by run, its false alarm; empty if it gave none."""
     home.mkdir(parents=True)
     cells = {(fault.group, tuple(sorted(fault.cell.items()))) for fault in MORE_FAULTS.values()}
     grounds = [

@@ -1,10 +1,10 @@
-"""What the instruments cost: the replay's passes beside a bare hand-written loop, alternating in one process.
+"""Measure the overhead of the replay: its passes and those of a bare loop alternate in one process.
 
     python benchmarks/replay_vs_bare.py --inputs inputs/my-run --model llama-3.1-8b --max-inputs 12 --rounds 3
 
 Both run the same sharded model, inputs and kernels. The bare loop packs, calls the model, takes the log-probs and runs
-backward with nothing around it but one timer; it shares no code with the replay's forward. A third series, the bare
-loop again, is the control: what two equal things differ by here.
+backward with only a timer around it; it shares no code with the replay's forward. A third series, the bare
+loop again, is the control: how much two equal loops differ here.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from replay.runner.session import find_source
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
-MAX_LENGTH = 2048  # of a packed row, as the replay rounds it
+MAX_LENGTH = 2048  # of a packed row; the replay rounds to it too
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
                 measured = {"replay": _of(record)}
                 measured["bare"] = _bare_pass(actor.backend, batch, world.device, record)
                 measured["bare again"] = _bare_pass(actor.backend, batch, world.device, record)
-                if round_index:  # the first round warms up
+                if round_index:  # the first round is warm-up
                     for name, values in measured.items():
                         series[name].append(values)
         _print(series, world.device)
@@ -72,7 +72,7 @@ def _of(record: PassRecord) -> tuple[float, int]:
 
 
 def _bare_pass(backend: Any, batch: MicroBatch, device: torch.device, record: PassRecord) -> tuple[float, int]:
-    """Seconds and peak bytes of forward and backward, by hand."""
+    """Run forward and backward by hand, and return seconds and peak bytes."""
     rows = [ids[mask] for ids, mask in zip(batch.sequences_BS, batch.attention_mask_BS, strict=True)]
     lengths = [len(row) for row in rows]
     input_ids = torch.cat(rows)[None].to(device)

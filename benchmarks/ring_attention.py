@@ -1,9 +1,9 @@
-"""Ring attention against flash-attn on one GPU, and against bare calls of ring-flash-attn.
+"""Compare ring attention with flash-attn on one GPU, and with bare calls of ring-flash-attn.
 
     torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens 32768
 
 Forward and backward of one attention layer of Llama 3.1 8B (32 query heads, 8 key-value heads of 128) in bf16. The
-contestants take turns, round after round, in an order that is drawn anew for each; a round's ratio is of neighbours in
+contestants alternate in rounds, in a new random order each time; a round's ratio is between neighbours in
 time, and the table has the medians of the ratios. `again` is the control: the first contestant a second time.
 Efficiency is the one-GPU time of the whole row over N times the ring's.
 """
@@ -34,7 +34,7 @@ Contestant = Callable[[], object]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--documents", type=int, default=3, help="of the packed row that llama3's form is given")
+    parser.add_argument("--documents", type=int, default=3, help="documents in the packed row for llama3's form")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--head-strides", type=int, nargs="+", default=[1, 4, 8])
     arguments = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def show_link(world: World, num_bytes: int = 1 << 30) -> None:
-    """How fast the ranks exchange data, without which no figure below means anything elsewhere."""
+    """Measure how fast the ranks exchange data: the figures below depend on it."""
     part = torch.empty(num_bytes // world.world_size, dtype=torch.uint8, device=world.device)
     whole = torch.empty(num_bytes, dtype=torch.uint8, device=world.device)
     took = min(timed(world, lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(5))
@@ -94,7 +94,7 @@ def compare(world: World, borders: Tensor, title: str, head_strides: list[int], 
 
 
 def layer_inputs(num_tokens: int, world: World) -> list[Tensor]:
-    """query, key and value as transformers hands them over (views of [1, L, heads, D]), and the output's gradient."""
+    """Return query, key and value as transformers has them (views of [1, L, heads, D]), and the output's gradient."""
     torch.manual_seed(world.rank)
 
     def made(num_heads: int) -> Tensor:
@@ -117,7 +117,7 @@ def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> C
 
 
 def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
-    """ring-flash-attn called as its own tests call it: tokens before heads, no adapter."""
+    """Call ring-flash-attn as its own tests do: tokens before heads, no adapter."""
     functions = ring_flash_attn_package()
     query, key, value = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs[:3])
     gradient = inputs[3]
@@ -148,10 +148,10 @@ def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
 
 
 def measured(world: World, contestants: dict[str, Contestant], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round, on the slowest rank. All ranks draw the same order."""
+    """Return the seconds of each contestant in each round, on the slowest rank. All ranks draw the same order."""
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(num_rounds + 3):  # three to warm up
+    for number in range(num_rounds + 3):  # three rounds of warm-up
         for name in order.sample(list(contestants), len(contestants)):
             world.meet()
             took = timed(world, contestants[name])

@@ -1,15 +1,16 @@
-"""How many of thirty faults are found, and how many alarms clean runs give: `python benchmarks/thirty_faults.py`.
+"""Count how many of thirty faults are found, and the false alarms of clean runs.
 
     python benchmarks/thirty_faults.py --seeds 6 --out faults.json
 
-tests/faults.py has the faults. Each is put into a run of its own, on a CPU, over the sample inputs and small models,
-and is looked for by the command that has to find it: `replay parity`, or `replay diagnose`. Beside it what others
-answer. torch's DebugMode with hashes of every operation's output is handed a clean run of the very configuration, as
-users seldom have, and finds a fault by more different hashes than two clean runs have. Equal losses of twelve passes'
-steps, to the five digits that torchtitan prints, are held against the reference's, and find a fault where those of the
-clean configuration are equal to them.
+tests/faults.py has the faults. Each is put into its own run, on a CPU, over the sample inputs and small models, and is
+searched for by the command that should find it: `replay parity` or `replay diagnose`. Two other methods are compared.
+torch's DebugMode with hashes of every operation's output is given a clean run of the same configuration, which users
+seldom have; it finds a fault if more hashes differ than between two clean runs. Losses of twelve passes' steps, to the
+five digits that torchtitan prints, are compared with the reference's; they find a fault if they differ while those of
+the clean configuration are equal.
 
-Clean runs: the same configurations over seeds and dtypes, each judged by `replay parity` and by its first difference.
+Clean runs are the same configurations over seeds and dtypes, each judged by `replay parity` and by its first
+difference.
 """
 
 import argparse
@@ -65,7 +66,7 @@ COLUMNS = ("command", "found", "first", "names it", "DebugMode", "equal losses")
 
 
 def faults(home: Path) -> dict[str, dict[str, Any]]:
-    """By name: was it found, and what was named first."""
+    """Return, by fault, whether it was found, and what was named first."""
     home.mkdir(parents=True)
     wanted = list(FAULTS.values())
     campaign = Campaign(home=home, grounds=grounds_for(_by_parity(wanted), home), faults=wanted)
@@ -80,7 +81,7 @@ def faults(home: Path) -> dict[str, dict[str, Any]]:
         verdict = campaign.judged(number, cell, fault.name).result
         first = (
             None if fault.options else campaign.parting(number, cell, fault.name)
-        )  # trainings have more than a place
+        )  # training faults have several locations
         named = "" if first is None else f"{first.name} ({first.kind})"
         found[fault.name] = {
             "command": "parity",
@@ -96,7 +97,7 @@ def _by_parity(wanted: Sequence[Fault]) -> list[Fault]:
 
 
 def diagnosed(fault: Fault, file: Path) -> list[str]:
-    """The checks that fail with the fault, and not without it."""
+    """Return the checks that fail with the fault, and not without it."""
     failed: list[set[str]] = []
     arguments = ["diagnose", "--backend", "fsdp2", "--dtype", "fp32", "--steps", "1", "--json", str(file)]
     for broken in (False, True):
@@ -107,7 +108,7 @@ def diagnosed(fault: Fault, file: Path) -> list[str]:
 
 
 def losses(home: Path) -> dict[str, str]:
-    """Each step's mean loss, to five digits, of the reference, the clean cell and the faulty one."""
+    """Compare each step's mean loss, to five digits, between the reference, the clean cell and the faulty one."""
     home.mkdir(parents=True)
     answers: dict[str, str] = {}
     runs: dict[tuple[str, str], Run] = {}
@@ -142,7 +143,7 @@ def _answer(*, clean_differs: bool, faulty_differs: bool) -> str:
 
 
 def hashes(home: Path) -> dict[str, str]:
-    """DebugMode's answers to the reference beside the clean cell, and to the clean cell beside the faulty one."""
+    """Compare DebugMode's hashes: the reference with the clean cell, and the clean cell with the faulty one."""
     home.mkdir(parents=True)
     answers: dict[str, str] = {}
     jobs: dict[tuple[int, int, int], list[dict[str, object]]] = {}
@@ -164,12 +165,12 @@ def hashes(home: Path) -> dict[str, str]:
 
 
 def _is_more(clean: str, faulty: str) -> bool:
-    """Clean runs differ as well: hashes of views of memory that nobody wrote yet."""
+    """Do more hashes differ than between clean runs? Those differ too, in views of uninitialised memory."""
     return not faulty.isdigit() or int(faulty) > int(clean)
 
 
 def clean(home: Path, num_seeds: int) -> dict[str, str]:
-    """By run: empty, or the alarm that it gave."""
+    """Return, by run, its false alarm; empty if it gave none."""
     home.mkdir(parents=True)
     settings = [dict(one) for one in {tuple(sorted(fault.cell.items())) for fault in FAULTS.values()}]
     grounds = [

@@ -1,10 +1,10 @@
-"""What the verdict says of a bf16 Trainer job that is clean, and of the same job broken in three ways.
+"""Print the verdict on a clean bf16 Trainer job, and on the same job broken in three ways.
 
     python benchmarks/trainer_verdicts.py --model llama-3.1-8b --num-layers 8 --inputs inputs/my-run
 
 Each job trains with transformers' Trainer (bf16=True, sdpa, two micro-batches a step, clipped) on captured rows, from
 weights that are random by name, is recorded by `capture run --reproduce`, and is replayed by `replay --verdict strict`
-in a process of its own. A line a job: its class, what the Trainer logged, and the verdict.
+in its own process. Prints a line per job: its class, what the Trainer logged, and the verdict.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _run(typed: Sequence[str], *, allowed: Sequence[int] = (0,)) -> str:
 
 
 def train(given: argparse.Namespace) -> None:
-    """Two optimizer steps of two micro-batches; prints what the Trainer logged."""
+    """Train two optimizer steps of two micro-batches; print what the Trainer logged."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -99,7 +99,7 @@ def train(given: argparse.Namespace) -> None:
         if batch.trains and len(rows) < NUM_PASSES:
             keep = slice(0, None if len(rows) % 2 else max(batch.sequences_BS.shape[1] // 3, 4))  # unequal
             ids, mask = batch.sequences_BS[:, keep], batch.attention_mask_BS[:, keep]
-            has_label = mask & mask.roll(1, dims=1)  # a row's first token has none before it to be predicted from
+            has_label = mask & mask.roll(1, dims=1)  # a row's first token has no token before it to predict it
             rows.append({"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~has_label, -100)})
 
     class Logged(TrainerCallback):  # type: ignore[misc]

@@ -1,12 +1,12 @@
-"""Record the shapes that break code which works on any ordinary batch.
+"""Record edge shapes of micro-batches, which break code that works on ordinary ones.
 
     python examples/edge_shapes.py --out inputs/edges
 
-    rows/       64 rows of 1 to 12 tokens; rows of 1 and 2 tokens beside one that is nothing but padding; one row alone
+    rows/       64 rows of 1 to 12 tokens; rows of 1 and 2 tokens beside one that is all padding; one row alone
     documents/  packed rows that hold several documents, some of them 1 token long, by borders and by position ids
 
-`replay parity` runs them beside the inputs that it is given. Token ids stay below 64, so that most models have them.
-The same tensors come out each time; times and host names in the files differ.
+`replay parity` runs them besides the inputs it is given. Token ids stay below 64, so that most models have them. The
+tensors are the same each time; times and host names in the files differ.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CONFIG = LlamaConfig(
 
 
 def rows_of(lengths: list[int], *, before: list[int] | None = None, seed: int) -> dict[str, Tensor]:
-    """Rows of so many real tokens, each behind its own padding."""
+    """Return rows with these numbers of real tokens, each after its own padding."""
     before = before or [0] * len(lengths)
     width = max(length + gap for length, gap in zip(lengths, before, strict=True))
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""`python replay`, `python -m replay`, `deepspeed replay`, `torchrun replay` and the -m form of each."""
+"""Entry point of `python replay`, `python -m replay`, `deepspeed replay`, `torchrun replay` and their -m forms."""
 
 import sys
 from pathlib import Path

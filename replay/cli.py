@@ -1,4 +1,7 @@
-"""The command line: `replay` replays; what else it can do is in `subcommands.py`."""
+"""Parse the command line, run the replay or subcommand it asks for, and turn errors into exit codes.
+
+The subcommands are declared in `subcommands.py`.
+"""
 
 import os
 import re
@@ -19,13 +22,16 @@ from replay.processes.launch import num_processes_missing, relaunch
 from replay.spec import RunSpec
 from replay.subcommands import COMMANDS
 
-# the base of typer's own errors; newer typers carry click inside, older ones import it
+# the base class of typer's own errors; newer versions of typer vendor click, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 HEAD_START_SECONDS = 3.0
 
 
 class PanelledHelp(TyperGroup):
-    """Plain help, two columns, one section a panel: option names are never cut, and rich stays out of `--help`."""
+    """Format help as plain text in two columns, one section per panel.
+
+    Option names are never cut off, and rich is not imported for `--help`.
+    """
 
     def format_options(self, context: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -51,14 +57,14 @@ app = typer.Typer(
 @with_options
 def replay(
     context: typer.Context,
-    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of what went wrong."),
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
     **given: Any,
 ) -> Action | None:
-    """Replay captured micro-batches through a standalone actor and say what each pass cost.
+    """Replay captured micro-batches through a standalone actor and report what each pass cost.
 
-    Without options: the sample inputs that ship with the project. `replay inspect FOLDER` says what a folder holds,
-    `replay compare LOG LOG` how far two runs are apart.
+    Without options, replays the sample inputs that ship with the project. `replay inspect FOLDER` shows what a folder
+    holds, `replay compare LOG LOG` shows how far apart two runs are.
     """
     if context.invoked_subcommand is not None:
         if typed := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
@@ -83,9 +89,9 @@ for command in COMMANDS:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was typed and return its exit code.
+    """Run the command line and return the exit code.
 
-    0 all well, 1 a pass or a file failed, or runs differ, 2 wrong usage, 130 interrupted.
+    0: success; 1: a pass or a file failed, or runs differ; 2: wrong usage; 130: interrupted.
 
     A usage error is one line on stderr:
 
@@ -102,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(action())
     except UsageError as error:
-        if _rank() > 0:  # rank 0 speaks for an error that all ranks share, and the launcher then ends the others
+        if _rank() > 0:  # rank 0 reports an error that all ranks share; the launcher then ends the others
             time.sleep(HEAD_START_SECONDS)
         return _refuse(error, typed, show_traceback)
     except KeyboardInterrupt:
@@ -116,15 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_and_leave() -> NoReturn:
-    """`main` as a process of its own."""
+    """Run `main` and end the process with its exit code."""
     leave(main())
 
 
 def leave(exit_code: int) -> NoReturn:
     """End the process without the interpreter's cleanup.
 
-    gloo's threads may let go of their last tensors during that cleanup, and taking the GIL then aborts the process
-    after all was well: https://github.com/pytorch/pytorch/issues/190489.
+    gloo's threads may release their last tensors during that cleanup; taking the GIL then aborts a process that has
+    succeeded: https://github.com/pytorch/pytorch/issues/190489.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -139,9 +145,9 @@ def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
 
 
 def _explain(error: Any, typed: Sequence[str]) -> str:
-    """typer's message as one line that says what came and ends in what to type next."""
+    """Turn typer's message into one line that says what was given and what to type next."""
     option = getattr(error, "option_name", None)
-    command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a command's come without it
+    command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a subcommand do not name it
     advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
     message = _one_line(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
@@ -158,7 +164,7 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
 
 
 def _value_of(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
-    """What was typed as the value of the option that has these names."""
+    """Return what was typed as the value of the option with these names."""
     for word, following in zip(typed, [*typed[1:], None], strict=True):
         name, is_joined, value = word.partition("=")
         if name in option_names:

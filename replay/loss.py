@@ -1,4 +1,4 @@
-"""The losses a pass can be given: enough to drive a backward of the right size through the model."""
+"""Define the losses a replay can use: they drive a backward of realistic cost through the model."""
 
 from dataclasses import replace
 
@@ -10,9 +10,10 @@ from replay.spec import LossName
 
 
 def tokens_for(loss: LossName, batch: MicroBatch) -> MicroBatch:
-    """`batch` with the action mask that `loss` averages over.
+    """Return `batch` with the action mask that `loss` averages over.
 
-    sft leaves the captured action mask aside, so that the labels count, or every real token where there are none.
+    sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
+    none.
     """
     match loss:
         case LossName.STAND_IN:
@@ -22,5 +23,5 @@ def tokens_for(loss: LossName, batch: MicroBatch) -> MicroBatch:
 
 
 def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
-    """Minus the mean log-prob of the action tokens of the micro-batch; 0 where there are none."""
+    """Return minus the mean log-prob of the micro-batch's action tokens; 0 if there are none."""
     return -log_probs_BA.sum() / inputs.action_mask_BA.sum().clamp(min=1)

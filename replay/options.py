@@ -1,7 +1,8 @@
-"""Dataclass fields to command line options, and what was typed back into a RunSpec.
+"""Turn dataclass fields into command line options, and parsed options back into a RunSpec.
 
-Every option is None here unless it was given: defaults, help and ranges live in the dataclasses alone. typer hands over
-text and switches; turning text into values happens here, so that every refusal says what came and what is allowed.
+Every option is None here unless it was given: defaults, help and ranges are declared in the dataclasses only. typer
+passes on text and switches; this module converts the text, so that every error says what was given and what is
+allowed.
 """
 
 import inspect
@@ -21,9 +22,9 @@ from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from replay.spec import InputsSpec, MeasureSpec, RunSpec, StateSpec
 
-Action = Callable[[], int]  # what a command leaves to do; returns the exit code
+Action = Callable[[], int]  # the work of a parsed command; returns the exit code
 
-PARTS: dict[str, type] = {  # of RunSpec, by the way there
+PARTS: dict[str, type] = {  # parts of a RunSpec by their attribute path
     "actor": ActorSpec,
     "actor.parallel": ParallelSpec,
     "inputs": InputsSpec,
@@ -42,7 +43,7 @@ METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toggle:
-    """One option of the command line: a field's own option, or a switch that sets the field to a fixed value."""
+    """Describe one command line option: a field's own option, or a switch that sets the field to a fixed value."""
 
     part: str
     field: str
@@ -53,8 +54,8 @@ class Toggle:
     min: float | None = None
     max: float | None = None
     is_switch: bool = False
-    sets: Any = None  # what a switch sets
-    choices: Collection[str] = ()  # the words that its value may be, where these are few
+    sets: Any = None  # the value that a switch sets
+    choices: Collection[str] = ()  # the allowed words, if the value is one of a few
 
     @property
     def parameter(self) -> str:
@@ -69,7 +70,7 @@ class Toggle:
         return attrgetter(f"{self.part}.{self.field}")(spec)
 
     def as_typed(self, value: Any) -> list[str]:
-        """The arguments that set the field to `value`."""
+        """Return the arguments that set the field to `value`."""
         if self.is_switch or self.base is bool:
             return [self.flag if self.is_switch or value else self.negation]
         return [self.flag, str(value)]
@@ -77,15 +78,15 @@ class Toggle:
 
 @cache
 def toggles() -> tuple[Toggle, ...]:
-    """Every option, in the order of the fields that declare them."""
-    found: list[Toggle] = []
+    """Return every option, in the order of the fields that declare them."""
+    declared: list[Toggle] = []
     for part, spec_class in PARTS.items():
         hints = get_type_hints(spec_class)
         for spec_field in fields(spec_class):
             if spec_field.metadata:
-                found.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
-    assert len({t.parameter for t in found}) == len(found), "two options have one name"
-    return tuple(found)
+                declared.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
+    assert len({t.parameter for t in declared}) == len(declared), "two options have one name"
+    return tuple(declared)
 
 
 def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle]:
@@ -104,13 +105,13 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
 
 
 def _choices_of(spec_field: Field[Any], base: Any) -> Collection[str]:
-    """The words that a field's value may be; none: any value of its type."""
+    """Return the words that a field's value may be; empty if any value of its type is allowed."""
     choices: Collection[str] = list(base) if issubclass(base, StrEnum) else spec_field.metadata.get("choices", ())
     return choices
 
 
 def bare_type(annotation: Any) -> Any:
-    """`int | None` as int; any other annotation as it is."""
+    """Return `int` for `int | None`, and any other annotation unchanged."""
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [a for a in get_args(annotation) if a is not type(None)]
     return annotation
@@ -119,7 +120,7 @@ def bare_type(annotation: Any) -> Any:
 def with_options(
     command: Callable[..., Any], *, serves: Callable[[Toggle], bool] = lambda toggle: True
 ) -> Callable[..., Any]:
-    """Give `command(..., **given)` one parameter for each option that `serves` it, in place of its `**given`."""
+    """Replace the `**given` of `command` with one parameter for each option that `serves` accepts."""
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shared = [_parameter(toggle) for toggle in toggles() if serves(toggle)]
@@ -150,7 +151,10 @@ def _parameter(toggle: Toggle) -> inspect.Parameter:
 
 
 def run_spec(given: Mapping[str, Any]) -> RunSpec:
-    """What was typed, by parameter name, as a RunSpec. Raises UsageError on a bad value or on two that contradict."""
+    """Build a RunSpec from the typed options, given by parameter name.
+
+    Raises UsageError for an invalid value, or for two options that contradict each other.
+    """
     typed: dict[tuple[str, str], tuple[str, Any]] = {}  # (part, field): (as typed, value)
     for toggle in toggles():
         if given.get(toggle.parameter) is None:
@@ -161,14 +165,14 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
         if other != value:
             raise UsageError(f"{earlier} and {text} exclude each other. Give one of the two")
     made: dict[str, Any] = {}
-    for part, spec_class in reversed(PARTS.items()):  # a part of a part before what holds it
+    for part, spec_class in reversed(PARTS.items()):  # nested parts before the part that holds them
         inner = {way.removeprefix(f"{part}."): made.pop(way) for way in list(made) if way.startswith(f"{part}.")}
         made[part] = spec_class(**inner, **{name: value for (of, name), (_, value) in typed.items() if of == part})
     return RunSpec(**made)
 
 
 def _parsed(toggle: Toggle, given: str | bool) -> Any:
-    """The typed text as a value of the field's type."""
+    """Convert the typed text to the field's type."""
     try:
         value = toggle.base(given)
     except ValueError:
@@ -198,7 +202,7 @@ def _allowed(toggle: Toggle) -> str:
 
 
 def command_line(spec: RunSpec) -> list[str]:
-    """The shortest arguments that give this spec again, as ["--max-inputs", "5", "--compile"]."""
+    """Return the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
     arguments: list[str] = []
     done: set[tuple[str, str]] = set()
     for toggle in toggles():
@@ -215,15 +219,15 @@ def command_line(spec: RunSpec) -> list[str]:
 
 
 def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
-    """JSON-ready: nested by part, enums as their values, paths as text."""
+    """Return the spec as JSON-ready values: nested by part, enums as their values, paths as text."""
     plain: dict[str, Any] = to_json(spec)
     return plain
 
 
 def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -> RunSpec:
-    """What `spec_to_dict` gave, as a spec again; what is missing has its default.
+    """Read a spec from the values that `spec_to_dict` returned; missing fields get their defaults.
 
-    Raises UsageError, which begins with `source`, on nonsense.
+    Raises UsageError, with a message that begins with `source`, for invalid values.
     """
     spec = from_json(RunSpec, values, source=source)
     for toggle in toggles():

@@ -1,4 +1,4 @@
-"""What one run does: an actor, its inputs, and what is measured. Written whole into run.json."""
+"""Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,7 +31,7 @@ class VerdictRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputsSpec:
-    """Which micro-batches, in which order."""
+    """Which micro-batches to replay, in which order."""
 
     inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
@@ -55,7 +55,7 @@ class InputsSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSpec:
-    """What each pass does and where it is written down."""
+    """What each pass does and where it is logged."""
 
     loss: LossName = option(
         LossName.STAND_IN,
@@ -102,7 +102,7 @@ class MeasureSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
-    """What is loaded before the first pass and saved after the last. A folder is new or empty, and written whole."""
+    """What to load before the first pass and save after the last. A folder to save into must be new or empty."""
 
     load_state: Path | None = option(
         None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."

@@ -1,6 +1,6 @@
-"""What `replay` can do beside replaying: each command's options, and the room that does the work.
+"""Declare the subcommands of `replay`: their options, and the module that does the work.
 
-A command is read before anything heavy is imported, and returns what is left to do.
+A command is parsed before anything heavy is imported, and returns the work still to do.
 """
 
 import os
@@ -18,7 +18,7 @@ from replay.suite.command import suite
 
 
 def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
-    """Say what a folder holds: passes, ranks, shapes, damaged files."""
+    """Show what a folder holds: passes, ranks, shapes, damaged files."""
     return partial(_inspect, folder)
 
 
@@ -40,9 +40,9 @@ def doctor(
         60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
     ),
 ) -> Action:
-    """Say what works on this machine, what does not, and what to type. Needs no GPU and no captures.
+    """Check what works on this machine, and say what to type where something does not. Needs no GPU and no captures.
 
-    Exit code 0 if all works that `replay` without options needs here, else 1.
+    Exit code 0 if everything works that `replay` without options needs here, else 1.
     """
     return partial(_doctor, log_folder, json, timeout)
 
@@ -70,8 +70,8 @@ def compare(
 ) -> Action:
     """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
 
-    Runs of the same work alone: the same model, weights and inputs, the same loss. Exit code 0: within the threshold;
-    1: beyond it; 2: not comparable, and why.
+    The runs must do the same work: the same model, weights, inputs and loss. Exit code 0: within the threshold; 1:
+    beyond it; 2: not comparable, with the reason.
     """
     return partial(_compare, logs, threshold, plot, json)
 

@@ -106,7 +106,7 @@ def norm_gradient_halved_on_tp(world: World) -> Iterator[None]:
 
 @contextmanager
 def query_gradient_transposed(world: World) -> Iterator[None]:
-    """Of the right length, in a wrong direction."""
+    """The gradient has the right norm and a wrong direction."""
     with _other_gradient("model.layers.1.self_attn.q_proj", "weight", lambda gradient: gradient.T.contiguous()):
         yield
 

@@ -69,7 +69,7 @@ class Reference:
         return {name: sum_of([one.gradients[name] * (one.num_tokens / total) for one in each]) for name in names}
 
     def gradient_norm(self, paths: Sequence[Path]) -> float:
-        """Of those gradients together."""
+        """Return the norm of all those gradients."""
         return float(torch.stack([gradient.norm() for gradient in self.gradients(paths).values()]).norm())
 
     def trained(

@@ -197,7 +197,7 @@ def test_no_truncated_file_loads(tmp_path: Path) -> None:
 
 
 def test_a_tensor_has_a_checksum_of_its_own(tmp_path: Path) -> None:
-    """Of the restored values: it also catches an encoding that loses something."""
+    """The checksum is of the restored values, so it also catches a lossy encoding."""
     path = a_rich_file(tmp_path)
 
     def lose_a_bit(body: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         monkeypatch.setenv("OURS", value)
         monkeypatch.chdir(tmp_path / value)
         child = run_child(programs.task(value, "--x"))
-        assert (child.exit_code, child.trouble) == (0, "")
+        assert (child.exit_code, child.error) == (0, "")
         logs = str(child.logs)
         told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", None, value, [value, None, None]]
         assert child.output.read_text() == f"{told}\n"
@@ -77,7 +77,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
 
 
 @pytest.mark.parametrize(
-    ("ends", "exit_code", "trouble"),
+    ("ends", "exit_code", "error"),
     [
         ("sys.exit(2)", 2, "exit code 2"),
         ("print('replay: rank 0: no such thing', file=sys.stderr); os._exit(1)", 1, "no such thing"),
@@ -85,11 +85,11 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         ("os.kill(os.getpid(), 9)", -9, "ended by SIGKILL"),
     ],
 )
-def test_it_says_how_it_ended(programs: Programs, ends: str, exit_code: int, trouble: str) -> None:
+def test_it_says_how_it_ended(programs: Programs, ends: str, exit_code: int, error: str) -> None:
     programs.write(ends)
     child = run_child(programs.task("x"))
     assert child.exit_code == exit_code
-    assert child.trouble.startswith(trouble)
+    assert child.error.startswith(error)
 
 
 def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(programs: Programs, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def processes_with(argument: str) -> list[str]:
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Outcome]]]:
-    """Of the cases that this session runs, begun before any is waited for."""
+    """Start all cases that this session runs before waiting for any, and return their outcomes."""
     wanted = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         yield {
@@ -237,7 +237,7 @@ def test_the_run_ends_and_names_the_rank_its_input_and_its_phase(
 
 
 def check_evidence(case: Case, outcome: Outcome, run: dict[str, Any]) -> None:
-    """Of a hang: where every rank was, in words and in run.json, and its stack."""
+    """Check the evidence of a hang: where every rank was, in words and in run.json, and its stack."""
     assert [seen["rank"] for seen in run["failure"]["ranks"]] == [0, 1]
     for rank in (0, 1):
         lines = [line for line in outcome.output.splitlines() if line.startswith(f"  rank {rank}: ")]

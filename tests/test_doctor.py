@@ -69,7 +69,7 @@ def named(checks: list[Check], name: str) -> Check:
     ("source", "status", "says"),
     [
         (f"raise ImportError({SYMBOL!r})", Status.BROKEN, f"ImportError: {SYMBOL}"),
-        ("import os; os._exit(3)", Status.BROKEN, "ended without a word, exit code 3"),
+        ("import os; os._exit(3)", Status.BROKEN, "ended without an answer, exit code 3"),
         ("print('LibError: lost', flush=True); import os; os._exit(3)", Status.BROKEN, "exit code 3: LibError: lost"),
         ("raise SystemExit(0)", Status.BROKEN, "SystemExit: 0"),
         ("import ctypes\nctypes.string_at(0)", Status.BROKEN, "crashed, SIGSEGV, in string_at at ctypes/__init__.py"),
@@ -96,7 +96,7 @@ def test_ring_flash_attn_is_imported_as_a_replay_does(tmp_path: Path, monkeypatc
     gone = "from transformers.modeling_flash_attention_utils import is_flash_attn_greater_or_equal_2_10"
     made_package(tmp_path, "ring_flash_attn", gone)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert Prober(120).ask("import_module", "ring_flash_attn").trouble == ""
+    assert Prober(120).ask("import_module", "ring_flash_attn").error == ""
 
 
 def test_a_probe_for_which_no_time_is_left_is_not_started() -> None:
@@ -104,13 +104,13 @@ def test_a_probe_for_which_no_time_is_left_is_not_started() -> None:
     prober.stop()
     answer = prober.ask("import_module", "json")
     assert answer.is_silent
-    assert "no time" in answer.trouble
+    assert "no time" in answer.error
 
 
 def test_a_probe_has_the_module_path_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made_package(tmp_path, "json", "raise ImportError('hid the standard library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which this process has not seen
-    assert Prober(60).ask("import_module", "wave").trouble == ""
+    assert Prober(60).ask("import_module", "wave").error == ""
 
 
 # versions
@@ -409,7 +409,7 @@ ON_CUDA = Answer(
     facts={"gpus": [GPU] * 2, "free_bytes": [GPU["bytes"]] * 2, "no_peers": [], "torch": "2.13.0+cu130"}
     | {"built_for": "13.0", "default_kernel": "flash"}
 )
-BAD = Answer(trouble="ImportError: broken")
+BAD = Answer(error="ImportError: broken")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ BAD = Answer(trouble="ImportError: broken")
         ({("devices",): ON_CUDA, ("kernel", "varlen"): BAD, ("all_reduce", "nccl"): BAD}, []),
         ({("devices",): ON_CUDA, ("import_module", "flash_attn"): BAD}, ["flash-attn"]),
         ({("devices",): ON_CUDA, ("kernel", "flash"): Answer(facts={"error": 1.0, "bound": 0.02})}, ["flash"]),
-        ({("devices",): ON_CUDA, ("one_pass",): Answer(trouble="no end in 60 s", is_silent=True)}, ["one input"]),
+        ({("devices",): ON_CUDA, ("one_pass",): Answer(error="not finished in 60 s", is_silent=True)}, ["one input"]),
     ],
 )
 def test_the_exit_code_is_about_what_a_replay_without_options_needs(
@@ -445,11 +445,11 @@ def test_the_exit_code_is_about_what_a_replay_without_options_needs(
     assert last == (f"replay does not work here, because of: {', '.join(failing)}" if failing else "replay works here")
 
 
-def test_trouble_that_comes_from_a_package_names_it(
+def test_an_error_that_comes_from_a_package_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     because_of = {("import_module", name): BAD for name in ("torch", "deepspeed")}
-    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): Answer(trouble="other")}
+    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): Answer(error="other")}
     monkeypatch.setattr(doctor, "Prober", FakeProber)
     monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
     main(["doctor", "--log-folder", str(tmp_path)])

@@ -43,7 +43,7 @@ def batch_of(
 
 
 def alone(reference: Reference, ids: Tensor) -> list[float]:
-    """Of every token of a document, 0 for its first."""
+    """Return the log-prob of every token of a document, 0 for its first."""
     batch = MicroBatch(
         sequences_BS=ids[None],
         attention_mask_BS=torch.ones(1, len(ids), dtype=torch.bool),

@@ -30,7 +30,7 @@ def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Param
 
 
 class World:
-    """Of ranks whose values are given."""
+    """A world of ranks whose gathered values are given."""
 
     rank = 0
 
@@ -89,7 +89,7 @@ def test_a_rank_that_holds_other_gradients_is_kept_and_counts(tmp_path: Path) ->
 
 
 def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pass000003.safetensors is not there or damaged: .* Try: the run again"):
+    with pytest.raises(UsageError, match=r"pass000003.safetensors is missing or damaged: .* Try: the run again"):
         read(tmp_path, 3)
 
 

@@ -209,6 +209,8 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
     monkeypatch.setattr("replay.inspection.folder_facts.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
-    assert out.getvalue().startswith("incident   rank 1 died without a word, and the last passes are in this host's")
+    assert out.getvalue().startswith(
+        "incident   rank 1 died without an incident file, and the last passes are in this host's"
+    )
     assert f"capture salvage {folder}" in out.getvalue().splitlines()[0]
     assert spool.exists()

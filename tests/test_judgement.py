@@ -130,7 +130,7 @@ def test_a_reference_that_all_others_are_far_from_is_named(tmp_path: Path) -> No
         made.add(name, 1.01, varies=name)
     [remark] = made.judged().remarks
     assert remark.endswith("The reference itself may be the one that is wrong")
-    assert "fp32 loss: not in the floor, for rounding explains 1.5e-06" in remark
+    assert "fp32 loss: not in the floor, for it is more than rounding explains (1.5e-06)" in remark
 
 
 def test_repeating_and_row_order_alone_measure_no_noise(tmp_path: Path) -> None:

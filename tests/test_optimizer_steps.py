@@ -610,7 +610,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    """Of each micro-batch, by number: the mean of the ranks' gradients, by autograd."""
+    """Return the mean of the ranks' gradients, by autograd, for each micro-batch number."""
     batches: list[list[dict[str, Tensor]]] = []
     for rank in range(2):
         with pytest.MonkeyPatch.context() as patch:

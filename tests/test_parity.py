@@ -157,7 +157,7 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     loss = next(one for one in whole["result"]["noises"] if one["quantity"] == "loss")
     assert loss["floor"] == pytest.approx(3e-7)
     assert loss["equivalent"] == RUNS[3]
-    assert whole["result"]["cells"][RUNS[6]]["verdict"] == "WITHIN NOISE"
+    assert whole["result"]["cells"][RUNS[6]]["result"] == "WITHIN NOISE"
     out = capsys.readouterr().out
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
@@ -186,7 +186,7 @@ def test_a_run_that_dies_or_hangs_is_a_row_and_the_others_run(tmp_path: Path, ru
     assert runs.limits == [77.0] * 7
     assert said(capsys, "FAILED") == [
         f"{RUNS[4]}: CUDA out of memory",
-        f"{RUNS[5]}: no end within 2 s, see " + str(next(folder_in(tmp_path).glob("cells/006*/0/output.txt"))),
+        f"{RUNS[5]}: not finished within 2 s, see " + str(next(folder_in(tmp_path).glob("cells/006*/0/output.txt"))),
     ]
 
 
@@ -200,7 +200,7 @@ def test_without_its_reference_no_run_is_started(tmp_path: Path, runs: Runs, cap
     runs.told = {0: "CUDA out of memory"}
     assert typed(tmp_path) == 1
     assert runs.names == [REFERENCE]
-    assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run, for its reference was not: {REFERENCE}"
+    assert said(capsys, "FAILED")[1] == f"{RUNS[1]}: not run because its reference was not: {REFERENCE}"
 
 
 def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
@@ -295,7 +295,7 @@ def test_without_matplotlib_there_is_a_report_and_a_line(
     ("more", "says"),
     [
         (["--matrix", "quik"], "--matrix quik is neither one of quick, pairs, full nor a file"),
-        (["--continue", "nowhere"], "--continue goes on with what that folder says. Leave out --matrix"),
+        (["--continue", "nowhere"], "--continue takes its options from that folder. Leave out --matrix"),
         (["--save-model", "there"], "--save-model cannot be given to parity, which starts many runs. Leave it out"),
         (["--inputs", "nowhere"], "--inputs nowhere: no such folder."),
         (["--backend", "zero"], "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2"),

@@ -17,7 +17,7 @@ def test_sketches_of_slices_add_up_to_that_of_the_whole() -> None:
 
 
 def test_norms_are_kept_as_the_formula_says() -> None:
-    """Of 4000 vectors the squared norm's mean is exact to 4 standard errors, its spread sqrt(2 / SIGNS)."""
+    """The mean squared norm of 4000 vectors is exact to 4 standard errors; its spread is sqrt(2 / SIGNS)."""
     values_TF = random(4000, 256)
     ratio_T = (sketch(values_TF).norm(dim=1) / values_TF.norm(dim=1)).square()
     spread = (2 / SIGNS) ** 0.5

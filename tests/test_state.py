@@ -129,7 +129,7 @@ def test_what_could_not_be_saved_leaves_nothing_half_written(
     common = f"{TRAINING} --inputs {folder_of(tmp_path, [20, 22])}"
     assert replay(tmp_path, f"{common} --save-model {tmp_path}/model --save-state {tmp_path}/state") == 1
     out, err = capsys.readouterr()
-    assert f"{tmp_path}/state could not be saved, and is not there: [Errno 28] No space left on device" in err
+    assert f"{tmp_path}/state could not be saved and does not exist: [Errno 28] No space left on device" in err
     assert said(out, "not saved") == [f"--save-state {tmp_path}/state: the run did not succeed"]
     assert whats_there(tmp_path) == {"inputs", "model"}  # the model had been written whole
     (folder,) = (tmp_path / "log-0").iterdir()
@@ -199,7 +199,7 @@ REFUSED = {
     "no optimizer to load": ("--optimizer none --load-state {home}/zero1", "Try: --save-model and --model"),
     "no optimizer to save": ("--optimizer none --save-state {home}/new", "--save-state needs an optimizer"),
     "two sources of weights": ("--random-weights --load-state {home}/zero1", "exclude each other"),
-    "a folder with something in it": ("--save-state {home}/zero1", "Try: --save-state {home}/zero1-2"),
+    "a folder that is not empty": ("--save-state {home}/zero1", "Try: --save-state {home}/zero1-2"),
     "a file": ("--save-model {home}/file", "is a file. Try: --save-model {home}/file-2"),
     "below a file": ("--save-model {home}/file/model", "Give a folder where you may write"),
     "both in one folder": ("--save-model {home}/new --save-state {home}/new", "Try: --save-model {home}/new-model"),

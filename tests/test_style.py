@@ -1,12 +1,15 @@
-"""The code is as the project's own tools want it."""
+"""The code passes the project's linters, and its docstrings begin plainly."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("capture", "actor_init", "replay", "tests", "benchmarks", "examples")
 
 
 @pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy"])
@@ -15,3 +18,24 @@ def test_the_tool_finds_nothing(tool: str) -> None:
         [sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_docstring_begins_with_of() -> None:
+    """A docstring's first line says what the thing is or does, in a whole sentence."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line}: {first_line}"
+        for path in files
+        for line, first_line in first_lines_of_docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if first_line.startswith("Of ")
+    ]
+    assert not offenders, "docstrings that begin with 'Of ':\n" + "\n".join(offenders)
+
+
+def first_lines_of_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node.body[0].lineno, docstring.splitlines()[0]

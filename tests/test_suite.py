@@ -18,7 +18,7 @@ from replay.runner.selection import select
 from replay.spec import LossName
 from replay.suite.inputs import prepare_inputs
 from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
-from replay.suite.outcome import Status, Trouble, outcomes
+from replay.suite.outcome import NoCurve, Status, outcomes
 from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from replay.suite.state import Suite
 from tests.made_captures import damage, write_passes
@@ -198,16 +198,16 @@ def test_a_curve_that_is_none_is_complained_of(of: Curve, says: str) -> None:
 
 def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to_none() -> None:
     plan = planned(SuiteSpec(skip=frozenset(["fsdp2"])), Machine(num_devices=4, has_gpus=True))
-    refusal = Trouble(reason="cannot be had", is_refusal=True)
-    troubles = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": Trouble(reason="crashed")}
-    found = outcomes(plan, {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}, troubles, steps_an_epoch=1)
+    refusal = NoCurve(reason="cannot be had", is_refusal=True)
+    no_curves = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": NoCurve(reason="crashed")}
+    found = outcomes(plan, {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}, no_curves, steps_an_epoch=1)
     assert {one.planned.name: (one.status, one.reason) for one in found} == {
         "ddp": (Status.PASSED, ""),
         "deepspeed": (Status.FAILED, ""),
         "fsdp2": (Status.NOT_RUN, "skipped"),
         "fsdp2-tp": (Status.FAILED, "cannot be had"),
         "fsdp2-ring": (Status.FAILED, "crashed"),
-        "fsdp2-tp-ring": (Status.NOT_RUN, "not come to"),
+        "fsdp2-tp-ring": (Status.NOT_RUN, "not reached"),
         "deepspeed-autotp": (Status.NOT_RUN, "cannot be had"),
     }
 
@@ -267,7 +267,7 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
         (
             "--continue nowhere --steps 3",
             {},
-            "--continue goes on as the suite was begun.",
+            "--continue takes its options from the suite that was begun.",
         ),
         (
             "--continue nowhere",
@@ -307,7 +307,7 @@ def test_as_many_training_passes_are_copied_as_fill_whole_steps(tmp_path: Path) 
     assert {path.name for path in made.folder.iterdir()} == {path.name for path in [*paths[0][1:3], paths[1][0]]}
     again = prepare_inputs(spec, tmp_path / "more" / "inputs", 5)  # fewer than a step's: all there are
     assert again.num_inputs == 4
-    with pytest.raises(UsageError, match="something in it"):
+    with pytest.raises(UsageError, match="is not empty"):
         prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
 
 
@@ -393,7 +393,7 @@ def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
     out = capsys.readouterr().out
     assert "failed     ddp: ddp says why\n" in out
     assert "failed     deepspeed: deepspeed says why\n" in out
-    assert "note       ddp has no curve, so none was held against it\n" in out
+    assert "note       ddp has no curve, so none was compared with it\n" in out
     assert f"go on      replay suite --continue {folder}\n" in out
     assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl"]
 

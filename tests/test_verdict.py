@@ -273,7 +273,7 @@ def test_of_a_job_that_trains_on_the_passes_with_the_same_weights_are_judged(
 def test_action_log_probs_are_compared_row_by_row(
     temperature: float, outcome: str, tmp_path: Path, one_world: None
 ) -> None:
-    """Of a model inside another, whose names are longer; a temperature is something that the replay has not."""
+    """The model is inside another, so its names are longer; the replay does not know the temperature."""
     model = make_model(tmp_path)
     actor = Actor(model)
     model.lm_head.register_forward_hook(lambda module, args, logits: logits / temperature)

@@ -1,4 +1,4 @@
-"""Does an attention kernel compute attention here: forward and backward of a tiny packed row, beside plain fp32.
+"""Check that an attention kernel works here: forward and backward of a tiny packed row, compared with plain fp32.
 
 Shape letters: H query heads, K key-value heads, T tokens, D head_dim.
 """
@@ -13,26 +13,26 @@ from transformers import AttentionInterface
 from actor_init.attention.kernels import FLASH_PACKED, TORCH_PACKED, kernel_name
 from actor_init.spec import ActorSpec
 
-KERNELS = {"sdpa": "sdpa", "flash": FLASH_PACKED, "varlen": TORCH_PACKED}  # --attention's word: transformers' name
-# Of the reference's norm. bf16 has 8 bits, and its roundings of probabilities and results come to about 0.004 here; a
-# mask that is off by one token, or a document's border that is not seen, gives more than 0.2.
+KERNELS = {"sdpa": "sdpa", "flash": FLASH_PACKED, "varlen": TORCH_PACKED}  # option value to transformers' name
+# Relative to the reference's norm. bf16 has 8 bits; rounding probabilities and results gives about 0.004 here; a
+# mask that is off by one token, or a missed document boundary, gives more than 0.2.
 BOUND = 0.02
 LENGTHS = (5, 17, 42)
 H, K, D = 4, 2, 64
 
 
 def default_kernel(where: device) -> str:
-    """--attention's word for what `--attention auto` means on device `where`."""
+    """Return the word for the kernel that `--attention auto` selects on device `where`."""
     name = kernel_name(ActorSpec(), where)
     return next(word for word, ours in KERNELS.items() if ours == name)
 
 
 def error_of(kernel: str, where: device) -> float:
-    """The largest relative error of the output and of the gradients of query, key and value; right up to BOUND.
+    """Return the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
-    In bf16, on a packed row of three documents, with grouped queries. Raises what the kernel raises.
+    Computed in bf16, on a packed row of three documents, with grouped queries. Raises what the kernel raises.
     """
-    kernel_name(ActorSpec(), where)  # registers ours
+    kernel_name(ActorSpec(), where)  # registers this project's kernels
     random = torch.Generator().manual_seed(0)
     num_tokens = sum(LENGTHS)
     shapes = [(1, H, num_tokens, D), (1, K, num_tokens, D), (1, K, num_tokens, D), (1, num_tokens, H, D)]
@@ -49,14 +49,14 @@ def error_of(kernel: str, where: device) -> float:
         out: Tensor = call(module, query, key, value, mask, scaling=D**-0.5, **more)[0]
         return out
 
-    found = _with_gradients(ours, inputs, upstream)
+    computed = _with_gradients(ours, inputs, upstream)
     wanted = _with_gradients(
         lambda query, key, value: _plain_attention(query, key, value, visible_TT),
         [tensor.float() for tensor in inputs],
         upstream.float(),
     )
-    errors = [(f.float() - w).norm() / w.norm() for f, w in zip(found, wanted, strict=True)]
-    return float(torch.stack(errors).max())  # unlike Python's, torch's max keeps a nan
+    errors = [(f.float() - w).norm() / w.norm() for f, w in zip(computed, wanted, strict=True)]
+    return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:

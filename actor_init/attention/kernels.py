@@ -1,4 +1,4 @@
-"""Which attention kernel serves which device, under the names that transformers calls them by."""
+"""Select the attention kernel for a device, under the names that transformers uses."""
 
 from importlib.util import find_spec
 from inspect import signature
@@ -10,8 +10,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from actor_init.attention.ring_attention import has_ring_flash, ring_flash_attn, ring_sdpa
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
-FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads again in every layer
-FLASH_PACKED = "packed_fa2"  # without the word flash: transformers would look for such a kernel of its own
+FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads in every layer
+FLASH_PACKED = "packed_fa2"  # without the word flash, for which transformers would look up its own kernel
 TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_sdpa"
@@ -25,14 +25,14 @@ def has_sdpa(config: PretrainedConfig) -> bool:
 
 
 def plain_kernel(config: PretrainedConfig) -> Attention:
-    """The kernel that every device has: sdpa, or eager for a model that has no sdpa."""
+    """Return the kernel that every device has: sdpa, or eager for a model without sdpa."""
     return Attention.SDPA if has_sdpa(config) else Attention.EAGER
 
 
 def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
-    """The transformers name of the kernel that `spec.attention` means on device `where`, registered where it is ours.
+    """Return the transformers name of the kernel for `spec.attention` on device `where`, registering it if it is ours.
 
-    `config` is the model's, where there is one. Raises UsageError if the kernel cannot run there, or not that model.
+    `config` is the model's, if there is one. Raises UsageError if the kernel cannot run there, or not with that model.
     """
     AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
     AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
@@ -85,11 +85,11 @@ def flash_attn_varlen(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """flash-attn on one packed row, behind transformers' attention signature.
+    """Run flash-attn on one packed row, with transformers' attention signature.
 
-    query, key and value are [1, heads, T, head_dim] for the row's T tokens. Returns [1, T, heads, head_dim]. Shorter
-    than transformers' own way there, and compiled once for all layers: that one reads `layer_idx`, of which dynamo
-    makes a graph a layer. Raises UsageError for attention sinks (`s_aux`), which the kernel lacks.
+    query, key and value are [1, heads, T, head_dim] for the row's T tokens. Returns [1, T, heads, head_dim]. It is a
+    shorter path than transformers' own, and compiles once for all layers: transformers' reads `layer_idx`, for which
+    dynamo compiles a graph per layer. Raises UsageError for attention sinks (`s_aux`), which the kernel lacks.
     """
     from flash_attn import flash_attn_varlen_func
 
@@ -129,7 +129,7 @@ def torch_varlen_attn(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """torch.nn.attention.varlen on one packed row; shapes as in `flash_attn_varlen`.
+    """Run torch.nn.attention.varlen on one packed row; shapes as in `flash_attn_varlen`.
 
     Raises UsageError for what the kernel lacks: dropout, softcap and attention sinks.
     """
@@ -137,7 +137,7 @@ def torch_varlen_attn(
 
     if dropout or softcap or s_aux is not None:
         raise UsageError("torch's varlen attention has no dropout, softcap or sinks. Try: --attention eager")
-    # torch 2.11 groups queries as they come; later releases want to be told and have an argument for it
+    # torch 2.11 groups queries by their shapes; later releases need an argument for it
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
         query.squeeze(0).transpose(0, 1).contiguous(),

@@ -1,7 +1,8 @@
-"""Ring attention's slices: the ranks of the "ring" axis hold one slice each of a packed row.
+"""Slice packed rows for ring attention: each rank of the "ring" axis holds one slice.
 
-Two ways to slice. llama3: contiguous, keys and values of a few heads at a time gathered from all ranks; for any packed
-row. zigzag: of 2R chunks rank r holds r and 2R-1-r, so that causal work is even; for a row of one document.
+There are two ways to slice. llama3: contiguous slices; the keys and values of a few heads at a time are gathered from
+all ranks; for any packed row. zigzag: of 2R chunks rank r holds r and 2R-1-r, which balances causal work; for a row of
+one document.
 
 Shape letters: T tokens of the whole row, L = T / R of them on each of the R ranks.
 """
@@ -21,23 +22,23 @@ from actor_init.spec import ParallelSpec, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingSlice:
-    """What one rank holds of a packed row, and which keys its queries need.
+    """One rank's slice of a packed row, and the keys that its queries need.
 
-    Two are equal if they hold the same tokens. A pickled one has no group: DeepSpeed's AutoTP sends the arguments of
-    the first forward to its peers, to compare them with theirs.
+    Two slices are equal if they hold the same tokens. A pickled slice has no group: DeepSpeed's AutoTP sends the
+    arguments of the first forward to its peers, to compare them with theirs.
     """
 
     group: dist.ProcessGroup
-    head_stride: int | None  # key-value heads gathered at once (llama3); None: all of them
+    head_stride: int | None  # key-value heads gathered at once (llama3); None: all
     is_zigzag: bool
     index_T: Tensor  # the row's tokens in the order of the ranks that hold them
-    own_index_L: Tensor  # this rank's part of it
-    cu_seq_lens_q: Tensor  # int32, borders of the documents among this rank's own tokens
-    cu_seq_lens_k: Tensor  # int32, of the same documents among the keys from first_key on
+    own_index_L: Tensor  # this rank's part of index_T
+    cu_seq_lens_q: Tensor  # int32, document boundaries among this rank's own tokens
+    cu_seq_lens_k: Tensor  # int32, boundaries of the same documents among the keys from first_key on
     max_length_q: int
     max_length_k: int
-    first_key: int  # of the whole row, where the document of this rank's first token begins
-    end_key: int  # where this rank's own tokens end
+    first_key: int  # in the whole row: start of the document of this rank's first token
+    end_key: int  # end of this rank's own tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RingSlice) and all(
@@ -64,10 +65,10 @@ class RingSlice:
 def ring_slice(
     cu_seq_lens: Tensor, group: dist.ProcessGroup, *, head_stride: int | None = None, may_zigzag: bool
 ) -> RingSlice:
-    """This rank's slice of a packed row with those borders (int32 [documents + 1], on the host).
+    """Return this rank's slice of a packed row with the boundaries `cu_seq_lens` (int32 [documents + 1], on the host).
 
-    The row's end is rounded up until all ranks hold equally many tokens: the last document has that many more, which
-    nothing before them can see.
+    The row's length is rounded up until all ranks hold equally many tokens: the padding extends the last document,
+    where no earlier token can see it.
     """
     size, rank = group.size(), group.rank()
     is_zigzag = may_zigzag and len(cu_seq_lens) == 2
@@ -99,12 +100,12 @@ def ring_slice(
 
 
 def may_zigzag(config: PretrainedConfig) -> bool:
-    """Zigzag's chunks know no sliding window."""
+    """Does the model have no sliding window? Zigzag's chunks do not support one."""
     return getattr(config.get_text_config(), "sliding_window", None) is None
 
 
 def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
-    """Raises UsageError unless llama3's form can gather that many key-value heads at a time."""
+    """Raise UsageError unless llama3's form can gather that many key-value heads at a time."""
     if parallel.ring_head_stride is None:
         return
     text = config.get_text_config()
@@ -118,10 +119,10 @@ def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
 
 
 def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ring's ranks, each of which goes on to compute the same loss from it.
+    """Sum over the ring's ranks, each of which computes the same loss from the result.
 
-    A parameter's gradient is the sum over the ring, but the backends average over it as they do over the data ranks;
-    hence a gradient R times as large on the way back.
+    A parameter's gradient is the sum over the ring, but the backends average over it as over the data ranks; so
+    backward multiplies the gradient by R.
     """
     summed: Tensor = _SumOverRing.apply(tensor, group)
     return summed

@@ -1,4 +1,4 @@
-"""Ring attention's kernels: each rank's queries against the keys and values that the ring's ranks exchange.
+"""Compute ring attention: each rank's queries against the keys and values that the ring's ranks exchange.
 
 Shape letters as in `actor_init.attention.ring`, and H query heads, K key-value heads, D head_dim.
 """
@@ -19,7 +19,7 @@ def has_ring_flash() -> bool:
     return find_spec("ring_flash_attn") is not None and find_spec("flash_attn") is not None
 
 
-# collectives, and lengths as ints: a compiled block's graph ends here and begins again behind it
+# collectives, and lengths as ints: a compiled block's graph breaks here
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_flash_attn(
     module: nn.Module,
@@ -36,7 +36,7 @@ def ring_flash_attn(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """ring-flash-attn on this rank's slice, behind transformers' attention signature.
+    """Run ring-flash-attn on this rank's slice, with transformers' attention signature.
 
     query is [1, H, L, D], key and value [1, K, L, D]. Returns [1, L, H, D]. Raises UsageError for what it lacks.
     """
@@ -49,7 +49,7 @@ def ring_flash_attn(
         )
         return out, None
     out = functions.llama3_flash_attn_varlen_func(
-        query.squeeze(0),  # indexed, its gradient would be a copy into zeros
+        query.squeeze(0),  # indexing would make its gradient a copy into zeros
         key.squeeze(0),
         value.squeeze(0),
         ring.cu_seq_lens_q,
@@ -68,7 +68,9 @@ def ring_flash_attn(
 
 
 def ring_flash_attn_package() -> Any:
-    """The package; ring-flash-attn 0.1.8 imports a name that transformers 5.5 dropped:
+    """Import the package.
+
+    ring-flash-attn 0.1.8 imports a name that transformers 5.5 dropped:
     https://github.com/zhuzilin/ring-flash-attention/pull/88
     """
     import transformers.modeling_flash_attention_utils as gone
@@ -81,13 +83,13 @@ def ring_flash_attn_package() -> Any:
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[heads, L, D] of each rank as [heads, T, D], in the ranks' order."""
+    """Gather [heads, L, D] of each rank into [heads, T, D], in the ranks' order."""
     whole: Tensor = _GatherFromRing.apply(own.transpose(0, 1), group)
     return whole.transpose(0, 1)
 
 
 class _GatherFromRing(torch.autograd.Function):
-    """[L, ...] on each rank to [T, ...] on all, and back as the sum of what the ranks made of it."""
+    """Gather [L, ...] of each rank into [T, ...] on all; backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -119,9 +121,9 @@ def ring_sdpa(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
+    """Run the same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
 
-    Shapes and what is raised as in `ring_flash_attn`, and no dropout.
+    Shapes and errors are as in `ring_flash_attn`; dropout is not supported either.
     """
     _refuse(softcap=softcap, sinks=s_aux, dropout=dropout)
     visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, sliding_window)
@@ -147,7 +149,7 @@ def _visible_zigzag(ring: RingSlice) -> Tensor:
 
 
 def _visible_llama3(ring: RingSlice, sliding_window: int | None) -> Tensor:
-    """Which of the keys first_key .. end_key each of this rank's tokens sees: its document's, up to itself."""
+    """Return which of the keys first_key .. end_key each of this rank's tokens sees: its document's, up to itself."""
     document_q, document_k = (
         torch.repeat_interleave(torch.arange(len(borders) - 1, device=borders.device), borders.diff())
         for borders in (ring.cu_seq_lens_q, ring.cu_seq_lens_k)

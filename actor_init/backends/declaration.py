@@ -1,4 +1,4 @@
-"""What a backend says of itself: plain data, without heavy imports, that checks, help, matrices and texts read."""
+"""Declare what a backend can do, as plain data without heavy imports, for checks, help, matrices and texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from actor_init.toggles import Compile, Dtype, OptimizerName, TpPlan
 
 
 class AskedParallel(Protocol):
-    """What is read of a ParallelSpec."""
+    """The fields of a ParallelSpec that declarations read."""
 
     @property
     def tp(self) -> int: ...
@@ -22,7 +22,9 @@ class AskedParallel(Protocol):
 
 
 class Asked(Protocol):
-    """What is read of an ActorSpec, which reads the declarations and so stands above them."""
+    """The fields of an ActorSpec that declarations read; ActorSpec imports the declarations and so cannot be imported
+    here.
+    """
 
     @property
     def backend(self) -> str: ...
@@ -47,7 +49,7 @@ class Asked(Protocol):
 
 
 class Saved(Protocol):
-    """What is read of a state that was saved."""
+    """The fields of a saved state that declarations read."""
 
     @property
     def zero_stage(self) -> int: ...
@@ -71,44 +73,44 @@ def loads_anywhere(state: Saved, world_size: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """What --save-state writes under a backend, and where --load-state takes it over."""
+    """The files --save-state writes under a backend, and where --load-state can load them."""
 
-    files: str  # whose format
-    same: Sequence[str] = ()  # fields of the state that have to be as they were, beside those of every backend
-    complaint: Callable[[Saved, int], str | None] = loads_anywhere  # why so many ranks cannot take it over
+    files: str  # the library whose format they have
+    same: Sequence[str] = ()  # fields of the state that must be unchanged, besides those of every backend
+    complaint: Callable[[Saved, int], str | None] = loads_anywhere  # why that many ranks cannot load it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A configuration of `replay suite`, called like its backend and `suffix`."""
+    """A configuration of `replay suite`, named after its backend and `suffix`."""
 
     suffix: str = ""
     zero_stage: int | None = None
     tp: bool = False
     ring: bool = False
-    is_standard: bool = True  # one that has to succeed, and to stay near the reference
+    is_standard: bool = True  # must succeed, and stay near the reference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declaration:
-    """What a backend is called, where it is, what it can do, and what it refuses."""
+    """A backend's name, its engine, what it can do, and what it refuses."""
 
     name: str
-    engine: str  # "module:class" of the `Backend`; imported when an actor is opened, not before
+    engine: str  # "module:class" of the `Backend`; imported only when an actor is opened
     libraries: Sequence[str] = ()  # that the engine imports while it opens
-    help: str = ""  # of it, for --backend
-    stages: Mapping[int, str] = field(default_factory=dict)  # of --zero-stage, in a word or two; none: all is whole
+    help: str = ""  # of the backend, for --backend
+    stages: Mapping[int, str] = field(default_factory=dict)  # of --zero-stage, described; empty: none
     stages_help: str = "nothing ever"  # for --zero-stage
     default_stage: int = 0
     default_stage_without_optimizer: int = 0
     tp: bool = False
     ring: bool = False
-    own_options: frozenset[str] = frozenset()  # fields that only backends which list them take
-    compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)  # its own, and the stages they know
-    states: States | None = None  # None: it neither saves nor loads any
-    complaint: Callable[[Asked, str], str | None] = refuse_nothing  # why a spec cannot be had on a type of device
-    accumulating_stages: Sequence[int] = ()  # whose gradients take a path of their own while they accumulate
-    trainings: Sequence[Training] = ()  # of `replay suite`
+    own_options: frozenset[str] = frozenset()  # fields that only backends listing them take
+    compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)  # its own, and their stages
+    states: States | None = None  # None: it neither saves nor loads state
+    complaint: Callable[[Asked, str], str | None] = refuse_nothing  # why a spec is not possible on a type of device
+    accumulating_stages: Sequence[int] = ()  # stages whose gradients take a separate code path while they accumulate
+    trainings: Sequence[Training] = ()  # configurations of `replay suite`
 
     @property
     def shards(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an actor under a backend can be asked for, and how one is opened."""
+"""Define the interface of an actor under a backend, and open one."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -18,18 +18,20 @@ from actor_init.world import World
 
 
 class Backend(Protocol):
-    """An actor, sharded and ready to take passes."""
+    """An actor, sharded and ready to run passes."""
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
-        """Build, shard, load and return the actor, ready. Raises UsageError if `spec` cannot be had here.
+        """Build, shard, load and return the actor, ready. Raises UsageError if `spec` is not possible here.
 
-        `on_progress` is to be called while this takes long: a replay takes silence for a hang.
+        Call `on_progress` during long work: a replay treats silence as a hang.
         """
         ...
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        """Action log-probs [B, A], fp32, a plain tensor. `trains` is the model's train or eval mode, not autograd's."""
+        """Return action log-probs [B, A], fp32, a plain tensor. `trains` is the model's train or eval mode, not
+        autograd's.
+        """
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -37,14 +39,14 @@ class Backend(Protocol):
         ...
 
     def end_window(self, *, step: bool) -> float:
-        """After the last backward of an accumulation window: step if asked, leave no gradient behind.
+        """End an accumulation window after its last backward: step if `step`, and clear the gradients.
 
-        Returns the global gradient norm before clipping; inf where fp16 overflowed.
+        Returns the global gradient norm before clipping; inf if fp16 overflowed.
         """
         ...
 
     def facts(self) -> Mapping[str, str | int]:
-        """What was resolved, for run.json."""
+        """Return the resolved settings, for run.json."""
         ...
 
     @property
@@ -53,43 +55,44 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter by name, whole, in the compute dtype. For all ranks to take, one at a time."""
+        """Yield each parameter by name, whole, in the compute dtype. All ranks must iterate, one at a time."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's whole gradient by name, averaged, fp32, without the loss scale; none where there is none.
+        """Yield each parameter's whole gradient by name, averaged, fp32, without the loss scale; skips those without
+        one.
 
-        For all ranks to take, one at a time, between the last backward of a window and `end_window`.
+        All ranks must iterate, between the last backward of a window and `end_window`.
         """
         ...
 
     def loss_scale(self) -> float:
-        """What backward multiplies the loss by before all else; 1 but for fp16."""
+        """The factor backward applies to the loss first; 1 except in fp16."""
         ...
 
     def save_model(self, folder: Path) -> None:
-        """Write the weights that the model computes with into the empty `folder`, as Hugging Face does; see saving.py.
+        """Write the weights that the model computes with into the empty `folder`, as Hugging Face does; see saving/.
 
-        For all ranks to call; they are gathered one by one, and rank 0 writes. Raises OSError.
+        All ranks must call this; weights are gathered one by one, and rank 0 writes. Raises OSError.
         """
         ...
 
     def save_state(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and loss scale into the empty `folder`, each rank its own share.
 
-        For all ranks to call, between two accumulation windows. Raises what the library raises.
+        All ranks must call this, between two accumulation windows. Raises what the library raises.
         """
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Take over what `save_state` wrote; state_file.py says beforehand whether that is possible here.
+        """Load what `save_state` wrote; state_file.py has checked that this is possible here.
 
-        For all ranks to call, before the first pass. Unpickles. Raises what the library raises.
+        All ranks must call this, before the first pass. Unpickles. Raises what the library raises.
         """
         ...
 
     def progress(self) -> Progress:
-        """How far the optimizer has come."""
+        """The optimizer's progress."""
         ...
 
     def close(self) -> None:
@@ -98,9 +101,9 @@ class Backend(Protocol):
 
 
 def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Backend:
-    """The actor that `spec` describes, with defaults for what it leaves open.
+    """Open the actor that `spec` describes, with defaults for options that were not given.
 
-    Raises UsageError if it cannot be had here.
+    Raises UsageError if it is not possible here.
     """
     spec = spec.settled()
     declaration = declaration_of(spec.backend)

@@ -1,7 +1,7 @@
-"""Where documents begin in a micro-batch's rows: at each row's first token, and where the capture says so.
+"""Find where documents begin in a micro-batch's rows: at each row's first token, and where the capture says so.
 
-A row holds several documents where it was given borders (`cu_seq_lens_q`, as flash attention's kernels take them), or
-else position ids that start again. Then a document sees itself alone, as under transformers' own masks and kernels.
+A row holds several documents if it was given boundaries (`cu_seq_lens_q`, as flash attention's kernels take them), or
+position ids that restart. Then attention stays within a document, as under transformers' own masks and kernels.
 
 Shape letters: B rows, S tokens a row, T real tokens of all rows, D documents.
 """
@@ -20,24 +20,24 @@ KEY_BORDER_NAMES = ("cu_seq_lens_k", "cu_seqlens_k")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    position_BS: Tensor  # int64, of the real tokens; what it holds for padding means nothing
+    position_BS: Tensor  # int64, of the real tokens; undefined for padding
     is_first_BS: Tensor  # True at each document's first real token
 
     @property
     def share_rows(self) -> bool:
-        """Has a row more than one of them?"""
+        """Does any row hold several documents?"""
         return bool((self.is_first_BS.sum(dim=1) > 1).any())
 
     def lengths(self, real_BS: Tensor) -> Tensor:
-        """[D], of all rows, in real tokens."""
+        """Return the lengths [D] of all rows' documents, in real tokens."""
         first_D = self.is_first_BS[real_BS].nonzero().flatten()
         return torch.diff(first_D, append=torch.tensor([int(real_BS.sum())]))
 
     def packed_positions(self, real_BS: Tensor, source: str) -> Tensor:
-        """[T], by one from token to token, and by something else from document to document.
+        """Return positions [T] that rise by one within a document, and jump between documents.
 
-        That is how transformers' masks tell packed documents apart. Where one document's positions go on from those of
-        the one before, all count from 0 instead. Raises CaptureError where they jump within a document.
+        That is how transformers' masks tell packed documents apart. If one document's positions continue those of the
+        one before, all count from 0 instead. Raises CaptureError if they jump within a document.
         """
         position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
         difference_T = torch.diff(position_T, prepend=position_T[:1])
@@ -52,9 +52,9 @@ class Documents:
 
 
 def documents_of(batch: MicroBatch) -> Documents:
-    """Without position ids a row's real tokens, or a document's, count from 0.
+    """Return the documents. Without position ids a row's real tokens, or a document's, count from 0.
 
-    Raises CaptureError for position ids or borders that are not a text's, or do not fit the rows.
+    Raises CaptureError for position ids or boundaries that are invalid or do not fit the rows.
     """
     real_BS = batch.attention_mask_BS
     counted_BS = real_BS.long().cumsum(dim=1) - 1
@@ -73,7 +73,7 @@ def documents_of(batch: MicroBatch) -> Documents:
 
 
 def _position_ids(batch: MicroBatch) -> Tensor | None:
-    """[B, S], also where all rows share one."""
+    """Return position ids [B, S], also if all rows share one."""
     given = batch.extra_tensors.get("position_ids")
     if given is None:
         return None
@@ -89,7 +89,7 @@ def _position_ids(batch: MicroBatch) -> Tensor | None:
 
 
 def _where_real(values_BS: Tensor, real_BS: Tensor, is_start: Callable[[Tensor], Tensor]) -> Tensor:
-    """True at real tokens where `is_start` holds of the difference to the real token before them in their row."""
+    """Return True at real tokens whose difference to the previous real token in their row satisfies `is_start`."""
     found_BS = torch.zeros_like(real_BS)
     for values_S, real_S, found_S in zip(values_BS, real_BS, found_BS, strict=True):
         found_S[real_S] = torch.cat([torch.ones_like(real_S[:1]), is_start(torch.diff(values_S[real_S]))])[
@@ -99,7 +99,7 @@ def _where_real(values_BS: Tensor, real_BS: Tensor, is_start: Callable[[Tensor],
 
 
 def _numbers(batch: MicroBatch) -> Tensor | None:
-    """[S], each token's document, counted; None without borders."""
+    """Return each token's document number [S]; None without boundaries."""
     given = _named(batch.extra_tensors, BORDER_NAMES)
     if given is None:
         return None

@@ -1,7 +1,7 @@
-"""From a micro-batch to what the model is fed: its padded rows, or the real tokens of all rows in one packed row.
+"""Turn a micro-batch into model inputs: its padded rows, or the real tokens of all rows in one packed row.
 
-Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, T real tokens of all rows,
-N action tokens that have a log-prob.
+Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, T real tokens of all rows, N action
+tokens that have a log-prob.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,24 +18,23 @@ from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorInputs:
-    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], documents one after the other.
+    """One micro-batch, ready for the model. Padded: ids [B, S]. Packed: ids [1, T], documents concatenated.
 
-    An action token's log-prob comes from the logits at the real token before it. One without such a token (the first
-    of its document) and one that the attention mask calls padding have none: they are 0 in the result and False in
-    `action_mask_BA`.
+    An action token's log-prob comes from the logits at the real token before it. The first token of a document, and a
+    token that the attention mask marks as padding, have none: they are 0 in the result and False in `action_mask_BA`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask_BS: Tensor | None  # None when packed
-    cu_seq_lens: Tensor | None  # int32 [documents + 1], where they begin and end; None when padded
-    max_length: int  # of a document, rounded up so that few distinct values occur
-    predictor_N: Tensor  # index into the flattened ids: whose logits predict
+    cu_seq_lens: Tensor | None  # int32 [documents + 1], document boundaries; None when padded
+    max_length: int  # of a document, rounded up to few distinct values
+    predictor_N: Tensor  # index into the flattened ids: the token whose logits predict
     target_ids_N: Tensor
     slot_N: Tensor  # index into the flattened [B, A]
     action_mask_BA: Tensor
-    captured_index: Tensor  # like the ids: each one's place in the flattened captured [B, S], -1 for padding
-    ring: RingSlice | None = None  # then all but the action mask is this rank's own
+    captured_index: Tensor  # like the ids: each token's index in the flattened captured [B, S], -1 for padding
+    ring: RingSlice | None = None  # if set, all fields except the action mask are this rank's slice
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {
@@ -50,8 +49,8 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     """Prepare `batch` (on the host) for one forward.
 
     Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
-    first. Where there is a label it is the target, else the token itself. Raises CaptureError if no token is real, for
-    documents that `documents_of` refuses, and for rows of several documents that are to stay padded.
+    first. The target is the label if there is one, else the token itself. Raises CaptureError if no token is real, for
+    documents that `documents_of` refuses, and for rows of several documents that are not to be packed.
     """
     real_BS = batch.attention_mask_BS
     num_tokens = real_BS.shape[1]
@@ -68,10 +67,10 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
-    flat_T = flat_BS[real_BS]  # where each packed token came from
+    flat_T = flat_BS[real_BS]  # original index of each packed token
     packed_of_flat = torch.full((real_BS.numel(),), -1)
     packed_of_flat[flat_T] = torch.arange(flat_T.numel())
-    predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the real token before, as a packed index
+    predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the previous real token, as a packed index
 
     targets_BS = batch.sequences_BS
     if batch.labels_BS is not None:
@@ -107,7 +106,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
 
 
 def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
-    """[B, S], True at the action tokens that a real token of their own document precedes."""
+    """Return [B, S], True at the action tokens that follow a real token of their own document."""
     real_BS = batch.attention_mask_BS
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
@@ -118,12 +117,14 @@ def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
 
 
 def num_action_tokens(batch: MicroBatch) -> int:
-    """How many tokens a loss of `batch` is the mean over. Raises CaptureError as `actor_inputs` does."""
+    """Return how many tokens a loss of `batch` averages over. Raises CaptureError as `actor_inputs` does."""
     return int(_have_log_probs(batch, documents_of(batch)).sum())
 
 
 def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
-    """The same log-probs from longer rows: each padded on its right, or the packed one by a document of padding."""
+    """Return inputs with longer rows and the same log-probs: padded on the right, or with a packed document of
+    padding.
+    """
     rows, before = inputs.input_ids.shape
     more = num_tokens - before
     if not more:
@@ -144,7 +145,7 @@ def padded_to(inputs: ActorInputs, num_tokens: int) -> ActorInputs:
 
 
 def sliced(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
-    """One rank's part of a packed row: its tokens, and those log-probs that they predict."""
+    """Return one rank's part of a packed row: its tokens, and the log-probs that they predict."""
     num_tokens = inputs.input_ids.shape[1]
     own_L = ring.own_index_L
     place_T = torch.full((len(ring.index_T),), -1)
@@ -164,5 +165,7 @@ def sliced(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
 
 
 def _bucket(length: int) -> int:
-    """The next power of two, at least 256: kernels take it as a Python int, and each new value recompiles a graph."""
+    """Return the next power of two, at least 256: kernels take it as a Python int, and each new value recompiles a
+    graph.
+    """
     return max(256, 1 << (length - 1).bit_length())

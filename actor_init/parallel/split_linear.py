@@ -1,8 +1,8 @@
-"""Linear layers split over the tp axis, and the sums over it, as Megatron-LM's tensor parallelism has them.
+"""Split linear layers over the tp axis, and sum over it, as in Megatron-LM's tensor parallelism.
 
-Their parameters are DTensors, for FSDP2 to shard further and for checkpoints to name whole; what they compute are plain
-tensors. DTensor's own styles compute with DTensors: every operation is dispatched in Python, and for every new length
-its layout is worked out anew, several milliseconds an operation.
+Parameters are DTensors, so that FSDP2 can shard them further and checkpoints name them whole; computation uses plain
+tensors. DTensor's own styles compute with DTensors: every operation is dispatched in Python, and its layout is derived
+again for every new length, several milliseconds an operation.
 """
 
 from itertools import accumulate
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 class SplitColumns(ParallelStyle):
     """Each rank computes its share of the output features from the whole input.
 
-    whole_shape  the share comes as a DTensor, which knows what it is a share of
+    whole_shape  return the share as a DTensor, which knows the whole shape
     """
 
     def __init__(self, *, whole_shape: bool = False) -> None:
@@ -31,7 +31,7 @@ class SplitColumns(ParallelStyle):
         assert isinstance(module, nn.Linear)
         _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         group = device_mesh.get_group()
-        linear: Any = module  # mypy keeps methods from being replaced
+        linear: Any = module  # mypy does not allow replacing methods
 
         def columns(inputs: Tensor) -> Tensor:
             share = F.linear(sum_gradient(inputs, group), *_own(linear))
@@ -53,7 +53,7 @@ class SplitColumns(ParallelStyle):
 
 
 class SplitRows(ParallelStyle):
-    """Each rank computes from its share of the input features; the outputs are summed, and the bias added once."""
+    """Each rank computes from its share of the input features; the outputs are summed, and the bias is added once."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -71,19 +71,21 @@ class SplitRows(ParallelStyle):
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`tensor` itself, whose gradient is summed over `group`."""
+    """Return `tensor` unchanged; backward sums its gradient over `group`."""
     summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over `group`, on each of its ranks, which all go on to compute the same: its gradient is theirs."""
+    """Return the sum over `group` on each rank; all ranks then compute the same, so the gradient is passed on
+    unchanged.
+    """
     summed: Tensor = _SumOver.apply(tensor, group)
     return summed
 
 
 def summed_copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over `group`, for an autograd.Function to return from its forward.
+    """Return the sum over `group`, for an autograd.Function to return from its forward.
 
     A view: compiled by torch 2.11, the written tensor itself would get no gradient (pytorch issue #180642).
     """
@@ -96,7 +98,7 @@ def _distribute(module: nn.Linear, mesh: DeviceMesh, **placements: Placement) ->
     for name, placement in placements.items():
         parameter = getattr(module, name)
         if parameter is not None:
-            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)  # all ranks hold the same
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)  # equal on all ranks
             setattr(module, name, nn.Parameter(shard, parameter.requires_grad))
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for FSDP2: a plan carried out with DTensor over the tp axis, and the sequence along with it."""
+"""Apply tensor parallelism for FSDP2: a plan with DTensor over the tp axis, optionally sharding the sequence."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,13 +25,13 @@ from actor_init.parallel.tp_plan import Plan, Split
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
 from actor_init.spec import UsageError
 
-HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that some attention modules shape their heads by
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that set the head shapes of some attention modules
 GATHERS_IN_ONE_PIECE = "2.13"
-ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards a length that tp does not divide unevenly
+ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards lengths that tp does not divide unevenly
 
 
 def check_divisible(config: PretrainedConfig, tp: int) -> None:
-    """Raises UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
+    """Raise UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -47,10 +47,10 @@ def check_divisible(config: PretrainedConfig, tp: int) -> None:
 
 
 def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
-    """Raises UsageError where what the plan leaves whole is not on the residual stream itself.
+    """Raise UsageError if a module that the plan leaves whole is not on the residual stream itself.
 
-    And for several rows under a torch whose DTensor leaves gaps between them when it gathers shares of unequal length
-    (pytorch pull request #184443): a linear layer then refuses them in the middle of a run.
+    Also for several rows under a torch whose DTensor leaves gaps between them when it gathers shares of unequal length
+    (pytorch pull request #184443): a linear layer would then fail in the middle of a run.
     """
     if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
         raise UsageError(
@@ -69,8 +69,8 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
 def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Replace the parameters of the transformer layer `name` by the shards that the plan gives them.
 
-    They are whole until then, and equal on every rank. With `sequence`, the residual stream is a DTensor sharded along
-    the sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
+    They are whole before, and equal on every rank. With `sequence`, the residual stream is a DTensor sharded along the
+    sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
     """
     styles: dict[str, ParallelStyle] = {}
     for inner, module in block.named_modules():
@@ -89,7 +89,7 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
 
 
 def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Shard embedding and head on the vocabulary (one weight where they are tied), and what is left of the norms."""
+    """Shard embedding and head on the vocabulary (one weight if they are tied), and the remaining norms."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
     prefixes = tuple(f"{prefix}." for prefix, _ in blocks_of(model))
@@ -113,11 +113,11 @@ def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> N
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
-    parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same
+    parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same values
 
 
 class GatheredInput(ParallelStyle):
-    """The sequence's shards are gathered once, for all the column-parallel layers in the module."""
+    """Gather the sequence's shards once, for all column-parallel layers in the module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -132,7 +132,7 @@ def _gathered(value: Any) -> Any:
 
 
 class ReplicatedOverHeads(ParallelStyle):
-    """Whole parameters that act on a rank's own heads alone: their gradient is the sum over the ranks."""
+    """Whole parameters that act on a rank's own heads only: their gradient is summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()

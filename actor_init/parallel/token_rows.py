@@ -1,4 +1,4 @@
-"""Which tokens and features of an activation a rank holds: all, or a part that adds up to the whole over the tp ranks.
+"""Determine which tokens and features of an activation a rank holds: all, or a part that tp ranks sum to the whole.
 
 Shape letters: B rows and S tokens a row as fed, L of the S tokens on this rank, F features, T tokens that are wanted.
 """
@@ -14,7 +14,7 @@ from actor_init.sketching import SIGNS, sketch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
-    """A rank's own values, a row for each of the tokens from `first_token` on of every row as fed."""
+    """A rank's own values: a row for each token from `first_token` on, in every row as fed."""
 
     values_BLF: Tensor
     first_token: int
@@ -22,7 +22,7 @@ class TokenRows:
     is_part: bool
 
     def sketch_of(self, row_T: Tensor, token_T: Tensor) -> Tensor:
-        """[T, K]; 0 for the tokens that other ranks hold."""
+        """Return the sketch [T, K]; 0 for the tokens that other ranks hold."""
         length = self.values_BLF.shape[1]
         own_T = token_T - self.first_token
         is_held_T = (own_T >= 0) & (own_T < length)
@@ -35,10 +35,11 @@ class TokenRows:
 def token_rows(
     tensor: Tensor, rows: int, num_tokens: int, *, width: int | None, tp: int, tp_rank: int
 ) -> TokenRows | None:
-    """`tensor` [B, S, ...], [B, heads, S, D] or [B * S, F] as its rank's rows; None for one that is not of all tokens.
+    """Return `tensor` [B, S, ...], [B, heads, S, D] or [B * S, F] as this rank's rows; None if it is not of all
+    tokens.
 
-    `width` is how many features there are over all tp ranks, None where each rank has all. Plain tensors of heads are a
-    rank's own heads. Ranks split evenly, which `check_divisible` has seen to, in the order of the features.
+    `width` is the number of features over all tp ranks, None if each rank has all. Plain tensors of heads hold a
+    rank's own heads. Ranks hold equal shares (checked by `check_divisible`), in the order of the features.
     """
     if isinstance(tensor, DTensor):
         return _of_shard(tensor, rows, num_tokens, tp=tp, tp_rank=tp_rank)
@@ -53,7 +54,7 @@ def token_rows(
 
 
 def _of_shard(tensor: DTensor, rows: int, num_tokens: int, *, tp: int, tp_rank: int) -> TokenRows | None:
-    """On one mesh axis, tp's."""
+    """Return the rows of a DTensor on one mesh axis, tp's."""
     if tensor.shape[:2] != (rows, num_tokens) or tensor.ndim != 3:
         return None
     [placement] = tensor.placements
@@ -61,7 +62,7 @@ def _of_shard(tensor: DTensor, rows: int, num_tokens: int, *, tp: int, tp_rank: 
     if isinstance(placement, Shard):
         dim = placement.dim % tensor.ndim
         assert dim in (1, 2), f"{placement} shards the rows"
-        first = min(tp_rank * -(-tensor.shape[dim] // tp), tensor.shape[dim])  # as torch.chunk splits, and DTensor
+        first = min(tp_rank * -(-tensor.shape[dim] // tp), tensor.shape[dim])  # as torch.chunk and DTensor split
         first_token, first_feature = (first, 0) if dim == 1 else (0, first)
     return TokenRows(
         values_BLF=tensor.to_local(),
@@ -72,7 +73,7 @@ def _of_shard(tensor: DTensor, rows: int, num_tokens: int, *, tp: int, tp_rank: 
 
 
 def _by_token(tensor: Tensor, rows: int, num_tokens: int) -> Tensor | None:
-    """[B, S, F]. Of heads, tokens may be dim 1 or 2: where both are as long, nothing tells which."""
+    """Return [B, S, F]. For heads, tokens may be dim 1 or 2: if both have the same length, it cannot be told which."""
     shape = tuple(tensor.shape)
     if tensor.ndim == 4 and shape[0] == rows and shape[2] == num_tokens != shape[1]:
         return tensor.transpose(1, 2).flatten(2)

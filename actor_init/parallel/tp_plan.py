@@ -1,4 +1,4 @@
-"""Which layers tensor parallelism splits, and how: the model's own plan, or ours for models built like Llama."""
+"""Decide how tensor parallelism splits each layer: the model's own plan, or ours for models built like Llama."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from actor_init.spec import TpPlan, UsageError
 
 
 class Split(StrEnum):
-    """What becomes of a module's parameters, by transformers' names."""
+    """How a module's parameters are split, by transformers' names."""
 
     COLUMNS = "colwise"  # a Linear's output features, one share a rank
     ROWS = "rowwise"  # a Linear's input features; the ranks' outputs are summed
     PER_HEAD = "replicated_with_grad_allreduce"  # whole, applied to a rank's own heads; gradients are summed
 
 
-HEAD_STYLES = ("colwise", "colwise_gather_output")  # whatever the plan gathers, the head's logits stay sharded here
+HEAD_STYLES = ("colwise", "colwise_gather_output")  # the head's logits stay sharded here, whatever the plan gathers
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-BUILTIN = {  # below a transformer layer
+BUILTIN = {  # names below a transformer layer
     **{f"self_attn.{name}_proj": Split.COLUMNS for name in "qkv"},
     "self_attn.o_proj": Split.ROWS,
     "self_attn.q_norm": Split.PER_HEAD,
@@ -35,19 +35,21 @@ BUILTIN = {  # below a transformer layer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How each module in the transformer layers is split, by qualified name. Embedding and head are no part of it:
-    both are sharded on the vocabulary, under every plan."""
+    """How each module in the transformer layers is split, by qualified name.
+
+    Embedding and head are not in it: both are sharded on the vocabulary, under every plan.
+    """
 
     splits: Mapping[str, Split]
-    origin: str  # for people: whose plan it is
+    origin: str  # for display: whose plan it is
 
 
 def find_plan(model: PreTrainedModel, wanted: TpPlan) -> Plan:
-    """The plan that `wanted` means for `model`, which may be on the meta device.
+    """Return the plan that `wanted` selects for `model`, which may be on the meta device.
 
-    A plan is complete if it splits every module with parameters in the transformer layers, but for norms of hidden
+    A plan is complete if it splits every module with parameters in the transformer layers, except norms of hidden
     size, which all ranks hold whole, and if the model has a Linear head, which the model's own plan has to name.
-    Raises UsageError where there is no complete plan.
+    Raises UsageError if there is no complete plan.
     """
     name = type(model).__name__
     model_type = model.config.get_text_config().model_type
@@ -88,7 +90,7 @@ def _names_below(prefix: str, block: nn.Module) -> list[str]:
 
 
 def _gap(model: PreTrainedModel, styles: Mapping[str, str]) -> str | None:
-    """What in the transformer layers `styles` leaves open or gets wrong, as the end of a sentence; None if nothing."""
+    """Return what `styles` misses or gets wrong in the transformer layers, to end a sentence; None if nothing."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for prefix, block in blocks_of(model):

@@ -1,4 +1,4 @@
-"""Embedding and head sharded on the vocabulary; log-probs from the shards, so that no rank holds a whole row of logits.
+"""Shard embedding and head on the vocabulary; compute log-probs from shards, so that no rank holds whole logits.
 
 Shape letters: B rows, S tokens a row, N tokens whose log-prob is wanted, V this rank's share of the vocabulary.
 """
@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 
 class VocabularyParallelEmbedding(ParallelStyle):
-    """Each rank looks up its own share of the vocabulary; the sum over the ranks is laid out as `output`.
+    """Look up each rank's own share of the vocabulary; the sum over the ranks is laid out as `output`.
 
     DTensor's own embedding computes the whole weight's gradient on every rank; this one computes its share.
     """
@@ -29,9 +29,9 @@ class VocabularyParallelEmbedding(ParallelStyle):
         first, size = _share_of(module.num_embeddings, device_mesh)
         shard = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
         module.weight = nn.Parameter(shard, module.weight.requires_grad)
-        if module.padding_idx is not None:  # its row gets no gradient from the embedding, on the rank that has it
+        if module.padding_idx is not None:  # the embedding gives its row no gradient, on the rank that holds it
             module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
-        own: Any = module  # mypy keeps methods from being replaced
+        own: Any = module  # mypy does not allow replacing methods
         forward = module.forward
 
         def looked_up(ids_BS: Tensor) -> Tensor:
@@ -52,9 +52,10 @@ class VocabularyParallelEmbedding(ParallelStyle):
 
 
 def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
-    """fp32 log-probs [N] of the targets under `logits` [B, S, vocabulary], sharded on its last dim over one mesh axis.
+    """Return fp32 log-probs [N] of the targets, from `logits` [B, S, vocabulary] sharded on the last dim over one mesh
+    axis.
 
-    `predictor_N` indexes the flattened [B, S]; only those rows are brought to fp32.
+    `predictor_N` indexes the flattened [B, S]; only those rows are converted to fp32.
     """
     assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
     mesh = logits.device_mesh
@@ -66,20 +67,20 @@ def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tens
 
 
 def _share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Where this rank's share begins and how many it is, as DTensor shards: like torch.chunk, the last ones smaller."""
+    """Return the start and size of this rank's share, as DTensor shards: like torch.chunk, the last ones smaller."""
     chunk = -(-vocabulary // mesh.size())
     first = min(mesh.get_local_rank() * chunk, vocabulary)
     return first, min(chunk, vocabulary - first)
 
 
 def _localise(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Ids as indices into this rank's share, 0 for those of others; and which ones are its own."""
+    """Return ids as indices into this rank's share, 0 for those of others; and which ones are its own."""
     owned = (ids >= first) & (ids < first + size)
     return (ids - first).masked_fill(~owned, 0), owned
 
 
 class _ShardedLogProbs(torch.autograd.Function):
-    """log softmax at the target, with its maximum, sum and target logit reduced over the shards.
+    """Compute log softmax at the target, with maximum, sum and target logit reduced over the shards.
 
     The formula is that of Megatron-LM's megatron/core/tensor_parallel/cross_entropy.py.
     """

@@ -1,4 +1,4 @@
-"""Resumable state in torch's distributed checkpoint format: each rank its own shards, a replica once."""
+"""Save resumable state in torch's distributed checkpoint format: each rank its own shards, a replica once."""
 
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from actor_init.optimizer import Progress, load_schedule
 
-# under tp the optimizer has its parameters in two groups, else in one: what is saved by parameter fits both
+# under tp the optimizer has two parameter groups, else one: state saved by parameter fits both
 BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_state(
     folder: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LambdaLR, scaler: GradScaler
 ) -> None:
-    """For all ranks to call. Raises what torch raises."""
+    """Save the state. All ranks must call this. Raises what torch raises."""
     parts = _loop_state(schedule, scaler)
     if Progress.of(schedule).num_steps:
         parts |= _trained_state(model, optimizer)
-    else:  # torch would make moments for an optimizer that never stepped, and call that its first step
+    else:  # torch would create moments for an optimizer that never stepped, and count that as its first step
         parts |= {"model": get_model_state_dict(model)}
     save(parts, checkpoint_id=folder)
 
@@ -37,7 +37,7 @@ def save_state(
 def load_state(
     folder: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LambdaLR, scaler: GradScaler
 ) -> None:
-    """Take over what `save_state` wrote. For all ranks to call. Unpickles. Raises what torch raises."""
+    """Load what `save_state` wrote. All ranks must call this. Unpickles. Raises what torch raises."""
     parts = _loop_state(schedule, scaler)
     load(parts, checkpoint_id=folder)
     load_schedule(schedule, parts["schedule"])

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there at all, and a model as Hugging Face keeps it.
+"""Write folders completely or not at all, and a model in Hugging Face's format.
 
 FOLDER/config.json, generation_config.json
 FOLDER/model.safetensors                    or, above MAX_SHARD_SIZE,
@@ -27,13 +27,10 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Raises UsageError unless `folder` can be made, or is there and empty."""
+    """Raise UsageError unless `folder` can be created, or exists and is empty."""
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise UsageError(
-                f"{option} {folder} is a folder with something in it, which is never written over. "
-                f"Try: {option} {folder}-2"
-            )
+            raise UsageError(f"{option} {folder} is not empty, and is never overwritten. Try: {option} {folder}-2")
     elif folder.exists():
         raise UsageError(f"{option} {folder} is a file. Try: {option} {folder}-2")
     try:
@@ -46,9 +43,10 @@ def check_folder(folder: Path, option: str) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, world: World) -> Iterator[Path]:
-    """An empty folder for all ranks to write into, beside `folder`; it takes that name once the last rank has written.
+    """Yield an empty folder for all ranks to write into, beside `folder`; it is renamed once the last rank has
+    written.
 
-    Whoever fails removes it, and there is no `folder`. Raises OSError.
+    On an error it is removed, and `folder` is not created. Raises OSError.
     """
     unfinished = None
     if world.rank == 0:
@@ -64,16 +62,16 @@ def whole_folder(folder: Path, world: World) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    world.gather(None)  # nobody leaves before the name is there
+    world.gather(None)  # no rank goes on before the folder has its name
 
 
 def write_model(
     folder: Path, config: PretrainedConfig, dtype: Dtype, model: PreTrainedModel, whole: Callable[[Tensor], Tensor]
 ) -> None:
-    """Write `model`'s weights in `dtype` into `folder`, where `from_pretrained` finds them. For all ranks to call.
+    """Write `model`'s weights in `dtype` into `folder`, in the format of `from_pretrained`. All ranks must call this.
 
-    `whole` makes a full tensor of a shard, with the other ranks' help. Each is copied to rank 0's host before the next
-    is made whole; the host has to hold them all. A tied parameter is written once. Raises OSError.
+    `whole` gathers a full tensor from shards, on all ranks. Each is copied to rank 0's host before the next is
+    gathered; the host must hold them all. A tied parameter is written once. Raises OSError.
     """
     weights: dict[str, Tensor] = {}
     kept_buffers = model.state_dict().keys()

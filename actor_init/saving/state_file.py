@@ -1,4 +1,4 @@
-"""state.json: what a state folder says of itself, and whether it can be loaded here.
+"""Read and write state.json, which describes a state folder, and check whether it can be loaded here.
 
 {"format": 1, "backend": "deepspeed", "zero_stage": 1, "world_size": 2, "tp": 1, ..., "num_steps": 3, ...}
 """
@@ -23,7 +23,7 @@ SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
-    """What was trained, how far, by how many ranks, and with what."""
+    """What was trained, for how many steps, by how many ranks, and with which settings."""
 
     backend: str
     zero_stage: int
@@ -37,8 +37,8 @@ class SavedState:
     max_norm: float | None
     num_steps: int
     next_learning_rate: float
-    num_inputs: int  # on each data rank, those that were skipped too
-    model: Mapping[str, Any]  # its config
+    num_inputs: int  # on each data rank, including skipped ones
+    model: Mapping[str, Any]  # the model's config
     versions: Mapping[str, str | None]
 
     @classmethod
@@ -71,13 +71,13 @@ class SavedState:
         )
 
     def write(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Write state.json. Raises OSError."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
         (folder / STATE_FILE).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises UsageError if `folder` is not what --save-state writes."""
+        """Read state.json. Raises UsageError if `folder` is not what --save-state writes."""
         try:
             values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -95,7 +95,7 @@ class SavedState:
             raise UsageError(f"{error}. Load it with the version that wrote it") from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
-        """Raises UsageError, before anything is built, unless this state can be taken over exactly."""
+        """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
         here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
         states = declaration_of(here.backend).states
         assert states is not None, f"{here.backend} loads no state, and a RunSpec that asks for it is refused"

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoint format: what ZeRO partitioned over some ranks, for another number of ranks."""
+"""Convert to DeepSpeed's universal checkpoint format, so that ZeRO state can be loaded by another number of ranks."""
 
 import shutil
 import subprocess
@@ -14,10 +14,10 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 @contextmanager
 def universal(checkpoint: Path) -> Iterator[Path]:
-    """A universal copy of the folder `checkpoint`, for as long as it is loaded. For all ranks to enter.
+    """Yield a universal copy of the folder `checkpoint`, which exists while it is loaded. All ranks must enter.
 
-    It lies beside the state's own folder, where every rank sees it, and needs as much room. Raises RuntimeError where
-    DeepSpeed's converter, a program of its own, does not succeed.
+    It is created beside the state's own folder, where every rank sees it, and needs as much disk space. Raises
+    RuntimeError if DeepSpeed's converter, a separate program, fails.
     """
     home = checkpoint.parent
     converted = home.parent / f".{home.name}.universal" / checkpoint.name
@@ -36,9 +36,9 @@ def universal(checkpoint: Path) -> Iterator[Path]:
 
 
 def _convert(checkpoint: Path, converted: Path) -> str | None:
-    """Why it failed, None if it did not."""
+    """Return why the conversion failed, None if it did not."""
     folders = ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # it takes pools of processes for more
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # more would start process pools
     done = subprocess.run(
         [sys.executable, "-m", CONVERTER, *folders, *workers, "--inject_missing_state"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A PPO-like run that trains a tiny Llama for a few seconds and captures every micro-batch that goes through it.
+"""Train a tiny Llama with PPO for a few seconds and capture every micro-batch that goes through it.
 
     torchrun --nproc-per-node 2 examples/tiny_ppo/train.py --out inputs/my-run
 
@@ -11,7 +11,7 @@
 The answers are read from text.md instead of being sampled, because an untrained model samples nothing but noise. The
 rest is what a PPO trainer does: rollouts under no_grad, padded to fixed limits, then clipped policy updates on
 shuffled micro-batches, each cut to its own longest prompt and longest answer. One row of each rank is a single token,
-and the last micro-batch of an epoch is a single row, for trainers meet both.
+and the last micro-batch of an epoch is a single row: trainers meet both.
 
 Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that hold its answer, N answers of
 one rank, V vocabulary, T tokens of one answer.
@@ -33,15 +33,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actor_init.model import random_weights
 from capture import recording
 
-BOS, EOS, PAD = 256, 257, 258  # behind the 256 byte values
+BOS, EOS, PAD = 256, 257, 258  # after the 256 byte values
 PROMPT_LIMIT, ANSWER_LIMIT = 320, 704  # tokens; one row of a rollout has both
-NUM_ANSWERS, NUM_EPOCHS = 15, 2  # on each rank; the last answer of an epoch is a micro-batch of one row
+NUM_ANSWERS, NUM_EPOCHS = 15, 2  # per rank; the last answer of an epoch is a micro-batch of one row
 ROLLOUT_ROWS, TRAIN_ROWS = 4, 2
 CLIP_RANGE = 0.2
 
 
 class Actor(nn.Module):
-    """Token ids to the log-probs of the answers, as OpenRLHF's actor does it."""
+    """Map token ids to the log-probs of the answers, as OpenRLHF's actor does."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Actor(nn.Module):
         self.model = LlamaForCausalLM(config)
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        # A row's first real token has position 0, however much padding stands before it.
+        # A row's first real token has position 0, regardless of the padding before it.
         positions_BS = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
         output = self.model(sequences, attention_mask=attention_mask, position_ids=positions_BS, use_cache=False)
         log_probs_BSV: Tensor = output.logits[:, :-1].float().log_softmax(-1)
@@ -72,7 +72,7 @@ class Experience:
 
 
 def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
-    """This rank's share of text.md, as bytes, cut at the limits. A cut answer has no EOS, like any generated one."""
+    """Return this rank's share of text.md, as bytes, cut at the limits. A cut answer has no EOS, like any other."""
     text = (Path(__file__).parent / "text.md").read_text(encoding="utf-8").rstrip()
     pairs = [block.split("\n\nA: ") for block in text.split("\n\nQ: ")[1:]]
     if world_size > (most := len(pairs) // NUM_ANSWERS):
@@ -86,18 +86,18 @@ def read_samples(rank: int, world_size: int, seed: int) -> list[Sample]:
         )
         for question, answer in pairs[rank::world_size][: NUM_ANSWERS - 1]
     ]
-    return [*samples, Sample(prompt=[BOS], answer=[], reward=0.0)]  # asked nothing, answered nothing: a row of 1 token
+    return [*samples, Sample(prompt=[BOS], answer=[], reward=0.0)]  # an empty question and answer: a row of 1 token
 
 
 def reward(question: str, answer: str) -> float:
-    """The share of the answer's words that take up one of the question's."""
+    """Return the share of the answer's words that repeat one of the question's."""
     asked = set(question.lower().split())
     words = answer.lower().split()
     return sum(word in asked for word in words) / len(words)
 
 
 def pad_rows(samples: list[Sample], num_prompt: int, num_answer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of `[padding prompt][answer padding]`, so that the answers of all rows begin in the same column."""
+    """Return rows of `[padding prompt][answer padding]`, so that all answers begin in the same column."""
     sequences_BS = torch.full((len(samples), num_prompt + num_answer), PAD)
     attention_mask_BS = torch.zeros_like(sequences_BS)
     for row, sample in enumerate(samples):
@@ -108,7 +108,7 @@ def pad_rows(samples: list[Sample], num_prompt: int, num_answer: int) -> tuple[T
 
 
 def policy_loss(ratio_BA: Tensor, advantages_B: Tensor, action_mask_BA: Tensor) -> Tensor:
-    """PPO's clipped objective, negated: the mean over all tokens of all answers."""
+    """Return PPO's clipped objective, negated: the mean over all tokens of all answers."""
     clipped_BA = ratio_BA.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
     gain_BA = torch.minimum(ratio_BA * advantages_B[:, None], clipped_BA * advantages_B[:, None])
     return -(gain_BA * action_mask_BA).sum() / action_mask_BA.sum()
@@ -145,7 +145,8 @@ def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Rand
         first = step % steps_an_epoch * TRAIN_ROWS
         if first == 0:
             shuffler.shuffle(experiences)
-            experiences.sort(key=lambda one: not one.sample.answer)  # to the end, and then not to be alone there
+            # the empty answer goes to the end, but not into the last micro-batch, where it would be alone
+            experiences.sort(key=lambda one: not one.sample.answer)
             experiences.insert(-2, experiences.pop())
         rows = experiences[first : first + TRAIN_ROWS]
         num_prompt = max(len(row.sample.prompt) for row in rows)
@@ -156,7 +157,7 @@ def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Rand
 
         log_probs_BA = actor(sequences_BS, action_mask_BA, attention_mask_BS)
         ratio_BA = (log_probs_BA - old_log_probs_BA).exp()
-        # Before the first update the policy is still the one that the rollouts asked; only the padding has changed.
+        # Before the first update the policy is still that of the rollouts; only the padding has changed.
         assert step > 0 or torch.allclose(ratio_BA, torch.ones_like(ratio_BA), atol=1e-3)
         loss = policy_loss(ratio_BA, advantages_B, action_mask_BA)
         optimizer.zero_grad()
@@ -184,13 +185,13 @@ def run(out: Path, seed: int, rank: int, world_size: int) -> None:
         pad_token_id=PAD,
     )
     actor: nn.Module = Actor(config)
-    weights = random_weights(config, seed)  # those of a replay, which so needs no checkpoint
+    weights = random_weights(config, seed)  # the same as a replay's, which so needs no checkpoint
     for name, parameter in actor.get_submodule("model").named_parameters():
         weights.fill(name, parameter)
     if world_size > 1:
         actor = DistributedDataParallel(actor)
     samples = read_samples(rank, world_size, seed)
-    with recording(actor, out, reproduce=True):  # the only line that capturing adds
+    with recording(actor, out, reproduce=True):  # the only line needed for capturing
         experiences = roll_out(actor, samples, verbose=rank == 0)
         train(actor, experiences, random.Random(seed + rank), verbose=rank == 0)
 
@@ -203,7 +204,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
         run(arguments.out, arguments.seed, dist.get_rank(), dist.get_world_size())
-        # The model went with run: a DDP model that is freed after its group can deadlock, pytorch/pytorch#56297.
+        # run() has freed the model: a DDP model that is freed after its group can deadlock, pytorch/pytorch#56297.
         dist.destroy_process_group()
     else:
         run(arguments.out, arguments.seed, rank=0, world_size=1)

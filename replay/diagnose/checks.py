@@ -1,7 +1,7 @@
-"""The checks of `replay diagnose` in their order, each with its figures and what to look at next.
+"""Run the checks of `replay diagnose` in order, each with its figures and what to look at next.
 
-An actor is opened for one group of checks and closed after it. The first answers with losses and gradients and never
-steps; those that learn begin with the first weights again.
+An actor is opened for one group of checks and closed after it. The first group compares losses and gradients and takes
+no steps; the training checks start again from the initial weights.
 """
 
 import traceback
@@ -41,13 +41,13 @@ NOT_ONE = "Try: torchrun --nproc-per-node 2 replay diagnose"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is diagnosed."""
+    """The subject of a diagnosis."""
 
     spec: ActorSpec
     source: ModelSource
     world: World
     tracker: Tracker
-    batches: Sequence[MicroBatch]  # this data rank's
+    batches: Sequence[MicroBatch]  # of this data rank
     row: MicroBatch  # one row, the same on every rank
     num_steps: int
 
@@ -57,9 +57,9 @@ class Case:
 
 
 def examined(case: Case, *, show_traceback: bool = False) -> Iterator[Check]:
-    """All checks as this rank sees them, each as soon as it is known. For all ranks to go through together.
+    """Yield all checks as this rank sees them, each as soon as it is known. All ranks must iterate together.
 
-    In one process, what raises is a failed check and the next ones are tried. Of several, it raises here.
+    In one process, an exception is a failed check and the next ones are tried. With several processes it is raised.
     """
     guarded = partial(_guarded, world=case.world, show_traceback=show_traceback)
     plain: PlainAnswer | None = None
@@ -98,7 +98,7 @@ def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[Che
 
 
 def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gradients]:
-    """Checks of passes over the first input, and the gradient of that over all data ranks."""
+    """Run the checks of passes over the first input, and return its gradient over all data ranks."""
     batch, world = case.batches[0], case.world
     with case.trial() as actor:
         yield _kernel(str(actor.backend.facts()["attention_kernel"]), case)
@@ -126,7 +126,7 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
 
 
 def _kernel(kernel: str, case: Case) -> Check:
-    """Which one serves, and why it is not flash-attn where that would have been taken."""
+    """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
     if "fa2" in kernel or "flash" in kernel or case.spec.attention is not Attention.AUTO:
         return Check(name="attention kernel", status=Status.OK, found=kernel)
     if case.world.device.type == "cpu":

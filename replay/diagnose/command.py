@@ -1,4 +1,4 @@
-"""The options of `replay diagnose`: its own, and those of a replay that it does not decide for itself."""
+"""Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from replay.spec import RunSpec
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
-    """What diagnose decides for itself is left out."""
+    """Does the option apply to diagnose? Those that diagnose sets itself do not."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "timeout", "log_folder")
     return toggle.part != "state" and toggle.field not in ("learning_rate", "grad_accumulation", "uneven")
@@ -27,10 +27,10 @@ def diagnose(
         None, min=0, metavar="X", help="Of those steps. Default: 0.2 divided by the model's hidden size."
     ),
     json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
-    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of what went wrong."),
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     **given: Any,
 ) -> Action:
-    """Say whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
+    """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
 
     Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
     """

@@ -1,6 +1,6 @@
-"""What must be equal, and by how much it differs: losses and gradients of passes that do the same work in other ways.
+"""Compare the losses and gradients of passes that do the same work in different ways.
 
-A gradient is compared parameter by parameter, for a total norm hides a mistake in a small one.
+Gradients are compared parameter by parameter, because a total norm hides an error in a small parameter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from replay.diagnose.row_batches import rows_of
 from replay.diagnose.untimed_actor import Trial
 
 LOSS_BOUND = 1e-3  # relative
-PEERS_BOUND = 1e-6  # relative: they add up the same numbers
-# relative norm of a parameter's difference: sums in another order in fp32, 8 and 11 significant bits in the others.
-# Seen on small models: 5e-7 in fp32, 2e-2 in bf16; a fault that scales or leaves out a gradient gives 0.3 and more
+PEERS_BOUND = 1e-6  # relative: they sum the same numbers
+# relative norm of a parameter's difference: another order of sums in fp32, 8 and 11 significant bits in the others.
+# Measured on small models: 5e-7 in fp32, 2e-2 in bf16; a fault that scales or drops a gradient gives 0.3 and more
 GRADIENT_BOUNDS = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-1, Dtype.FP16: 5e-2}
-TINY = 1e-30  # in the place of a norm or a loss of 0
-SMALLEST_SHARE = 1e-3  # of the whole gradient's norm: below it a gradient may be the rounding of larger ones
+TINY = 1e-30  # replaces a norm or a loss of 0
+SMALLEST_SHARE = 1e-3  # of the whole gradient's norm: a smaller gradient may be the rounding error of larger ones
 
-Gradients = Mapping[str, Tensor]  # fp32 on the host, whole, by parameter name
+Gradients = Mapping[str, Tensor]  # fp32 on the host, unsharded, by parameter name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The parameter whose gradients are furthest apart; inf where one of the two has none, or holds no number."""
+    """The parameter whose gradients differ most; inf if one of the two is missing or not a number."""
 
     relative: float
     parameter: str
@@ -46,12 +46,12 @@ class Difference:
         return f"gradient by {self.relative:.2g} at most, bound {bound:g}, {self.parameter}"
 
 
-def difference(found: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
-    """Each relative to its expected norm, or to a thousandth of the whole gradient's if that is more."""
+def difference(gradients: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
+    """Return the largest difference, relative to its expected norm or to a thousandth of the total norm, if larger."""
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     least = SMALLEST_SHARE * float(torch.tensor(list(norms.values())).norm())
     apart = dict.fromkeys(expected, torch.inf)
-    for name, gradient in found:
+    for name, gradient in gradients:
         if name in expected:
             apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, TINY)
         else:
@@ -60,7 +60,7 @@ def difference(found: Iterable[tuple[str, Tensor]], expected: Gradients) -> Diff
 
 
 def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> tuple[dict[str, Tensor], Difference]:
-    """What a backend yields, on the host, and how far apart the ranks hold it, relative to its norm."""
+    """Return a backend's gradients on the host, and the largest difference between ranks, relative to the norm."""
     kept, apart = {}, {}
     for name, gradient in gradients:
         kept[name], apart[name] = gradient.cpu(), 0.0
@@ -72,26 +72,26 @@ def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> 
     return kept, Difference.worst(apart)
 
 
-def relative(found: float, expected: float) -> float:
-    """inf where one of the two is no number."""
-    apart = abs(found - expected) / max(abs(expected), TINY)
+def relative(value: float, expected: float) -> float:
+    """Return the relative difference; inf if either is not a number."""
+    apart = abs(value - expected) / max(abs(expected), TINY)
     return apart if apart == apart else torch.inf
 
 
 def of_peers(losses: Sequence[tuple[int, float]]) -> float:
-    """The largest relative difference among ranks of one data rank, from every rank's (data rank, loss)."""
+    """Return the largest relative difference between ranks of one data rank, given every rank's (data rank, loss)."""
     firsts = dict(reversed(losses))
     return max(relative(loss, firsts[data_rank]) for data_rank, loss in losses)
 
 
 def twice(batch: MicroBatch) -> MicroBatch:
-    """Twice the tokens: every row again."""
+    """Return the batch with every row repeated."""
     rows = range(batch.num_rows)
     return rows_of(batch, [*rows, *rows])
 
 
 def halves(batch: MicroBatch) -> list[MicroBatch]:
-    """The rows in two micro-batches; a single row is either of them."""
+    """Split the rows into two micro-batches; a single row is used for both."""
     middle = batch.num_rows // 2
     if not middle:
         return [batch, batch]
@@ -99,9 +99,9 @@ def halves(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
-    """Pass `parts` in one accumulation window, each with the weight of its action tokens; the loss of them together.
+    """Run `parts` in one accumulation window, each weighted by its action tokens; return their combined loss.
 
-    The backend averages over the window, so a part counts as often as there are parts.
+    The backend averages over the window, so each weight is multiplied by the number of parts.
     """
     assert trial.spec.num_accumulated == len(parts)
     counts = [int(actor_inputs(part, packing=trial.spec.packs).action_mask_BA.sum()) for part in parts]

@@ -1,4 +1,4 @@
-"""Does the loss fall when the actor trains: on one row until it knows it by heart, and on several inputs."""
+"""Check that the loss falls when the actor trains: on one row until it is memorised, and on several inputs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from replay.diagnose.untimed_actor import Trial
 from replay.report.check import Check, Status
 from replay.report.text import counted
 
-ROW_LOSS = 0.1  # one row is known by heart below it, if that is
-ROW_SHARE = 0.5  # of the first loss or less, too
-INPUTS_SHARE = 0.8  # of the first loss or less: several inputs are being learned
-STANDS = 0.01  # relative: less is no change, or that which weight decay makes alone
+ROW_LOSS = 0.1  # below it one row counts as memorised, if ROW_SHARE holds too
+ROW_SHARE = 0.5  # of the first loss
+INPUTS_SHARE = 0.8  # of the first loss: below it several inputs are being learned
+STANDS = 0.01  # relative: a smaller change is none, or is due to weight decay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Losses before each step, the first before any."""
+    """The losses before each step, and after the last."""
 
     losses: tuple[float, ...]
     goal: float
@@ -37,7 +37,7 @@ class Curve:
         return Check(name=name, status=Status.FAILED, found=found, advice=self._advice(), needed=True)
 
     def _advice(self) -> str:
-        """What the shape of the curve points to."""
+        """Return what the shape of the curve suggests."""
         first, lowest, last = self.losses[0], min(self.losses), self.losses[-1]
         lower = f"Try: --learning-rate {self.learning_rate / 10:.1g}"
         if not math.isfinite(last):
@@ -67,7 +67,7 @@ def learned(
     num_steps: int,
     goal_of: Callable[[float], float],
 ) -> Curve:
-    """Train on `batches`, all of them in each step, until the goal that the first loss sets, or for `num_steps`.
+    """Train on all `batches` in each step, until the goal derived from the first loss is reached, or for `num_steps`.
 
     The loss is the mean over the batches of all data ranks, so that all ranks stop together.
     """

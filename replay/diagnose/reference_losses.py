@@ -1,7 +1,7 @@
-"""The loss that the actor gives beside others' of the same tokens: Hugging Face's, one in chunks, Liger's.
+"""Compute reference losses for the actor's tokens: Hugging Face's, a chunked one, and Liger's.
 
-They come from a plain model: one process, nothing sharded, packed or padded, each document alone. Its gradient,
-averaged over the data ranks by torch alone, is what the actor's has to be.
+They come from a plain model: one process, nothing sharded, packed or padded, one document at a time. Its gradient,
+averaged over the data ranks with torch alone, is the reference for the actor's gradient.
 
 Shape letters: L tokens of one document, N of them with a label, C of those in a chunk, D hidden width, V vocabulary.
 """
@@ -24,23 +24,24 @@ from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.diagnose.row_batches import documents_alone
 
-TOKENS = 1024  # of a chunk
-WORDS = 16384  # of the vocabulary, of a chunk
+TOKENS = 1024  # in a chunk
+WORDS = 16384  # vocabulary entries in a chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainAnswer:
-    losses: dict[str, float]  # by the way they were computed
-    left_out: str  # which way was not gone, and why; empty if none
+    losses: dict[str, float]  # by method
+    left_out: str  # the method that was skipped, and why; empty if none
     gradients: dict[str, Tensor]  # of the mean loss over the data ranks, fp32 on the host, by parameter name
 
 
 def plain_answer(
     batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard
 ) -> PlainAnswer:
-    """What a plain model with these weights makes of this rank's `batch`. For all ranks to call.
+    """Compute the losses and gradients of a plain model with these weights on this rank's `batch`.
 
-    It computes in `spec.dtype`, fp32 for fp16: gradients of a loss that is not scaled vanish in fp16.
+    All ranks must call this. It computes in `spec.dtype`, but in fp32 for fp16: without loss scaling, fp16 gradients
+    vanish.
     """
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
     kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
@@ -81,7 +82,7 @@ def plain_answer(
 
 
 def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:
-    """The sum over tokens of the cross entropy, by a log-sum-exp that goes over tokens and vocabulary in chunks."""
+    """Return the cross entropy summed over tokens, with a log-sum-exp over chunks of tokens and vocabulary."""
     total = 0.0
     for hidden_CD, target_C in zip(torch.split(hidden_ND, TOKENS), torch.split(target_N, TOKENS), strict=True):
         log_sum_C = torch.full_like(target_C, -torch.inf, dtype=torch.float32)
@@ -99,7 +100,7 @@ def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: 
 
 
 def _counted(label_1L: Tensor) -> int:
-    """Labels that a token before them predicts."""
+    """Count the labels that follow another token."""
     return int((label_1L[0, 1:] != IGNORED_LABEL).sum())
 
 
@@ -109,7 +110,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 @contextmanager
 def _head_of(model: Any) -> Iterator[tuple[nn.Linear, dict[str, Tensor]]]:
-    """The head, and, after a forward inside, the hidden states that it was given and the logits it made of them."""
+    """Yield the head, and a dict that a forward fills with the head's input hidden states and its logits."""
     head: nn.Linear = model.get_output_embeddings()
     seen: dict[str, Tensor] = {}
 
@@ -124,7 +125,7 @@ def _head_of(model: Any) -> Iterator[tuple[nn.Linear, dict[str, Tensor]]]:
 
 
 def _liger(world: World, softcap: float | None) -> tuple[Any, str]:
-    """Liger's fused linear cross entropy as a sum over tokens, or why there is none."""
+    """Return Liger's fused linear cross entropy, summed over tokens, or why it is not available."""
     if find_spec("liger_kernel") is None:
         return None, "Liger's left out: liger_kernel is not installed"
     if world.device.type != "cuda":
@@ -135,7 +136,7 @@ def _liger(world: World, softcap: float | None) -> tuple[Any, str]:
 
 
 def _averaged(model: nn.Module, world: World) -> Iterator[tuple[str, Tensor]]:
-    """Over all ranks: as many of each data rank, so that it is the mean over the data ranks."""
+    """Average the gradients over all ranks; each data rank has as many ranks, so this is the mean over data ranks."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.float()

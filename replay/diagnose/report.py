@@ -1,4 +1,4 @@
-"""`replay diagnose`: can this model learn these inputs, here? A line a check, with figures.
+"""Run `replay diagnose`: can this model learn these inputs here? Prints a line per check, with figures.
 
     model      inputs/sample/actor.json, 4 layers; weights random, seed 0
     inputs     4 inputs from inputs/sample, rank by rank in recorded order
@@ -41,18 +41,18 @@ from replay.spec import RunSpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
 
-NUM_INPUTS = 4  # of a data rank, without --max-inputs
-# learning rate x hidden size: AdamW's best rate goes with 1 / width, https://arxiv.org/abs/2203.03466
+NUM_INPUTS = 4  # per data rank, without --max-inputs
+# learning rate x hidden size: AdamW's best rate is proportional to 1 / width, https://arxiv.org/abs/2203.03466
 RATE_OF_WIDTH = 0.2
-LEARNT_TOKENS = 16  # fewer are learned by any step
+LEARNT_TOKENS = 16  # fewer tokens are learned by any step
 
 
 def diagnose(
     run: RunSpec, *, num_steps: int, learning_rate: float | None, json_file: Path | None, show_traceback: bool
 ) -> int:
-    """Print all checks and return 0 if none of those that were run fails, else 1.
+    """Print all checks and return 0 if none of those that ran failed, else 1.
 
-    Raises UsageError for what cannot be had here.
+    Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(run.actor.parallel) as world:
         return diagnose_in(
@@ -74,10 +74,10 @@ def diagnose_in(
     json_file: Path | None = None,
     show_traceback: bool = False,
 ) -> int:
-    """`diagnose` in a world that is already open, and stays open."""
+    """Run `diagnose` in a world that is already open, and leave it open."""
     run = replace(run, actor=run.actor.settled())
     if run.actor.optimizer is OptimizerName.NONE:
-        raise UsageError("diagnose trains, and --optimizer none leaves it nothing to step with. Try: no --optimizer")
+        raise UsageError("diagnose trains, which --optimizer none prevents. Try: no --optimizer")
     if json_file is not None:
         _check_writable(json_file)
     inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_INPUTS)
@@ -111,7 +111,7 @@ def diagnose_in(
 
 
 class Report:
-    """What rank 0 prints and writes, and every rank's exit code."""
+    """Print and write checks on rank 0, and determine every rank's exit code."""
 
     def __init__(self, world: World, run: RunSpec, files: Sequence[Path]) -> None:
         self._world = world
@@ -140,7 +140,7 @@ class Report:
         self._say("")
 
     def add(self, ranks: Sequence[Check]) -> None:
-        """One check, as every rank sees it: it fails if it does on one of them."""
+        """Add one check from the results of every rank: it fails if it fails on any of them."""
         failing = [(rank, check) for rank, check in enumerate(ranks) if check.fails]
         check = ranks[0]
         if failing:
@@ -152,7 +152,7 @@ class Report:
         self._write("running")
 
     def finish(self, folder: Path) -> int:
-        """The last line; returns the exit code."""
+        """Print the last line and return the exit code."""
         failing = self._failing()
         num_run = sum(check.status in (Status.OK, Status.FAILED) for check in self._checks)
         if failing:
@@ -185,7 +185,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
-    """Raises UsageError for what is no input of this model, or cannot be fed to it as the toggles say."""
+    """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
         batch = tokens_for(run.measure.loss, with_own_positions(read_micro_batch(path), source.config))
         check_vocabulary(batch, source)
@@ -196,7 +196,9 @@ def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
 
 
 def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Of those with tokens enough to learn, or the one with most. Raises UsageError if none has any."""
+    """Return the shortest row with enough tokens to learn, or else the one with most. Raises UsageError if none has
+    any.
+    """
     rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
     counts = [int(actor_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
     if not any(counts):

@@ -1,4 +1,4 @@
-"""Some of a micro-batch's rows as a micro-batch of their own, and its documents one by one.
+"""Select rows of a micro-batch as a new micro-batch, and iterate over its documents.
 
 Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, L tokens of one document.
 """
@@ -16,9 +16,9 @@ from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 
 
 def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
-    """Those rows of `batch`, in that order; a row may come twice.
+    """Return the given rows of `batch`, in that order; a row may be repeated.
 
-    Documents within a row stay apart by position ids that start again. Raises CaptureError where they cannot be.
+    Documents within a row are kept apart by restarting position ids. Raises CaptureError if they cannot be.
     """
     documents, real_BS = documents_of(batch), batch.attention_mask_BS
     position_BS = torch.where(real_BS, documents.position_BS, 0)
@@ -36,10 +36,11 @@ def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
 
 
 def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each document's token ids, position ids and labels [1, L], without padding, labels as Hugging Face takes them.
+    """Yield each document's token ids, position ids and labels [1, L], without padding, labels as Hugging Face takes
+    them.
 
-    The labels are not shifted, and -100 where there is no action token. Made from the micro-batch itself, and not from
-    what the actor is fed, to be held against it.
+    Labels are not shifted, and -100 where there is no action token. They are derived from the micro-batch rather than
+    from the actor's inputs, so that they can be compared with the actor.
     """
     is_first_BS, position_BS = (documents := documents_of(batch)).is_first_BS, documents.position_BS
     label_BS = _labels(batch)
@@ -52,7 +53,9 @@ def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]
 
 
 def _labels(batch: MicroBatch) -> Tensor:
-    """[B, S]: the action mask decides, else the labels; else every token counts. The target is the label or itself."""
+    """Return labels [B, S]: the action mask selects, else the labels, else every token. The target is the label or
+    token.
+    """
     given_BS = batch.labels_BS
     labelled_BS = torch.ones_like(batch.attention_mask_BS) if given_BS is None else given_BS != IGNORED_LABEL
     target_BS = batch.sequences_BS if given_BS is None else torch.where(labelled_BS, given_BS, batch.sequences_BS)

@@ -1,4 +1,4 @@
-"""An actor that answers one question: opened as for a replay, fed micro-batches without a clock, closed again."""
+"""Open an actor as for a replay, run micro-batches through it untimed, and close it."""
 
 import gc
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Trial:
     tracker: Tracker
 
     def passed(self, batch: MicroBatch, *, share: float = 1.0) -> float:
-        """Forward and backward of `batch`: its loss, whose gradient is added `share` times."""
+        """Run forward and backward on `batch` and return its loss; its gradient is multiplied by `share`."""
         self.tracker.begins(self.tracker.position.index + 1, batch.origin.source)
         self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
         inputs = inputs_for(batch, self.spec, self.source, self.world)
@@ -40,8 +40,8 @@ class Trial:
 
 @contextmanager
 def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[Trial]:
-    """A new actor, with the weights that `source` has for it."""
-    gc.collect()  # the one before
+    """Open a new actor with the weights of `source`."""
+    gc.collect()  # frees the previous actor
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     backend = open_backend(spec, source, world, tracker.goes_on)

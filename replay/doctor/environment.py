@@ -1,4 +1,4 @@
-"""Environment variables that change what a replay computes, measures, or whether it ends."""
+"""Check environment variables that change what a replay computes or measures, or that can make it hang."""
 
 import os
 import re
@@ -19,17 +19,17 @@ PREFIXES = (
     "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
 )
-PLAIN = r"[A-Za-z0-9_.,:;=^+ -]{1,60}"  # a setting; whatever else a value is, it is not shown
+PLAIN = r"[A-Za-z0-9_.,:;=^+ -]{1,60}"  # a plain setting; any other value is not shown
 EFFECTS = {  # none of these holds a secret
     "CUBLAS_WORKSPACE_CONFIG": "changes speed, and whether sums are repeatable",
     "CUDA_DEVICE_MAX_CONNECTIONS": "changes how copies and kernels overlap",
-    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for: times are not those of training",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for each kernel: times are not those of training",
     "CUDA_VISIBLE_DEVICES": "hides and numbers GPUs",
     "FLASH_ATTENTION_DETERMINISTIC": "another backward of flash-attn, slower",
     "MKL_CBWR": "changes numbers on a CPU",
     "NCCL_ALGO": "changes the order of sums",
-    "NCCL_BLOCKING_WAIT": "as TORCH_NCCL_BLOCKING_WAIT, whose old name it is",
-    "NCCL_DEBUG": "NCCL prints among the results",
+    "NCCL_BLOCKING_WAIT": "old name of TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DEBUG": "NCCL prints between the results",
     "NCCL_IB_DISABLE": "several hosts are slower",
     "NCCL_NVLS_ENABLE": "changes the order of sums",
     "NCCL_P2P_DISABLE": "several GPUs are slower",
@@ -39,21 +39,21 @@ EFFECTS = {  # none of these holds a secret
     "OMP_NUM_THREADS": "changes speed on a CPU",
     "PYTORCH_ALLOC_CONF": "changes memory peaks",
     "PYTORCH_CUDA_ALLOC_CONF": "changes memory peaks",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "no cache of memory: slow, and peaks are not those of training",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "disables the memory cache: slow, and peaks are not those of training",
     "TORCHDYNAMO_DISABLE": "--compile compiles nothing",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "changes fp32 numbers",
     "TORCH_COMPILE_DISABLE": "--compile compiles nothing",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL makes collectives slow",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0 lets a rank hang for good",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0 lets a rank hang forever",
     "TORCH_NCCL_BLOCKING_WAIT": "the host waits in each collective: times are not those of training",
 }
-ELSEWHERE = {"TORCH_CUDA_ARCH_LIST", "CUDA_HOME"}  # other checks look at them
+ELSEWHERE = {"TORCH_CUDA_ARCH_LIST", "CUDA_HOME"}  # checked elsewhere
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """A line for each that is set and has an effect here, and one for others of the same families, by name alone."""
+    """Return a check per variable that is set and has an effect here, and one that names others of its families."""
     found = [_interface(name, environment[name]) for name in INTERFACES if environment.get(name)]
     for name, effect in EFFECTS.items():
         if name in environment:
@@ -63,20 +63,20 @@ def variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
         found.append(Check(name="launcher's", status=Status.NOTE, found=", ".join(left_over), advice=advice))
     known = {*EFFECTS, *ELSEWHERE, *INTERFACES}
     if others := sorted(name for name in environment if name.startswith(PREFIXES) and name not in known):
-        advice = "what they do here is not known"
+        advice = "their effect here is unknown"
         found.append(Check(name="also set", status=Status.NOTE, found=", ".join(others), advice=advice))
     return found or [Check(name="variables", status=Status.OK, found="none is set that changes results")]
 
 
 def shown(value: str) -> str:
-    """The value if it is a plain setting; a path, an address or anything long is not for a log that is sent around."""
+    """Return the value if it is a plain setting; paths, addresses and long values stay out of logs that are shared."""
     return value if re.fullmatch(PLAIN, value) else f"set, {len(value)} characters"
 
 
 def _interface(name: str, value: str) -> Check:
-    """Is there a network interface that the variable names; NCCL takes names as beginnings, after = as whole ones."""
+    """Check that the network interface exists. NCCL treats names as prefixes, and as exact names after `=`."""
     there = [interface for _, interface in socket.if_nameindex()]
-    status, advice = Status.NOTE, "the network that ranks talk over"
+    status, advice = Status.NOTE, "the network that ranks use"
     if not value.startswith("^"):
         wanted = value.lstrip("=").split(",")
         if name.startswith("GLOO"):

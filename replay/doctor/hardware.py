@@ -1,4 +1,4 @@
-"""Checks of the devices that torch sees, and of the room around them: memory for ranks, disk for logs, limits."""
+"""Check the devices that torch sees, memory for ranks, disk for logs, and limits."""
 
 import os
 import resource
@@ -11,15 +11,15 @@ from replay.doctor.probe_process import Answer
 from replay.report.check import Check, Status
 
 GIB = 2**30
-ROOM = GIB  # bytes below which a log folder or /dev/shm is worth a line
+ROOM = GIB  # bytes; a log folder or /dev/shm with less is reported
 OPEN_FILES = 4096
 
 
 def devices(answer: Answer, driver: str) -> list[Check]:
-    """What torch computes on here. `driver` is what nvidia-smi says of itself, empty where there is none."""
-    if answer.trouble:
+    """Report the devices that torch computes on. `driver` is nvidia-smi's driver version, empty if there is none."""
+    if answer.error:
         status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
-        return [Check(name="devices", status=status, found=answer.trouble, advice="see packages", needed=True)]
+        return [Check(name="devices", status=status, found=answer.error, advice="see packages", needed=True)]
     facts = answer.facts
     found: list[Check] = []
     if not facts["gpus"]:
@@ -55,7 +55,7 @@ def _peers(lacking: Sequence[Sequence[int]]) -> Check:
 def _cpu() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's own, where it has one
+    limit = Path("/sys/fs/cgroup/memory.max")  # of the container, if there is one
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         size = min(size, int(text))
     return Check(name="cpu", status=Status.OK, found=f"{cores} cores, {size / GIB:.1f} GiB, no GPU", needed=True)
@@ -73,7 +73,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def log_folder(folder: Path) -> Check:
-    """Can the folder of a run be made and written in `folder`; nothing is left there."""
+    """Check that a run's folder can be created and written in `folder`; nothing is left there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     advice = "Try: --log-folder with a folder that you may write to"
     try:
@@ -95,11 +95,11 @@ def log_folder(folder: Path) -> Check:
 
 
 def limits(*, on_cuda: bool) -> list[Check]:
-    """What ulimit says, where it is small for its use."""
+    """Report limits of ulimit that are low for a replay."""
     found: list[Check] = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        advice = f"many ranks or data loaders run out of it. Try: ulimit -n {OPEN_FILES * 16}"
+        advice = f"many ranks or data loaders exhaust it. Try: ulimit -n {OPEN_FILES * 16}"
         found.append(Check(name="ulimit -n", status=Status.NOTE, found=f"{files} open files", advice=advice))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if on_cuda and Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:

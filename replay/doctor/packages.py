@@ -1,4 +1,4 @@
-"""This project, the packages beside it against the ranges of its metadata, and what came of importing them."""
+"""Check the versions and imports of this project and the packages it uses, against the ranges of its metadata."""
 
 import platform
 import re
@@ -16,10 +16,10 @@ PROJECT = "micro-replay"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    name: str  # as pip knows it
+    name: str  # pip's name
     module: str
-    serves: str = ""  # what is not there without it; empty: nothing is
-    on_cuda: bool = False  # serves CUDA machines alone
+    serves: str = ""  # what is missing without it; empty: nothing
+    on_cuda: bool = False  # needed on CUDA machines only
 
 
 PACKAGES = (
@@ -43,14 +43,14 @@ def project() -> list[Check]:
     try:
         found = Check(name=PROJECT, status=Status.OK, found=f"{version(PROJECT)} in {folder}")
     except PackageNotFoundError:
-        advice = f"the versions that it needs are not known. Try: pip install -e {folder}"
+        advice = f"its version requirements are unknown. Try: pip install -e {folder}"
         found = Check(name=PROJECT, status=Status.NOTE, found=f"not installed, run from {folder}", advice=advice)
     python = f"{platform.python_version()}, {sys.executable}"
     return [found, Check(name="python", status=Status.OK, found=python)]
 
 
 def required_ranges() -> dict[str, str]:
-    """Package name to the range that this project's metadata gives, as ">=2.10"; empty if it is not installed."""
+    """Return the ranges of this project's metadata by package name, such as ">=2.10"; empty if not installed."""
     try:
         lines = requires(PROJECT) or []
     except PackageNotFoundError:
@@ -60,7 +60,7 @@ def required_ranges() -> dict[str, str]:
 
 
 def is_within(number: str, wanted: str) -> bool:
-    """Is the version in the range, by its release numbers; a build of the release (+cu130, a0, rc1) counts as it."""
+    """Is the version in the range, by release number? Builds and pre-releases (+cu130, a0, rc1) count as releases."""
     for clause in filter(None, wanted.split(",")):
         operator, bound = re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*([\w.+]+)\s*", clause).groups()  # type: ignore[union-attr]
         mine, other = _release(number), _release(bound)
@@ -89,7 +89,7 @@ def is_installed(package: Package) -> bool:
 
 
 def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default: bool) -> Check:
-    """Its version against this project's range, and what importing it gave: None where it is not installed.
+    """Check a package's version against this project's range, and the result of importing it (None if not installed).
 
     `is_default` says that `replay` without options uses it here.
     """
@@ -107,12 +107,12 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
         number = version(one.name)
     except PackageNotFoundError:
         number = "of unknown version"
-    if imported.trouble:
+    if imported.error:
         status = Status.NO_ANSWER if imported.is_silent else Status.BROKEN
         return Check(
             name=one.name,
             status=status,
-            found=f"{number}, import: {imported.trouble}",
+            found=f"{number}, import: {imported.error}",
             advice=_import_advice(one, imported, install),
             needed=is_default,
         )
@@ -124,7 +124,7 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
 
 def _import_advice(one: Package, imported: Answer, install: str) -> str:
     advice = install.replace("pip install", "pip install --force-reinstall --no-deps --no-cache-dir")
-    if "undefined symbol" in imported.trouble:
+    if "undefined symbol" in imported.error:
         advice = f"its C++ library was built for another torch. {advice}"
     if imported.is_silent:
         advice = f"a hang, or a slow machine. Try: replay doctor --timeout 300, or{advice.removeprefix('Try:')}"

@@ -1,4 +1,4 @@
-"""What the doctor tries, each in a process of its own.
+"""Define the doctor's probes; each runs in its own process.
 
 `replay.doctor.probe_process` starts them and reads what `main` prints.
 """
@@ -19,7 +19,7 @@ Facts = dict[str, Any]
 
 
 class ProbeError(Exception):
-    """What a probe found to be wrong, in words of its own."""
+    """A fault that a probe found, described in its message."""
 
 
 def import_module(name: str) -> Facts:
@@ -33,7 +33,7 @@ def import_module(name: str) -> Facts:
 
 
 def devices() -> Facts:
-    """What torch sees, and which attention kernel the defaults take there."""
+    """Report what torch sees, and the attention kernel that the defaults choose."""
     import torch
 
     facts: Facts = {"torch": torch.__version__, "built_for": torch.version.cuda, "gpus": [], "no_peers": []}
@@ -43,7 +43,7 @@ def devices() -> Facts:
         pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
         facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
-    with contextlib.suppress(Exception):  # a broken transformers has a line of its own
+    with contextlib.suppress(Exception):  # a broken transformers is reported by its own check
         from actor_init.attention.kernel_check import default_kernel
 
         facts["default_kernel"] = default_kernel(_device())
@@ -79,13 +79,13 @@ def compile() -> Facts:
     x = torch.linspace(-3, 3, 1000, device=_device())
     compiled: torch.Tensor = torch.compile(function)(x)
     error = float((compiled - function(x)).abs().max())
-    if not error < 1e-5:  # of values up to 3 in fp32; two ways to a sine differ by some 1e-7
+    if not error < 1e-5:  # values up to 3 in fp32; two implementations of sine differ by about 1e-7
         raise ProbeError(f"the compiled function is off by {error:.2g}")
     return {}
 
 
 def all_reduce(backend: str) -> Facts:
-    """Two processes, started as `replay --tp 2` starts its own, add up a number each."""
+    """Add a number from each of two processes, started as `replay --tp 2` starts its own."""
     from replay.processes.launch import start_processes
 
     if code := start_processes(2, probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
@@ -103,7 +103,7 @@ def all_reduce_rank(backend: str) -> Facts:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    for size in (1, 1 << 20):  # of several megabytes, since libraries send small and large ones by other ways
+    for size in (1, 1 << 20):  # one is several megabytes: libraries send small and large messages differently
         total = torch.full((size,), rank + 1.0, device=device)
         dist.all_reduce(total)
         if not bool((total == 3).all()):
@@ -112,7 +112,7 @@ def all_reduce_rank(backend: str) -> Facts:
 
 
 def one_pass(folder: str) -> Facts:
-    """Become `replay --max-inputs 1` with its log in `folder`: it ends this process, and its log is the answer."""
+    """Run `replay --max-inputs 1` in place of the probe, with its log in `folder`; the log is the answer."""
     sys.argv = ["replay", "--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder]
     runpy.run_module("replay", run_name="__main__", alter_sys=True)
     raise AssertionError("replay ends its process")
@@ -124,15 +124,15 @@ PROBES: dict[str, Callable[..., Facts]] = {
 
 
 def main() -> None:
-    """Run the probe that the command line names, print its answer and leave without the interpreter's cleanup."""
+    """Run the probe named on the command line, print its answer and exit without the interpreter's cleanup."""
     name, limit, *arguments = sys.argv[1:]
     faulthandler.enable()
-    faulthandler.dump_traceback_later(float(limit), exit=True)  # ends also what hangs in native code
+    faulthandler.dump_traceback_later(float(limit), exit=True)  # also ends hangs in native code
     answer: Facts
     try:
         answer = {"facts": PROBES[name](*arguments)}
     except BaseException as error:
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
-        answer = {"trouble": f"{kind}{error}"}
+        answer = {"error": f"{kind}{error}"}
     print(f"\n{MARK}{json.dumps(answer)}", flush=True)
     os._exit(0 if "facts" in answer else 1)

@@ -1,11 +1,11 @@
-"""`replay doctor`: what works on this machine, what does not, and what to type. It needs no GPU and no captures.
+"""Run `replay doctor`: report what works on this machine, and what to type. Needs no GPU and no captures.
 
     packages, versions and imports
       ok           torch                2.13.0 (>=2.10)
       broken       flash-attn           2.8.3, import: ImportError: [...] undefined symbol: [...]; its [...]
 
-A line a check: how it is, its name, what was found, what it costs and what to type. What may crash or hang is tried in
-processes of their own, side by side. It needs typer alone of what a replay needs, so plain print is all it prints with.
+Each check is a line: status, name, finding, consequence and what to type. What may crash or hang runs in processes of
+its own, in parallel. Of a replay's dependencies only typer is required, so output goes through plain print.
 """
 
 import json
@@ -24,14 +24,14 @@ from replay.doctor.probe_process import Answer, Prober, answer_of_a_replay, firs
 from replay.doctor.toolchain import compilers, launcher
 from replay.report.check import Check, Status, line
 
-NUM_PROBES_AT_ONCE = 4  # also on fewer cores: one that hangs takes none
+NUM_PROBES_AT_ONCE = 4  # also on fewer cores: a probe that hangs uses none
 KERNELS_ON_CUDA = ("sdpa", "flash", "varlen")
 
 Group = tuple[str, list[Check]]
 
 
 def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
-    """Print all checks and return 0 if those pass that `replay` without options needs here, else 1."""
+    """Print all checks and return 0 if those that `replay` without options needs here pass, else 1."""
     if json_file is not None:
         try:
             json_file.open("a").close()
@@ -53,7 +53,7 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
 
 
 def examined(folder: Path, timeout: float) -> Iterator[Group]:
-    """All groups of checks, each as soon as it is known."""
+    """Yield all groups of checks, each as soon as it is known."""
     prober = Prober(timeout)
     pool = ThreadPoolExecutor(NUM_PROBES_AT_ONCE)
     with tempfile.TemporaryDirectory(prefix="replay-doctor-", ignore_cleanup_errors=True) as scratch:
@@ -67,14 +67,14 @@ def examined(folder: Path, timeout: float) -> Iterator[Group]:
 
 
 class _Asked:
-    """The probes that are started at once; what CUDA machines have beside them is started when they are known to be."""
+    """Hold the probes that are running. Those for CUDA start once a GPU is known to be there."""
 
     def __init__(self, pool: ThreadPoolExecutor, prober: Prober, scratch: str) -> None:
         self._pool, self._prober = pool, prober
         self.devices = self.ask("devices")
         logs = f"{scratch}/logs"
         self.one_pass = pool.submit(prober.ask, "one_pass", logs, share=1.0, read=answer_of_a_replay(Path(logs)))
-        # in an empty cache: what was compiled here once is not compiled again
+        # an empty cache, so that compilation is tested and not the cache
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
         compile_settings = caches | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self.compile = pool.submit(prober.ask, "compile", share=1.0, environment=compile_settings)
@@ -86,9 +86,9 @@ class _Asked:
         return self._pool.submit(self._prober.ask, probe, *arguments)
 
     def with_cause(self, check: Check) -> Check:
-        """What says the same as the import of a package before it is that package's trouble."""
-        said = {one.name: future.result().trouble for one, future in self.imports.items() if future.done()}
-        cause = next((name for name, trouble in said.items() if trouble and trouble in check.found), check.name)
+        """Attribute a check to an earlier package whose import failed with the same error."""
+        said = {one.name: future.result().error for one, future in self.imports.items() if future.done()}
+        cause = next((name for name, error in said.items() if error and error in check.found), check.name)
         return check if cause == check.name else replace(check, advice=f"because of {cause}")
 
 
@@ -123,7 +123,7 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
 
 
 def _kernels(num_gpus: int) -> tuple[str, ...]:
-    """Those that are tried beside sdpa."""
+    """Return the kernels that are tried besides sdpa."""
     return tuple(k for k in KERNELS_ON_CUDA[1:] if num_gpus and (k != "flash" or is_installed(_package("flash-attn"))))
 
 

@@ -1,4 +1,4 @@
-"""Checks of launchers and compilers: which one a shell finds here, whose it is, and whether it can do its work."""
+"""Check launchers and compilers: which one the shell finds, which Python it belongs to, and whether it works."""
 
 import os
 import re
@@ -12,11 +12,11 @@ from replay.doctor.probe_process import first_line
 from replay.report.check import Check, Status
 
 LONGEST_BUILD = 600.0  # seconds
-ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # all that DeepSpeed can read; torch also reads 9.0a and Hopper
+ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # what DeepSpeed can parse; torch also accepts 9.0a and Hopper
 
 
 def launcher(name: str) -> Check:
-    """Is the launcher that a shell finds one that starts this very Python."""
+    """Check that the launcher the shell finds starts this Python."""
     cost = "only `replay` and `python -m replay` work. " if name == "torchrun" else ""
     own = Path(sys.executable).parent / name
     module = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}[name]
@@ -36,7 +36,7 @@ def launcher(name: str) -> Check:
 
 
 def _python_of(script: Path) -> str | None:
-    """The interpreter of a script's first line, also behind `env` and pip's way around long lines."""
+    """Return the interpreter of a script's first line, also through `env` and pip's workaround for long lines."""
     lines = [*script.read_bytes()[:2000].decode(errors="replace").splitlines(), "", ""]
     if not lines[0].startswith("#!"):
         return None
@@ -55,8 +55,10 @@ def _prefix(python: str) -> str:
 
 
 def compilers(*, on_cuda: bool, built_for: str | None) -> list[Check]:
-    """Programs and headers that torch.compile and DeepSpeed's own extensions are built with. None of them is needed
-    by a replay without options."""
+    """Check the programs and headers that torch.compile and DeepSpeed's extensions are built with.
+
+    A replay without options needs none of them.
+    """
     nvcc = _nvcc(on_cuda=on_cuda, built_for=built_for)
     return [_cxx(), _headers(), _ninja(), nvcc, *_architectures(on_cuda=on_cuda), *_left_locks()]
 
@@ -107,7 +109,7 @@ def _nvcc(*, on_cuda: bool, built_for: str | None) -> Check:
 
 
 def _architectures(*, on_cuda: bool) -> list[Check]:
-    """TORCH_CUDA_ARCH_LIST, if it is set and holds what DeepSpeed cannot read: it takes each part for two numbers."""
+    """Check TORCH_CUDA_ARCH_LIST if it is set: DeepSpeed reads each part as two numbers."""
     name = "TORCH_CUDA_ARCH_LIST"
     value = os.environ.get(name, "")
     parts = [part for part in re.split(r"[;\s]+", value) if part]
@@ -123,7 +125,7 @@ def _architectures(*, on_cuda: bool) -> list[Check]:
 
 
 def _left_locks() -> list[Check]:
-    """Locks of torch's extension builder that a killed job left: whoever loads that extension waits for ever."""
+    """Report locks that a killed job left in torch's extension builder: loading that extension waits forever."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
     ages = {
@@ -134,7 +136,7 @@ def _left_locks() -> list[Check]:
             name="extension lock",
             status=Status.BROKEN,
             found=f"{lock} is {age / 60:.0f} minutes old",
-            advice=f"whatever loads {lock.parent.name} waits for ever, if no build is running. Try: rm {lock}",
+            advice=f"loading {lock.parent.name} waits forever if no build is running. Try: rm {lock}",
         )
         for lock, age in ages.items()
         if age > LONGEST_BUILD

@@ -1,4 +1,4 @@
-"""Prints the answer to `replay inspect`."""
+"""Print the answer of `replay inspect`."""
 
 from typing import IO
 
@@ -9,7 +9,7 @@ from replay.report.text import damaged_files
 
 
 def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
-    """The answer to `replay inspect`.
+    """Print the answer of `replay inspect`.
 
     folder     inputs/sample
     model      llama, layers 4, hidden 64, vocabulary 264
@@ -23,7 +23,7 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
 
     longest    actor_inputs_rank0_20261121_112004_571116_00000000.pkl: 4 rows of 1024, 1,522 tokens real
 
-    Incidents that a recording noted come first:
+    Incidents of the recording come first:
 
     incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
     """

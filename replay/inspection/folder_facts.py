@@ -1,4 +1,4 @@
-"""What a folder of captures holds: every file is read, the damaged ones are kept by name."""
+"""Read every file in a folder of captures and summarise it; damaged files are listed by name."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindFacts:
-    """All passes of one kind: train or rollout."""
+    """Facts about all passes of one kind: train or rollout."""
 
     name: str
     num_files: int
@@ -41,7 +41,7 @@ class KindFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIncident:
-    """What made a rank write its passes. `num_others` came later, and nothing was written for them."""
+    """An incident that made a rank write its passes. `num_others` came later; nothing was written for those."""
 
     rank: int
     incident: Incident
@@ -50,7 +50,7 @@ class RankIncident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Odd:
-    """A pass that stands out, and why."""
+    """A pass that stands out, and the reason."""
 
     source: str
     reason: str
@@ -67,7 +67,7 @@ class FolderFacts:
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     incidents: list[RankIncident] = field(default_factory=list)
-    in_memory: str | None = None  # what dead processes left there and could not be put into the folder
+    in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
     longest: list[Odd] = field(default_factory=list)
     odd: list[Odd] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class FolderFacts:
 def inspect_folder(folder: Path) -> FolderFacts:
     """Read every capture in `folder`, and the passes that dead processes of this host left in memory.
 
-    Raises UsageError if there is no such folder, or nothing of a recording in it.
+    Raises UsageError if there is no such folder, or it holds no captures or incidents.
     """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -132,7 +132,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
 
 
 def _salvage(folder: Path) -> str | None:
-    """Put into `folder` what killed ranks had in their flight recorders, or say whose it is and what to type."""
+    """Write the flight recorders of killed ranks into `folder`; if that fails, return what to type as which user."""
     try:
         ranks = sorted({spool.rank for spool in dead_spools(folder) if spool.calls or spool.num_cut_short})
     except OSError:
@@ -144,29 +144,29 @@ def _salvage(folder: Path) -> str | None:
     except OSError as error:
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return (
-            f"{named} died without a word, and the last passes are in this host's memory: {error.strerror}. "
-            f"Try, as who may write there: capture salvage {folder}"
+            f"{named} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
+            f"Try, as a user who may write there: capture salvage {folder}"
         )
     return None
 
 
 def _oddities(batch: MicroBatch, outputs: Mapping[str, Any]) -> list[str]:
-    found = [
+    reasons = [
         f"{name} was {value}"
         for name, value in outputs.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
     if num_empty := int((batch.attention_mask_BS.sum(1) == 0).sum()):
-        found.append(f"{num_empty} of {batch.num_rows} rows have no real token")
+        reasons.append(f"{num_empty} of {batch.num_rows} rows have no real token")
     if batch.action_mask_BA is not None and not batch.action_mask_BA.any():
-        found.append("no token is an action")
+        reasons.append("no token is an action")
     if batch.num_real_tokens * 5 < batch.num_padded_tokens:
-        found.append(f"{1 - batch.num_real_tokens / batch.num_padded_tokens:.0%} is padding")
-    return found
+        reasons.append(f"{1 - batch.num_real_tokens / batch.num_padded_tokens:.0%} is padding")
+    return reasons
 
 
 def _longest(batches: Sequence[MicroBatch]) -> list[Odd]:
-    """The pass with the most tokens, of several kinds and ranks."""
+    """Return the pass with the most tokens, if there are several kinds or ranks."""
     if len({batch.num_padded_tokens for batch in batches}) < 2:
         return []
     most = max(batches, key=lambda batch: batch.num_padded_tokens)
@@ -175,7 +175,7 @@ def _longest(batches: Sequence[MicroBatch]) -> list[Odd]:
 
 
 def describe_model(config: Mapping[str, Any]) -> str:
-    """One line out of a model's config; what a config does not say is left out."""
+    """Describe a model's config in one line; missing fields are left out."""
     sizes = {"num_hidden_layers": "layers", "hidden_size": "hidden", "vocab_size": "vocabulary"}
     said = [f"{word} {config[key]}" for key, word in sizes.items() if key in config]
     return ", ".join([str(config.get("model_type", "unnamed")), *said])

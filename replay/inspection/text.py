@@ -1,4 +1,4 @@
-"""The console's words for a folder of captures."""
+"""Format the facts about a folder of captures as text."""
 
 from replay.inspection.folder_facts import FolderFacts, Spread
 from replay.report.text import Columns, Pairs, counted
@@ -15,9 +15,9 @@ def folder_facts(facts: FolderFacts) -> Pairs:
 
 
 def incidents(facts: FolderFacts) -> Pairs:
-    """List ranks that died without a word, then what failed first; last what follows from another rank's end.
+    """List ranks that were killed, then the first failures; last what follows from another rank's end.
 
-    A death has the time at which somebody salvaged its passes, so it is not sorted by that.
+    A killed rank has the time at which its passes were salvaged, so it is not sorted by that time.
     """
     pairs: Pairs = [] if facts.in_memory is None else [("incident", facts.in_memory)]
     order = {"died": 0}
@@ -48,7 +48,7 @@ def stand_outs(facts: FolderFacts, most: int = 10) -> Pairs:
 
 
 def kind_table(facts: FolderFacts) -> Columns:
-    """A row for the training passes and one for the rollout passes; a spread is least / median / most."""
+    """Return a row for the training passes and one for the rollout passes; a spread is least / median / most."""
     kinds = facts.kinds
     return {
         "passes": [kind.name for kind in kinds],

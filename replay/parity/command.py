@@ -1,4 +1,4 @@
-"""The options of `replay parity`: its own, and those of a replay."""
+"""Declare the options of `replay parity`: its own, and those of a replay."""
 
 import os
 from functools import partial
@@ -45,8 +45,8 @@ def parity(
 ) -> Action:
     """Replay one folder under many configurations, and say which agree within measured noise.
 
-    A replay's own options hold for every run; what they say of an option that the matrix varies chooses among its
-    runs. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, and why.
+    A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
+    value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
     limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
     return partial(_parity, matrix, num_devices, go_on, limits, first_difference, given)
@@ -65,7 +65,7 @@ def _parity(
     own = {"matrix": matrix, "num_devices": num_devices}
     typed = [name for name, value in {**own, **given}.items() if value is not None]
     if go_on is not None and typed:
-        raise UsageError(f"--continue goes on with what that folder says. Leave out --{typed[0].replace('_', '-')}")
+        raise UsageError(f"--continue takes its options from that folder. Leave out --{typed[0].replace('_', '-')}")
     from replay.parity import runs as work
 
     limits = work.Limits(**limits_given)

@@ -1,4 +1,4 @@
-"""What `replay parity` says, on a terminal or into a file: a line a run as it ends, then the answer.
+"""Print the progress and the answer of `replay parity`: a line per run as it ends, then the tables.
 
 command    replay parity --matrix quick
 device     2 processes at most, cpu
@@ -26,7 +26,7 @@ class ParityProgress:
         print_pairs(self._out, parity_wording.header(log))
         print_line(self._out)
         self._bar = ProgressBar(self._out)
-        self._num_settled = num_settled(log)  # before this time
+        self._num_settled = num_settled(log)  # before this invocation
 
     def ended(self, number: int, row: Row, result: MatrixResult) -> None:
         self._bar.clear()
@@ -34,19 +34,19 @@ class ParityProgress:
         self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled)
 
     def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
-        """The noise, a row a run, what is wrong, and where it is written."""
+        """Print the noise, a row per run, failures and differences, and where the results are written."""
         out = self._out
         self._bar.clear()
         for columns in (parity_wording.noise_table(result), parity_wording.cell_table(self._log, result)):
             print_line(out)
             print_table(out, columns)
         print_line(out)
-        print_pairs(out, parity_wording.troubles(self._log, result) + differences)
+        print_pairs(out, parity_wording.failures(self._log, result) + differences)
         print_pairs(out, [("note", note)] if note else [])
         print_pairs(out, [("written", str(path)) for path in written])
         print_pairs(out, parity_wording.summary(self._log, result))
 
 
 def num_settled(log: ParityLog) -> int:
-    """Count the runs that have ended, or will not be made."""
+    """Count the runs that have ended or will not be made."""
     return sum(row.state is not State.PENDING for row in log.rows)

@@ -1,4 +1,4 @@
-"""parity.html: one file that needs no network and no script; the tables of the terminal, and the picture in it."""
+"""Write parity.html: one file that needs no network and no script, with the terminal's tables and the plot."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -23,17 +23,19 @@ code { font-size: 12px; overflow-wrap: anywhere; } svg { max-width: 100%; height
 
 
 def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
-    """`picture` is an SVG file; `differences` says where cells that differ part from their reference."""
+    """Return the page. `picture` is an SVG file; `differences` says where differing cells first depart from the
+    reference.
+    """
     commands = {"run": [row.cell.name for row in log.rows], "command": words.commands(log)}
     installed = [(name, number or "-") for name, number in versions().items()]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>replay parity</title>",
         f"<style>{STYLE}</style></head><body><h1>replay parity</h1>",
         _pairs([*words.header(log), *words.summary(log, result)]),
-        _pairs(words.troubles(log, result) + differences),
+        _pairs(words.failures(log, result) + differences),
         picture[picture.index("<svg") :] if picture else NO_PICTURE,
-        "<h2>Noise</h2><p>The floor is the largest relative difference between runs that should be equal but for "
-        "rounding. A run DIFFERS beyond the bound. What is beyond the ceiling is not rounding alone.</p>",
+        "<h2>Noise</h2><p>The floor is the largest relative difference between runs that should be equal except for "
+        "rounding. A run DIFFERS beyond the bound. What is beyond the ceiling cannot be rounding alone.</p>",
         _table(words.noise_table(result)),
         "<h2>Runs</h2><p>The largest relative difference, of any input, from the reference of the same dtype.</p>",
         _table(words.cell_table(log, result)),

@@ -1,16 +1,16 @@
-"""A matrix of configurations: tables of option values, each the product of its lists; and the product, spelled out.
+"""Read a matrix of configurations: tables of option values, each expanded to the product of its lists.
 
     [[cells]]
     backend = ["deepspeed", "fsdp2"]
     packing = [true, false]
     dtype = ["fp32", "bf16"]
 
-    [[cells]]                     # a matrix is all of its tables together
+    [[cells]]                     # a matrix is the union of its tables
     backend = "fsdp2"
     tp = 2
     data = [1, 2]                 # data ranks: data x ring x tp processes are started
 
-A key is an option of `replay` that says what actor to build, without its dashes, or `data`.
+A key is an actor option of `replay` without its dashes, or `data`.
 """
 
 import tomllib
@@ -24,21 +24,21 @@ from actor_init.backends import BACKENDS, DEFAULT, names_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.options import Toggle, toggles
 
-Setting = Mapping[str, Any]  # option: its value, a word of an enum, a number or a bool
+Setting = Mapping[str, Any]  # option name to its value: a word of an enum, a number or a bool
 Table = Mapping[str, Sequence[Any]]
 
 DATA = "data"
 EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
-EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # groups of runs, and their folders below inputs/edges
+EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # group of runs: folder below inputs/edges
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
-REFERENCE = "fsdp2"  # what the others are held against: unsharded, it is torch's own autograd and nothing else
+REFERENCE = "fsdp2"  # the default reference backend: unsharded, it is plain torch autograd
 DTYPES = [Dtype.FP32, Dtype.BF16]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
 
 
 def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
-    """`kernel` is the one that every device has for the model."""
-    # a wrong number of ranks or a wrong shard shows best where rounding is smallest
+    """Return the tables of the quick matrix. `kernel` is one that every device supports for the model."""
+    # a wrong number of ranks or a wrong shard is clearest where rounding is smallest
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
     data: Table = {DATA: [min(2, num_devices)]}
     every = [*BACKENDS]
@@ -64,12 +64,12 @@ def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
 
 
 def staged() -> list[Table]:
-    """Each backend that shards, and its stages."""
+    """Return a table for each sharding backend, with its stages."""
     return [{"backend": [name], "zero_stage": [*one.stages]} for name, one in BACKENDS.items() if one.shards]
 
 
 def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
-    """The few runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
+    """Return the runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
     packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
     axes_there = ("ring", DATA) if num_devices > 1 else ()
@@ -78,7 +78,7 @@ def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
 
 
 class Named(StrEnum):
-    """The matrices that need no file."""
+    """The matrices that are built in."""
 
     QUICK = "quick"
     PAIRS = "pairs"
@@ -86,9 +86,9 @@ class Named(StrEnum):
 
 
 def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
-    """Every stage, split, kernel, dtype and compiler; what is not multiplied with the rest comes after it.
+    """Return every stage, split, kernel, dtype and compiler, then the options that are not multiplied with the rest.
 
-    That is a backend's own compiler, on one process alone, accumulation and checkpointing.
+    Those are a backend's own compiler, on one process only, gradient accumulation and gradient checkpointing.
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     shared: Table = {"dtype": [*DTYPES, Dtype.FP16], "packing": [False, True], "attention": KERNELS}
@@ -117,15 +117,16 @@ def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
 
 
 def _splits(backend: str, sizes: Sequence[int]) -> Table:
-    """Over as many ranks of each axis that `backend` has."""
+    """Split over the given number of ranks on each axis that `backend` has."""
     one = BACKENDS[backend]
     return {axis: sizes for axis, is_there in (("ring", one.ring), ("tp", one.tp), (DATA, True)) if is_there}
 
 
 def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDPA) -> list[Setting]:
-    """What `--matrix` names, `full` for `pairs` too; of full, what fits on `num_devices`.
+    """Return the settings of `--matrix` (for `pairs` those of `full`); of the full matrix, those that fit
+    `num_devices`.
 
-    `kernel` is the one that every device has for the model. Raises UsageError for a file that is no matrix.
+    `kernel` is one that every device supports for the model. Raises UsageError for a file that is not a matrix.
     """
     if matrix == Named.QUICK:
         return _distinct(quick(num_devices, kernel))
@@ -135,14 +136,14 @@ def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDP
 
 
 def edge_settings(matrix: str, num_devices: int, kernel: Attention) -> dict[str, list[Setting]]:
-    """By group, the runs of edge shapes that a matrix without a file has beside its own."""
+    """Return, by group, the edge-shape runs that a built-in matrix adds to its own."""
     if matrix not in list(Named):
         return {}
     return {group: _distinct(edges(group, num_devices, kernel)) for group in EDGES}
 
 
 def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
-    """Those of the settings that can run which `--matrix` asks for, in its order."""
+    """Select and order, for `--matrix`, the settings that can run."""
     if matrix not in (Named.PAIRS, Named.FULL):
         return settings
     ordered, num_covering = pairs_first(settings)
@@ -182,9 +183,9 @@ def axes() -> list[str]:
 
 
 def _distinct(tables: Sequence[Table]) -> list[Setting]:
-    """All tables' products, each setting once."""
-    found = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
-    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in found}.values())
+    """Return the products of all tables, each setting once."""
+    settings = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
+    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in settings}.values())
 
 
 def num_processes_of(setting: Setting) -> int:
@@ -192,10 +193,12 @@ def num_processes_of(setting: Setting) -> int:
 
 
 def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
-    """In another order: first few that hold every pair of values that any holds, and how many these are.
+    """Reorder the settings so that a first few cover every pair of values; return the order and the number of those
+    few.
 
-    Then the same of what is left, and so on: a long matrix that is broken off has seen most of what can go wrong
-    between two options, and each of their values about as often. Greedy: always the one that adds most pairs.
+    The rest is ordered the same way, again and again, so that a long matrix that is interrupted has covered most
+    faults between two options, and each value about equally often. Greedy: always takes the setting that adds the most
+    pairs.
     """
     left = dict(enumerate(settings))
     rounds: list[list[int]] = []
@@ -208,7 +211,7 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
 
 def _covering(settings: Mapping[int, Setting]) -> list[int]:
     pairs_of = {number: list(_pairs(one)) for number, one in settings.items()}
-    num_new = {number: len(pairs) for number, pairs in pairs_of.items()}  # that nobody chosen holds
+    num_new = {number: len(pairs) for number, pairs in pairs_of.items()}  # pairs that no chosen setting covers
     holders: dict[Any, list[int]] = {}
     for number, pairs in pairs_of.items():
         for pair in pairs:
@@ -227,7 +230,9 @@ def _pairs(setting: Setting) -> Iterator[tuple[Any, Any]]:
 
 
 def typed(setting: Setting) -> dict[str, Any]:
-    """As the command line would give it to `options.run_spec`. Raises UsageError on a value of another kind."""
+    """Return the setting as the command line would give it to `options.run_spec`. Raises UsageError for an invalid
+    value.
+    """
     by_field: dict[str, Toggle] = {}
     for toggle in toggles():
         by_field.setdefault(toggle.field, toggle)
@@ -250,7 +255,7 @@ def typed(setting: Setting) -> dict[str, Any]:
 
 
 def name_of(setting: Setting) -> str:
-    """As `fsdp2 bf16 packed sdpa tp 2`."""
+    """Return a name such as `fsdp2 bf16 packed sdpa tp 2`."""
     rest = dict(setting)
     words = [str(rest.pop("backend", DEFAULT))]
     if (stage := rest.pop("zero_stage", None)) is not None:

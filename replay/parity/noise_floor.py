@@ -1,23 +1,23 @@
-"""How far apart equal runs are, from runs that should be equal but for rounding, and what is further apart than that.
+"""Measure the noise floor from runs that should be equal except for rounding, and find runs beyond it.
 
-A distance is |other - reference|, relative to the reference's value or to the mean of them all, whichever is larger: a
-row of one sure token has a log-prob near 0, and its rounding is not to be taken for a difference.
+A distance is |other - reference|, relative to the reference's value or to the mean of all values, whichever is larger:
+a row of one near-certain token has a log-prob near 0, and its rounding error must not count as a difference.
 
-The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples falls short
-of what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the multiple of
-their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4, for kinds of
-equivalent runs were seen to differ by that much among themselves.
+The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples
+underestimates what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the
+multiple of their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4,
+because kinds of equivalent runs were seen to differ by that much among themselves.
 
-A fault must not become the floor. What rounding explains is about u * sqrt(2 L), for the two additions to the residual
-stream that each of L layers makes in a dtype of unit roundoff u; fp32, which has no wider dtype to sum its products in,
-has sqrt(n) more for sums of n products, over the hidden size or the tokens of a pass (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond that ceiling is not
-trusted, nor one an order above all others that is within an order of the ceiling. Few samples do not lift a bound
-beyond it.
+A fault must not become the floor. Rounding explains about u * sqrt(2 L): the two additions to the residual stream that
+each of L layers makes in a dtype of unit roundoff u. For fp32, which has no wider dtype to accumulate products in,
+this is multiplied by sqrt(n) for sums of n products, over the hidden size or the tokens of a pass (Higham, Accuracy
+and Stability of Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond
+that ceiling is not trusted, nor one that is an order of magnitude above all others and within an order of magnitude of
+the ceiling. Few samples do not raise a bound above the ceiling.
 
-Of gradients, each parameter's is a point, and of log-probs each token's beside their rows' sums. Backward adds to a
-stream as long as forward's, whose rounding it begins with, and the farthest of hundreds is looked at, so for these the
-ceiling is CEILINGS times as high.
+For gradients each parameter is a point, and for log-probs each token beside the sums of rows. Backward adds to a
+residual stream as long as forward's and starts from its rounding error, and the farthest of hundreds of points is
+judged, so for these the ceiling is multiplied by CEILINGS.
 """
 
 import math
@@ -33,7 +33,8 @@ from replay.report.roundoff import FP32_SPACING
 
 LEAST_FACTOR = 4.0
 AN_ORDER = 10.0
-CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}  # of what is the farthest of hundreds of values
+# factors for quantities whose value is the farthest of hundreds of points
+CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}
 
 
 class CellResult(StrEnum):
@@ -49,7 +50,7 @@ class Distance:
 
     value: float
     source: str  # the input
-    place: int  # of its pass among the reference's
+    place: int  # index of its pass among the reference's passes
     num_points: int
     name: str = ""  # of the parameter
 
@@ -63,15 +64,15 @@ class Noise:
     """The noise floor of one quantity in one dtype."""
 
     dtype: Dtype
-    group: str = ""  # of the runs that it is for
+    group: str = ""  # of runs that it applies to
     quantity: str
     floor: float | None  # None: no equivalent run can be trusted
-    equivalent: str  # the run that gave it
+    equivalent: str  # the run that set the floor
     factor: float
     bound: float
     ceiling: float
-    measured: Mapping[str, float]  # each equivalent's distance, by its name
-    distrusted: Sequence[str]  # of these, those that are too far for rounding
+    measured: Mapping[str, float]  # distance by equivalent
+    distrusted: Sequence[str]  # equivalents whose distance is too large for rounding
 
     @property
     def ground(self) -> tuple[str, Dtype]:
@@ -79,7 +80,7 @@ class Noise:
 
 
 def distances(comparison: Comparison) -> dict[str, Distance]:
-    """By quantity: loss, log-probs, those of tokens, gradient norm and gradients where they are there."""
+    """Return distances by quantity: loss, log-probs, token log-probs, gradient norm and gradients, where recorded."""
     return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
 
 
@@ -104,7 +105,7 @@ def _farthest(points: Sequence[Point]) -> Distance:
 def noise_of(
     dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float, *, group: str = ""
 ) -> Noise:
-    """`equivalents` are the distances of the runs that should be equal, by their names; `ceiling` is of a number."""
+    """Return the noise from `equivalents`, distances by run name. `ceiling` applies to a single number."""
     ceiling *= CEILINGS.get(quantity, 1.0)
     measured = {name: one.value for name, one in equivalents.items()}
     trusted = {name: value for name, value in measured.items() if _is_trusted(name, measured, ceiling)}
@@ -133,12 +134,12 @@ def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> boo
     return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
 
 
-def result_of(found: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
+def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
     """Return the result of a cell and the quantities that decide it; `noises` are those of its dtype, by quantity."""
-    if all(one.value <= FP32_SPACING for one in found.values()):
+    if all(one.value <= FP32_SPACING for one in distances.values()):
         return CellResult.EQUAL, []
-    beyond = [name for name, one in found.items() if name in noises and one.value > noises[name].bound]
+    beyond = [name for name, one in distances.items() if name in noises and one.value > noises[name].bound]
     if beyond:
         return CellResult.DIFFERS, beyond
-    unknown = [name for name in found if name not in noises]
+    unknown = [name for name in distances if name not in noises]
     return (CellResult.NOT_JUDGED, unknown) if unknown else (CellResult.WITHIN_NOISE, [])

@@ -1,12 +1,12 @@
-"""What parity runs: for each dtype a reference, runs that should equal it but for rounding, and the matrix's cells.
+"""Plan the runs of parity: for each dtype a reference, its equivalents, and the cells of the matrix.
 
-The reference is one process under the matrix's reference backend, with nothing split, each row apart as
-transformers pads it, through sdpa (eagerly where the model has no sdpa), uncompiled. A cell of d data ranks that
-accumulates n passes averages a gradient over d * n inputs, so it has a reference that accumulates as many. Every cell
-of a dtype is held against the reference of that dtype: what bf16 rounds away would hide an error in fp32.
+The reference is one process under the matrix's reference backend, with nothing sharded, rows padded as transformers
+pads them, sdpa attention (eager if the model has no sdpa), uncompiled. A cell of d data ranks that accumulates n
+passes averages a gradient over d * n inputs, so its reference accumulates as many. Every cell is compared with the
+reference of its own dtype: bf16 rounding would hide an error in fp32.
 
-Beside the inputs that were asked for, a matrix without a file runs the edge shapes that ship with the project, as
-groups of runs with references and noise of their own.
+Besides the requested inputs, a built-in matrix runs the edge shapes that ship with the project, as groups of runs with
+their own references and noise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +26,13 @@ NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
     *("grad_accumulation", "deepspeed_config"),
 )
-FILES = ("deepspeed_config",)  # of a library's own settings
+FILES = ("deepspeed_config",)  # holds settings of one library
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
 class Role(StrEnum):
     REFERENCE = "reference"
-    EQUIVALENT = "equivalent"  # its difference from the reference is rounding alone: this is the noise
+    EQUIVALENT = "equivalent"  # differs from the reference by rounding only: this measures the noise
     CELL = "cell"
 
 
@@ -44,9 +44,9 @@ class Cell:
     role: Role
     spec: RunSpec
     num_processes: int
-    reference: str  # the name of the cell that it is held against; its own for a reference of the dtype
-    varies: str = ""  # of an equivalent: what
-    group: str = ""  # of the runs that share references and noise; empty: of the inputs that were asked for
+    reference: str  # name of the cell it is compared with; the reference of a dtype names itself
+    varies: str = ""  # what an equivalent varies
+    group: str = ""  # runs that share references and noise; empty: the requested inputs
 
     @property
     def num_data_ranks(self) -> int:
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def ground(self) -> tuple[str, Dtype]:
-        """Runs of one ground are held against the same reference, and have the same noise."""
+        """The group and dtype. Runs with the same ground share their reference and their noise."""
         return self.group, self.spec.actor.dtype
 
 
@@ -65,19 +65,19 @@ class Here:
     device: str  # torch's type: cuda, cpu
     num_devices: int
     num_inputs: int
-    config: Any  # of the model, as transformers has it
-    must_pack: bool  # a captured row holds several documents, which padded rows cannot keep apart
+    config: Any  # of the model, as transformers loads it
+    must_pack: bool  # a captured row holds several documents, which padding cannot separate
     group: str = ""
 
     @property
     def kernel(self) -> Attention:
-        """The one that every device has for this model."""
+        """The attention kernel that every device supports for this model."""
         from actor_init.attention.kernels import plain_kernel
 
         return plain_kernel(self.config)
 
     def plain(self, dtype: Dtype) -> Setting:
-        """The reference's."""
+        """Return the setting of the reference."""
         return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
 
     def named(self, setting: Setting, suffix: str = "") -> str:
@@ -86,7 +86,7 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is run, in this order: references, equivalents, cells; and what cannot run, with the reason."""
+    """The runs in order (references, equivalents, cells), and the cells that cannot run, with the reason."""
 
     cells: list[Cell]
     refused: dict[str, str]
@@ -98,9 +98,10 @@ def plan(
     here: Here,
     arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
 ) -> Plan:
-    """`common` is what was typed, by parameter name: of an axis the one value that is wanted, else for every cell.
+    """Plan the runs. `common` holds the typed options by parameter name: for an axis the value wanted, else for every
+    cell.
 
-    `arrange` orders the settings that can run, or chooses among them. Raises UsageError where none can.
+    `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
     """
     asked = run_spec(common)
     wanted = {
@@ -132,21 +133,21 @@ def plan(
         _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
     names = {cell.name for cell in ground.values()}
     for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
-        raise UsageError(f"{lacking}, which others would be held against, cannot run: {refused[lacking]}")
+        raise UsageError(f"{lacking}, which others would be compared with, cannot run: {refused[lacking]}")
     for key, cell in cells.items():
         ground.setdefault(key, cell)
     return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
 def together(plans: Sequence[Plan]) -> Plan:
-    """One plan of all: references first."""
+    """Merge plans into one, references first."""
     cells = [cell for one in plans for cell in one.cells]
     refused = {name: reason for one in plans for name, reason in one.refused.items()}
     return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
 def _window_of(cell: Cell) -> int:
-    """How many inputs one gradient is averaged over."""
+    """Return the number of inputs that one gradient is averaged over."""
     return cell.num_data_ranks * cell.spec.actor.num_accumulated
 
 
@@ -158,7 +159,7 @@ def _add_ground(
     windows: Sequence[int],
     common: Mapping[str, Any],
 ) -> None:
-    """The reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
+    """Add the reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
     plain = here.plain(dtype)
     shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
     admit = partial(_admit, cells, refused, here, common=shared)
@@ -166,7 +167,7 @@ def _add_ground(
     admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
     admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
     for kernel in (one for one in (Attention.EAGER, Attention.FLASH) if one is not here.kernel):
-        # eager keeps every token pair's score for backward; a block's at a time is what fits
+        # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
     if not here.must_pack:
@@ -188,7 +189,7 @@ def _admit(
     suffix: str = "",
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Into `cells` if it is new and can run here, else into `refused` with the reason."""
+    """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
     name = here.named(setting, suffix)
     num_data_ranks = setting.get(DATA, 1)
     backend = setting.get("backend", common.get("backend", DEFAULT))
@@ -219,7 +220,7 @@ def _admit(
     window = num_data_ranks * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:
-        reference = name  # steps on other windows are another training
+        reference = name  # steps on other windows are a different training run
     cell = Cell(
         name=name,
         role=role,
@@ -233,10 +234,10 @@ def _admit(
 
 
 def _is_served(field: str, backend: str) -> bool:
-    """Does an option that was typed for all runs hold for those of `backend`?
+    """Does an option that was typed for all runs apply to those of `backend`?
 
-    A file of one library's settings holds for the backends that take it. Any other option that a backend lacks is asked
-    of its runs too, which are then refused by it.
+    A file with one library's settings applies to the backends that accept it. Any other option that a backend lacks is
+    given to its runs too, and those are refused.
     """
     return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].own_options
 
@@ -246,7 +247,7 @@ def _field_of(parameter: str) -> str:
 
 
 def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
-    """Raises UsageError for what is known to be refused, so that no process is started for it."""
+    """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
     from actor_init.parallel.tensor_parallel import check_divisible
 
     if num_processes > here.num_devices:
@@ -260,7 +261,9 @@ def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
 
 
 def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
-    """Equal for cells that are the same run, however they were asked for. Raises UsageError if no kernel serves it."""
+    """Return a key that is equal for cells that are the same run. Raises UsageError if no attention kernel supports
+    it.
+    """
     import torch
 
     from actor_init.attention.kernels import kernel_name

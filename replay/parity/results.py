@@ -1,4 +1,4 @@
-"""Compare the logs of parity's cells: the noise floor of each dtype, and the result of each cell."""
+"""Compare the logs of parity's cells: compute the noise floor of each dtype and the result of each cell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ MEASURING = (
     "kernel",
     "reduction order",
     "tp",
-)  # equivalents that round otherwise; the rest may well be equal in each bit
+)  # equivalents that change rounding; the others may be bitwise equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedCell:
-    """A cell that has run beside its reference."""
+    """A cell that has run, compared with its reference."""
 
     result: CellResult
     distances: Mapping[str, Distance]  # by quantity
-    deciding: Sequence[str]  # the quantities that are beyond their bound, or have none
-    notes: Sequence[str] = ()  # why it was not judged, or what of it was not
+    deciding: Sequence[str]  # quantities beyond their bound, or without one
+    notes: Sequence[str] = ()  # why it, or part of it, was not judged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixResult:
-    cells: Mapping[str, JudgedCell]  # by name; references of a dtype and cells that did not run are not in it
+    cells: Mapping[str, JudgedCell]  # by name; without references of a dtype and cells that did not run
     noises: Sequence[Noise]
-    remarks: Sequence[str]  # what is wrong with a reference or an equivalent
-    costs: Mapping[str, Statistics]  # by name, of every run
+    remarks: Sequence[str]  # faults of a reference or an equivalent
+    costs: Mapping[str, Statistics]  # by name, for every run
 
     @property
     def is_clean(self) -> bool:
@@ -46,11 +46,11 @@ class MatrixResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distances:
-    """What a comparison of two logs came to: no distances if they could not be compared."""
+    """The result of comparing two logs; no distances if they could not be compared."""
 
     distances: Mapping[str, Distance] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    lacks_norms: bool = False  # that the other had, or of other windows
+    lacks_norms: bool = False  # the gradient norms are missing, or of other windows
 
     @classmethod
     def of(cls, comparison: Comparison) -> "Distances":
@@ -65,14 +65,14 @@ class Distances:
 
 @dataclass(slots=True)
 class MatrixJudge:
-    """Reads each log once, however often it is asked."""
+    """Judge the cells of a matrix. Reads each log once, however often it is asked."""
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
     _found: dict[tuple[str, str], Distances] = field(default_factory=dict)
     _costs: dict[str, Statistics] = field(default_factory=dict)
 
     def result_of(self, rows: Sequence[Row]) -> MatrixResult:
-        """What can be said by the cells that are done."""
+        """Return the results that follow from the cells that are done."""
         done = {row.cell.name: row for row in rows if row.state is State.DONE}
         noises: list[Noise] = []
         remarks: list[str] = []
@@ -89,7 +89,7 @@ class MatrixJudge:
         return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
     def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
-        """None before an equivalent that rounds otherwise has run."""
+        """Return the noise; none before an equivalent that changes rounding has run."""
         group, dtype = ground
         equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
         found: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
@@ -103,29 +103,29 @@ class MatrixJudge:
         return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
-        found = self._compared(row.cell.name, row.cell.reference, done)
-        if not found.distances:
-            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=found.notes)
+        compared = self._compared(row.cell.name, row.cell.reference, done)
+        if not compared.distances:
+            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
         own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
-        outcome, deciding = result_of(found.distances, own)
-        if row.cell.role is Role.REFERENCE:  # it accumulates what the other does not
-            return JudgedCell(result=outcome, distances=found.distances, deciding=deciding)
-        notes = [*found.notes]
+        outcome, deciding = result_of(compared.distances, own)
+        if row.cell.role is Role.REFERENCE:  # its accumulation differs from the other reference's
+            return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding)
+        notes = [*compared.notes]
         if outcome is CellResult.NOT_JUDGED:
             notes.append("no equivalent run measured its noise")
-        if found.lacks_norms and outcome is not CellResult.DIFFERS:
+        if compared.lacks_norms and outcome is not CellResult.DIFFERS:
             outcome = CellResult.NOT_JUDGED
-        return JudgedCell(result=outcome, distances=found.distances, deciding=deciding, notes=notes)
+        return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
 
     def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Distances:
         if reference not in done:
             return Distances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._found:
             try:
-                found = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
+                distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                found = Distances(notes=[str(error)])
-            self._found[name, reference] = found
+                distances = Distances(notes=[str(error)])
+            self._found[name, reference] = distances
         return self._found[name, reference]
 
     def _ceiling(self, dtype: Dtype, row: Row) -> float:
@@ -144,7 +144,7 @@ class MatrixJudge:
         return self._costs[row.cell.name]
 
     def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
-        """A reference of a narrow dtype that is further from fp32's than rounding explains."""
+        """Report references of a narrow dtype that are farther from the fp32 reference than rounding explains."""
         plain: dict[Dtype, Row] = {}
         for row in done.values():
             if row.cell.reference == row.cell.name and not row.cell.group:
@@ -153,9 +153,9 @@ class MatrixJudge:
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
-            found = self._compared(row.cell.name, wide.cell.name, done)
+            compared = self._compared(row.cell.name, wide.cell.name, done)
             of_a_number = self._ceiling(dtype, row)
-            for quantity, distance in found.distances.items():
+            for quantity, distance in compared.distances.items():
                 ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
                 if distance.value > ceiling:
                     remarks.append(
@@ -169,8 +169,8 @@ def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
     said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
     where = f"{noise.group}, " if noise.group else ""
     text = (
-        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for rounding explains {noise.ceiling:.2g}, and no "
-        f"order more than the other equivalents show: {said}"
+        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for it is more than rounding explains "
+        f"({noise.ceiling:.2g}), or an order of magnitude above the other equivalents: {said}"
     )
     if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
         return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"

@@ -1,4 +1,4 @@
-"""`replay parity`: one folder of captures through a matrix of configurations, each in processes of its own."""
+"""Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
 
 import math
 import shlex
@@ -41,13 +41,13 @@ NUM_INPUTS = 8
 class Limits:
     cell: float  # seconds
     total: float | None  # seconds; no cell is started after it
-    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell
+    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell at a time
 
 
 def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
     """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
 
-    `common` is what was typed of a replay's own options. Raises UsageError before anything has run.
+    `common` holds the replay options that were typed. Raises UsageError before anything has run.
     """
     _refuse_what_parity_sets(common)
     spec = run_spec(common)
@@ -69,9 +69,9 @@ def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limit
 
 
 def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Here) -> Iterator[Plan]:
-    """The runs of edge shapes: the same model and options on inputs that ship with the project.
+    """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.
 
-    Not under --step, where few tokens make for steps that rounding alone turns.
+    Skipped under --step: steps on so few tokens are dominated by rounding.
     """
     if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
         return
@@ -89,7 +89,7 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Her
 
 
 def _of_edges(here: Here, folder: Path) -> Here:
-    """Raises UsageError where the model lacks the inputs' tokens."""
+    """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import capture_files, read_micro_batch
 
@@ -101,9 +101,9 @@ def _of_edges(here: Here, folder: Path) -> Here:
 
 
 def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
-    """The cells of a parity run that have not run yet, and the report of all.
+    """Run the cells of a parity run that have not run yet, and report all of them.
 
-    Raises UsageError without such a run, or where it is another machine's or was made with other versions.
+    Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
     """
     log = ParityLog.read(folder)
     if any(log.pending()):
@@ -112,7 +112,7 @@ def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
 
 
 def _refuse_elsewhere(log: ParityLog) -> None:
-    """What is run here would be held against what was run there."""
+    """Raise UsageError on another kind of machine: new runs would be compared with runs made there."""
     machine = Machine(num_devices=log.num_devices, has_gpus=log.device == "cuda")
     if not machine.is_here:
         there, here = (
@@ -130,7 +130,7 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
 
 
 def _here(spec: RunSpec, num_devices: int | None) -> Here:
-    """Heavy: reads the inputs, and asks torch and transformers."""
+    """Describe this machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
     from replay.runner.selection import select
@@ -138,8 +138,8 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
 
     machine = Machine.here(num_devices)
     if not machine.is_here:
-        found = Machine.here().num_devices
-        raise UsageError(f"--num-devices {num_devices}, and this machine has {found} GPUs. Give at most {found}")
+        num_gpus = Machine.here().num_devices
+        raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
     inputs = select(wanted, 0, 1).inputs
     if not inputs:
@@ -157,11 +157,12 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
 def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     judge, progress = MatrixJudge(), ParityProgress(log)
     began = time.monotonic()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit around us ends the run's processes too
+    # a SIGTERM, such as that of a time limit, ends the runs' processes too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     differences: Pairs = []
     interrupted = False
     try:
-        for are_references in (True, False):  # the others need to know what became of theirs
+        for are_references in (True, False):  # the others depend on the outcome of their references
             for number, settled in _settle(log, are_references, limits, began):
                 progress.ended(number, settled, judge.result_of(log.rows))
         if trace:
@@ -179,7 +180,7 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
 
 
 def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
-    """Run what is pending, but for rows whose reference failed. What was interrupted, or out of time, stays pending."""
+    """Run pending rows, except those whose reference failed. Interrupted or out-of-time rows stay pending."""
     states = {row.cell.name: row.state for row in log.rows}
     runnable = []
     for number, row in log.pending():
@@ -189,23 +190,23 @@ def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) 
         if reference is State.DONE:
             runnable.append((number, row))
         elif reference is not State.PENDING:
-            trouble = f"not run, for its reference was not: {row.cell.reference}"
-            yield number, log.settle(number, state=State.FAILED, trouble=trouble)
+            error = f"not run because its reference was not: {row.cell.reference}"
+            yield number, log.settle(number, state=State.FAILED, error=error)
     tasks = ((number, _task(log, number, row, limits.cell)) for number, row in runnable)
     gpus = visible_gpus(log.num_devices) if limits.at_once and log.device == "cuda" else []
     at_once = limits.at_once or 1
     ran_alone = at_once * max(len(gpus), 1) == 1
     until = math.inf if limits.total is None else began + limits.total
     for number, child in run_children(tasks, at_once=at_once, gpus=gpus, until=until):
-        state, trouble, folder = _outcome(child)
-        row = log.settle(number, state=state, trouble=trouble, seconds=child.seconds, ran_alone=ran_alone, log=folder)
+        state, error, folder = _outcome(child)
+        row = log.settle(number, state=state, error=error, seconds=child.seconds, ran_alone=ran_alone, log=folder)
         yield number, row
 
 
 def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
     home = log.home_of(number)
     home.mkdir(parents=True, exist_ok=True)
-    logs = home / str(len(list(home.iterdir())))  # a new one for each attempt
+    logs = home / str(len(list(home.iterdir())))  # a new folder for each attempt
     return Task(
         arguments=command_line(row.cell.spec),
         num_processes=row.cell.num_processes,
@@ -217,14 +218,15 @@ def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:
     if child.is_refusal:
-        return State.REFUSED, child.trouble, None
+        return State.REFUSED, child.error, None
     if child.exit_code not in (0, 1):
-        return State.FAILED, child.trouble, None
+        return State.FAILED, child.error, None
     try:
-        return State.DONE, child.trouble, PastRun.read(child.logs).folder  # damaged inputs make it 1, with every pass
+        # an exit code of 1 with every pass done: some inputs were damaged
+        return State.DONE, child.error, PastRun.read(child.logs).folder
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
-        return State.FAILED, str(error) if has_run else child.trouble, None
+        return State.FAILED, str(error) if has_run else child.error, None
 
 
 def _report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:

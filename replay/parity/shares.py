@@ -1,4 +1,4 @@
-"""What parity's picture shows: how much of its bound each run's distances are."""
+"""Compute what parity's plot shows: each run's distances as a share of their bound."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,12 +7,12 @@ from replay.parity.results import MatrixResult
 from replay.parity.state import ParityLog
 from replay.report.text import counted, engine_text
 
-MAX_RUNS = 60  # more lines than that are no picture
-Shares = Mapping[str, Mapping[str, Sequence[float]]]  # of the runs that a line stands for, by its name and quantity
+MAX_RUNS = 60  # a plot with more lines is unreadable
+Shares = Mapping[str, Mapping[str, Sequence[float]]]  # shares of a line's runs, by its name and quantity
 
 
 def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
-    """A line a run; of more than MAX_RUNS, a line for each value of an option, as `tp 2 (96 runs)`."""
+    """Return a line per run; for more than MAX_RUNS, a line per value of an option, such as `tp 2 (96 runs)`."""
     bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
     by_run = {
@@ -39,7 +39,7 @@ def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
 
 
 def _values(cell: Cell) -> Iterator[str]:
-    """Of every option that a matrix without a file varies."""
+    """Yield the cell's value of every option that a built-in matrix varies."""
     actor = cell.spec.actor
     yield engine_text(actor.backend, actor.resolved_zero_stage)
     yield actor.dtype

@@ -1,4 +1,4 @@
-"""The state of a parity run, `logs/<time>-parity/parity.json`: rewritten whole whenever a cell has ended.
+"""Keep the state of a parity run in `logs/<time>-parity/parity.json`, rewritten whenever a cell ends.
 
 {"format": 2, "command": "replay parity --matrix quick", "finished": false, "device": "cpu", "num_devices": 2,
  "refused": {"fsdp2 bf16 packed flash": "flash-attn has no CPU kernel. Try: [...]"},
@@ -28,24 +28,26 @@ FILE = "parity.json"
 class State(StrEnum):
     PENDING = "pending"  # not run yet, or interrupted
     DONE = "done"
-    REFUSED = "refused"  # by the run itself, as what makes no sense or cannot be had here
+    REFUSED = "refused"  # by the run itself: the options contradict each other or need what this machine lacks
     FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A cell and what became of it."""
+    """A cell and the state of its run."""
 
     cell: Cell
     state: State = State.PENDING
-    trouble: str = ""
+    error: str = ""
     seconds: float | None = None
-    ran_alone: bool = True  # else its times say nothing
-    log: Path | None = None  # the run's folder
+    ran_alone: bool = True  # otherwise its times mean nothing
+    log: Path | None = None  # the folder of its log
 
     @property
     def is_open(self) -> bool:
-        """It has not run yet, or failed beside others, or for a reference did: alone it might not."""
+        """Is the cell to be run? Also if it failed beside other runs, or because a reference did: alone it might
+        succeed.
+        """
         has_run_alone = self.seconds is not None and self.ran_alone
         return self.state is State.PENDING or (self.state is State.FAILED and not has_run_alone)
 
@@ -60,7 +62,7 @@ class ParityLog:
     refused: dict[str, str]
     result: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
     finished: bool = False
-    _lines: list[str] = field(init=False)  # the rows as JSON: to spell a thousand takes half a second
+    _lines: list[str] = field(init=False)  # rows as JSON text: serialising a thousand takes half a second
 
     def __post_init__(self) -> None:
         self._lines = [_line(row, self.folder) for row in self.rows]
@@ -80,7 +82,9 @@ class ParityLog:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """What is open is pending again. Raises UsageError for what no parity run of this version left."""
+        """Read the log, with unfinished rows pending again. Raises UsageError for anything but a parity run of this
+        version.
+        """
         path = folder / FILE
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +95,7 @@ class ParityLog:
         if isinstance(whole, dict) and whole.get("format", FORMAT) != FORMAT:
             raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
         try:
-            written = from_json(_File, whole, source=f"{path} is damaged", ignore_others=True)
+            written = from_json(_File, _with_current_keys(whole), source=f"{path} is damaged", ignore_others=True)
             rows = [
                 _row_of(line, folder, source=f"{path} is damaged: cells.{number}")
                 for number, line in enumerate(written.cells)
@@ -122,7 +126,7 @@ class ParityLog:
         write_atomically(self.folder / FILE, f'{text},\n "cells": [\n  {cells}\n ]\n}}\n'.encode())
 
     def pending(self) -> Iterator[tuple[int, Row]]:
-        """As they are when they are reached."""
+        """Yield the pending rows, checking each when it is reached."""
         for number in range(len(self.rows)):
             if self.rows[number].state is State.PENDING:
                 yield number, self.rows[number]
@@ -134,14 +138,14 @@ class ParityLog:
         return self.rows[number]
 
     def home_of(self, number: int) -> Path:
-        """Where the files of a cell belong."""
+        """Return the folder for a cell's files."""
         name = re.sub(r"[^\w.]+", "-", self.rows[number].cell.name).strip("-")
         return self.folder / "cells" / f"{number + 1:03d}-{name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """A row as parity.json has it."""
+    """One row as parity.json stores it."""
 
     name: str
     role: Role
@@ -150,16 +154,16 @@ class _Line:
     varies: str
     group: str
     state: State
-    trouble: str
+    error: str
     seconds: float | None
-    log: str | None  # from the folder of parity.json
+    log: str | None  # relative to the folder of parity.json
     ran_alone: bool
     spec: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """What is read of parity.json to go on with it."""
+    """The fields of parity.json that --continue reads."""
 
     format: int
     command: str
@@ -167,6 +171,17 @@ class _File:
     num_devices: int
     refused: dict[str, str]
     cells: list[_Line]
+
+
+def _with_current_keys(whole: Any) -> Any:
+    """Rename the key `trouble` of cells, which earlier versions wrote, to `error`."""
+    if not isinstance(whole, dict) or not isinstance(whole.get("cells"), list):
+        return whole
+    cells = [
+        {"error" if key == "trouble" else key: value for key, value in cell.items()} if isinstance(cell, dict) else cell
+        for cell in whole["cells"]
+    ]
+    return whole | {"cells": cells}
 
 
 def _line(row: Row, folder: Path) -> str:
@@ -178,7 +193,7 @@ def _line(row: Row, folder: Path) -> str:
         varies=row.cell.varies,
         group=row.cell.group,
         state=row.state,
-        trouble=row.trouble,
+        error=row.error,
         seconds=row.seconds,
         log=None if row.log is None else str(row.log.relative_to(folder)),
         ran_alone=row.ran_alone,
@@ -200,7 +215,7 @@ def _row_of(line: _Line, folder: Path, *, source: str) -> Row:
     row = Row(
         cell=cell,
         state=line.state,
-        trouble=line.trouble,
+        error=line.error,
         seconds=line.seconds,
         ran_alone=line.ran_alone,
         log=None if line.log is None else folder / line.log,

@@ -1,4 +1,4 @@
-"""A parity run as text: its progress, the noise, a row a cell, what failed or was refused, and how to go on."""
+"""Format a parity run as text: progress, noise, a row per cell, failures and refusals, and how to continue."""
 
 import shlex
 from collections import Counter
@@ -27,13 +27,16 @@ def header(log: ParityLog) -> Pairs:
 
 
 def ended(number: int, row: Row, log: ParityLog, result: MatrixResult) -> str:
-    """As `3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s`."""
+    """Format one ended run.
+
+    3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s
+    """
     judged = result.cells.get(row.cell.name)
     found = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
-    trouble = [row.trouble] if row.state is not State.DONE else []
+    error = [row.error] if row.state is not State.DONE else []
     took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
     verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else result_text(row, judged)
-    said = ", ".join([verdict, *found, *trouble, *took])
+    said = ", ".join([verdict, *found, *error, *took])
     return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
 
 
@@ -57,7 +60,7 @@ def noise_table(result: MatrixResult) -> Columns:
 
 
 def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
-    """A row a run that has been made, in the order of the runs; a distance is the largest, relative, of any input."""
+    """Return a row per finished run, in run order; a distance is the largest relative difference of any input."""
     made = [row for row in log.rows if row.state is not State.PENDING]
     rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in made]
     return {
@@ -72,12 +75,12 @@ def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
 
 
 def _distance(judged: JudgedCell | None, quantity: str) -> str:
-    found = judged.distances.get(quantity) if judged else None
-    return "-" if found is None else f"{found.value:.3g}"
+    distance = judged.distances.get(quantity) if judged else None
+    return "-" if distance is None else f"{distance.value:.3g}"
 
 
-def troubles(log: ParityLog, result: MatrixResult) -> Pairs:
-    """What the table cannot say: where and by how much a run differs, why one failed, what was refused."""
+def failures(log: ParityLog, result: MatrixResult) -> Pairs:
+    """Return what the table does not show: where and by how much a run differs, why one failed, what was refused."""
     bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
     pairs: Pairs = []
     for row in log.rows:
@@ -91,14 +94,14 @@ def troubles(log: ParityLog, result: MatrixResult) -> Pairs:
             pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
         pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
         if row.state is State.FAILED:
-            pairs.append(("FAILED", f"{row.cell.name}: {row.trouble}"))
+            pairs.append(("FAILED", f"{row.cell.name}: {row.error}"))
     pairs += [("WRONG", remark) for remark in result.remarks]
     return pairs + _refused(log)
 
 
 def _refused(log: ParityLog) -> Pairs:
-    """A line a reason."""
-    reasons = log.refused | {row.cell.name: row.trouble for row in log.rows if row.state is State.REFUSED}
+    """Return a line per reason for refusing runs."""
+    reasons = log.refused | {row.cell.name: row.error for row in log.rows if row.state is State.REFUSED}
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
@@ -111,7 +114,7 @@ def _several(names: Sequence[str]) -> str:
 
 
 def commands(log: ParityLog) -> list[str]:
-    """What runs each again, by itself."""
+    """Return the commands that repeat each run by itself."""
     return [
         shlex.join([*(_launcher(row.cell.num_processes)), "replay", *command_line(row.cell.spec)]) for row in log.rows
     ]

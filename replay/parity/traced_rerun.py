@@ -1,4 +1,4 @@
-"""Where a run that differs parts from its reference: both again, traced, and beside them what measures the noise.
+"""Find where a differing run departs from its reference: trace both again, beside equivalents that measure the noise.
 
 Only the inputs of one gradient are run, those of the pass where the two are farthest apart.
 """
@@ -20,32 +20,32 @@ from replay.tracing.first_difference import FirstDifference, first_difference
 
 
 class Partings:
-    """Finds them, and runs no traced run twice: references and equivalents serve many runs that differ."""
+    """Find the first difference of each differing run. References and equivalents are traced once and shared."""
 
     def __init__(self, log: ParityLog, limit: float) -> None:
         self._log = log
-        self._limit = limit  # seconds of one run
+        self._limit = limit  # seconds per run
         self._rows = {row.cell.name: row for row in log.rows}
         self._traced: dict[tuple[str, int, int], Path] = {}
 
     def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
-        """A line for each run that differs."""
+        """Yield a line for each run that differs."""
         distrusted = {name for noise in result.noises for name in noise.distrusted}
         measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
         sound = [name for name in result.cells if name in measuring - distrusted]
         for name, judged in result.cells.items():
             if judged.result is CellResult.DIFFERS:
-                place = judged.distances[judged.deciding[0]].place
+                index = judged.distances[judged.deciding[0]].place
                 try:
-                    said = parting(self._between(self._rows[name].cell, place, sound))
+                    said = parting(self._between(self._rows[name].cell, index, sound))
                 except UsageError as error:
                     said = f"not found: {error}"
                 yield "first", f"{name}: {said}"
 
-    def _between(self, cell: Cell, place: int, sound: Sequence[str]) -> FirstDifference | None:
-        """`place` is that of the farthest pass."""
-        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # of a gradient
-        first = place // num_inputs * num_inputs
+    def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
+        """Find the first difference; `index` is that of the farthest pass."""
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # behind one gradient
+        first = index // num_inputs * num_inputs
         others = [self._rows[name].cell for name in sound if name != cell.name]
         equivalents = [one for one in others if one.ground == cell.ground]
         reference = self._rows[cell.reference].cell
@@ -53,7 +53,7 @@ class Partings:
         return first_difference(folders[0], folders[1], folders[2:])
 
     def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
-        """The log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
+        """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
         if (key := (cell.name, first, num_inputs)) not in self._traced:
             num_each = num_inputs // cell.num_data_ranks
             spec = replace(
@@ -74,6 +74,6 @@ class Partings:
             )
             child = run_child(task)
             if child.exit_code != 0:
-                raise UsageError(f"the traced run of {cell.name} failed: {child.trouble}")
+                raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
             self._traced[key] = PastRun.read(home).folder
         return self._traced[key]

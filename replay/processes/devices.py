@@ -1,4 +1,4 @@
-"""Where runs in processes of their own can be: on GPUs, or in processes that stand in for them on a CPU."""
+"""Describe the devices that runs in their own processes can use: GPUs, or CPU processes that stand in for them."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,16 @@ class Machine:
 
     @classmethod
     def here(cls, num_devices: int | None = None) -> "Machine":
-        """This machine, or so many devices of it, which may be more than it has: see `is_here`."""
+        """Return this machine with all its devices, or with `num_devices`, which may be more than it has: see
+        `is_here`.
+        """
         import torch
 
-        found = torch.cuda.device_count()
-        return cls(num_devices=num_devices or found or PROCESSES_ON_A_CPU, has_gpus=found > 0)
+        num_gpus = torch.cuda.device_count()
+        return cls(num_devices=num_devices or num_gpus or PROCESSES_ON_A_CPU, has_gpus=num_gpus > 0)
 
     @property
     def is_here(self) -> bool:
-        """Is this machine of that kind, and has it as many GPUs?"""
+        """Is this machine of the same kind, with at least as many GPUs?"""
         here = Machine.here()
         return self.has_gpus == here.has_gpus and (not self.has_gpus or self.num_devices <= here.num_devices)

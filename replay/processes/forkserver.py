@@ -1,7 +1,8 @@
-"""Programs that begin where their imports have ended: in processes forked from one that has made them.
+"""Start replay processes from a fork server that has already imported torch and DeepSpeed.
 
-Most of a short replay is imports. The fork server is Python's own (`multiprocessing`): it imports what `preloaded.py`
-names and nothing else, so that what is forked from it has no threads, no GPU and no state of any run.
+Most of a short replay's time is spent on imports. The fork server is Python's own (`multiprocessing`): it imports
+`forkserver_preload.py` and nothing else, so that processes forked from it have no threads, no GPU and no state of a
+run.
 """
 
 import multiprocessing
@@ -20,17 +21,19 @@ CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
 
 
 def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
-    """Run `python program arguments` here, in a session of its own; what it prints is added to the file `output`."""
+    """Run `python program arguments` in a forked process with its own session; output is appended to the file
+    `output`.
+    """
     process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output, Path.cwd()))
-    with _environment(_of_the_fork_server()):  # which the first process starts
+    with _environment(_of_the_fork_server()):  # used by the first process, which starts the server
         process.start()
     return process
 
 
 def _of_the_fork_server() -> dict[str, str]:
-    """Its environment: it must not initialise CUDA, which a forked process could not use.
+    """Return the fork server's environment: it must not initialise CUDA, which forked processes could not use.
 
-    NVML tells torch of GPUs without that; of none, where none are visible, torch knows without NVML.
+    With NVML torch can count GPUs without initialising CUDA; if no GPU is visible, torch knows without NVML.
     """
     import torch
 
@@ -43,7 +46,7 @@ def _of_the_fork_server() -> dict[str, str]:
 def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:
     import torch
 
-    multiprocessing.set_start_method(None, force=True)  # the fork server made itself the default of what it forks
+    multiprocessing.set_start_method(None, force=True)  # the fork server set itself as the default method of its forks
     os.setsid()
     os.chdir(folder)
     with output.open("ab") as file:
@@ -51,7 +54,7 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _replace_environment(environment)
-    if torch.cuda._is_in_bad_fork():  # without NVML, CUDA was asked for GPUs, and is of no use in a forked process
+    if torch.cuda._is_in_bad_fork():  # without NVML, the server initialised CUDA to count GPUs
         os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")

@@ -1,6 +1,6 @@
-"""What a replay imports, imported: for the fork server of `warm.py` alone.
+"""Import what a replay imports, in the fork server of `forkserver.py`.
 
-What fails here fails, and what is printed here is printed, in the run.
+An import that fails or prints here does so again in the run.
 """
 
 import gc
@@ -25,12 +25,12 @@ MODULES = (
 
 
 def preload() -> None:
-    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"  # as a World chooses its device
+    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"  # as World selects its device
     for name in MODULES:
         with suppress(Exception):
             import_module(name)
     gc.collect()
-    gc.freeze()  # or the first collection in each fork copies every page
+    gc.freeze()  # otherwise the first collection in each fork copies every page
 
 
 terminal = [os.dup(number) for number in (1, 2)]

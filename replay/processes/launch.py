@@ -1,4 +1,4 @@
-"""One process was started and the toggles need more: start them here, as torchrun would."""
+"""Start the processes that --tp and --ring need, as torchrun would, if only one was started."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-GRACE = 30.0  # seconds for the ranks to say what happened, as torchrun gives them
+GRACE = 30.0  # seconds that ranks get to report what happened, as under torchrun
 
 
 def num_processes_missing(parallel: ParallelSpec) -> int:
-    """How many processes to start here; 0 where one is enough, or a launcher started more than one."""
+    """Return how many processes to start here; 0 if one is enough, or a launcher started more than one."""
     needed = parallel.tp * parallel.ring
     return needed if needed > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1 else 0
 
@@ -31,7 +31,7 @@ def num_processes_missing(parallel: ParallelSpec) -> int:
 def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `replay` with `arguments` in that many processes on this machine, and return their exit code.
 
-    Raises UsageError if there are fewer GPUs than that, on a machine that has any.
+    Raises UsageError if the machine has GPUs, but fewer than that.
     """
     import torch
 
@@ -46,26 +46,30 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` but for what a launcher set; threads as torchrun sets them: processes share the machine's cores."""
+    """Return `environment` without a launcher's variables, with thread counts as torchrun sets them: ranks share the
+    cores.
+    """
     own = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in own.items() if name not in OF_A_LAUNCHER}
 
 
 def visible_gpus(number: int) -> list[str]:
-    """The first `number` of this process's GPUs, as its children's CUDA_VISIBLE_DEVICES may name them."""
+    """Return the first `number` of this process's GPUs, as values for its children's CUDA_VISIBLE_DEVICES."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (own.split(",") if own else [str(index) for index in range(number)])[:number]
 
 
 def store_of_ranks() -> "TCPStore":
-    """Where the ranks of a run meet, as torchrun's agent keeps it: here, so that nobody else can take its port."""
+    """Open the store where the ranks of a run meet, as torchrun's agent does: here, so that no one else takes its
+    port.
+    """
     from torch.distributed import TCPStore
 
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def variables_of_ranks(num_processes: int, port: int) -> list[dict[str, str]]:
-    """What torchrun would set for each process of a run on this machine, whose `store_of_ranks` listens on `port`."""
+    """Return the variables that torchrun sets for each process of a run whose `store_of_ranks` listens on `port`."""
     shared = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared for rank in range(num_processes)]
@@ -74,10 +78,11 @@ def variables_of_ranks(num_processes: int, port: int) -> list[dict[str, str]]:
 def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
     """Run this Python with `arguments` in that many processes, as torchrun would, and return their exit code.
 
-    A signal that would end this process goes on to them first; the exit code is then 128 and its number, as a shell's.
+    A signal that would end this process is passed on to them first; the exit code is then 128 plus its number, as a
+    shell's.
     """
     store = store_of_ranks()
-    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)  # as torchrun sets it
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)  # torchrun's setting
     command = [sys.executable, *arguments]
     with _signals_raised():
         ranks = None
@@ -86,12 +91,12 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
                 partial(start, command, environment | own) for own in variables_of_ranks(num_processes, store.port)
             )
             exit_code = ranks.wait()
-            assert exit_code is not None, "they have no limit"
+            assert exit_code is not None, "there is no time limit"
             ranks.end(grace=GRACE)
             return exit_code
         except _Signalled as signalled:
             if ranks is not None:
-                with suppress(_Signalled):  # a second one: they are killed below
+                with suppress(_Signalled):  # on a second signal they are killed below
                     ranks.end(grace=GRACE, first=signalled.number)
             return 128 + signalled.number
         finally:
@@ -107,7 +112,7 @@ class _Signalled(BaseException):
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise _Signalled at a signal that would end this process, where that can be had: in the main thread."""
+    """Raise _Signalled on a signal that would end this process, if this is the main thread."""
 
     def handler(number: int, frame: FrameType | None) -> NoReturn:
         raise _Signalled(number)
@@ -115,7 +120,7 @@ def _signals_raised() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # ignored under nohup
     before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield

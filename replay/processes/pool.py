@@ -1,4 +1,4 @@
-"""A replay in processes of its own, so that out of memory, a crash or a hang there ends nothing else."""
+"""Run replays in their own processes, so that out of memory, a crash or a hang there ends nothing else."""
 
 import math
 import os
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key")
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-PROGRAM = Path(__file__).parents[1]  # as in `python replay`
-REFUSED = 2  # the exit code of a replay that cannot be had
+PROGRAM = Path(__file__).parents[1]  # run as `python replay`
+REFUSED = 2  # the exit code of a replay with invalid options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Child:
-    """A replay that has ended, well or not."""
+    """A replay that has ended, successfully or not."""
 
     exit_code: int | None  # None: it did not end within its limit
     seconds: float
     output: Path  # what it printed
-    logs: Path  # holds the folder of its run, if it came that far
+    logs: Path  # holds the folder of its run, if it got that far
 
     @property
     def is_refusal(self) -> bool:
-        """Did it say beforehand that it cannot be had?"""
+        """Did it refuse its options before it started?"""
         return self.exit_code == REFUSED
 
     @property
-    def trouble(self) -> str:
-        """Why it failed, in one line; empty if all was well."""
+    def error(self) -> str:
+        """Return why it failed, in one line; empty if it succeeded."""
         if self.exit_code == 0:
             return ""
         if self.exit_code is None:
-            return f"no end within {self.seconds:.0f} s, see {self.output}"
+            return f"not finished within {self.seconds:.0f} s, see {self.output}"
         said = re.findall(r"^replay: (?:rank \d+: )?(.+)", self.output.read_text(errors="replace"), re.MULTILINE)
         errors = [line for line in said if not line.endswith("starting them")]
         if errors:
@@ -57,9 +57,9 @@ class Child:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """`replay` with `arguments` in that many processes on this machine, for at most `limit` seconds.
+    """`replay` with `arguments` in a number of processes on this machine, for at most `limit` seconds.
 
-    Its run is logged in a new folder below `logs`, and what it prints goes into the file `output`.
+    Its run is logged in a new folder below `logs`, and its output goes into the file `output`.
     """
 
     arguments: Sequence[str]
@@ -70,7 +70,7 @@ class Task:
 
 
 def run_child(task: Task) -> Child:
-    """One task, to its end. On Ctrl-C, or any other exception here, it is ended first."""
+    """Run one task to its end. On Ctrl-C, or any other exception here, it is ended first."""
     [(_, child)] = run_children([(None, task)], at_once=1)
     return child
 
@@ -78,11 +78,12 @@ def run_child(task: Task) -> Child:
 def run_children(
     tasks: Iterable[tuple[Key, Task]], *, at_once: int, gpus: Sequence[str] = (), until: float = math.inf
 ) -> Generator[tuple[Key, Child], None, None]:
-    """What became of each, as they end. None begins before there is room for it, or after time.monotonic() `until`.
+    """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
+    (monotonic).
 
-    Of `gpus`, as CUDA_VISIBLE_DEVICES names them, a task sees one a process, those with the fewest others, and
-    `at_once` processes are on each. Without them a task sees what this process does, and `at_once` tasks run.
-    On Ctrl-C, or any other exception here or where this is iterated, those that run are ended first.
+    If `gpus` are given, as CUDA_VISIBLE_DEVICES names them, a task gets one per process, the least used ones, and up
+    to `at_once` processes share each. Otherwise a task sees what this process sees, and `at_once` tasks run. On
+    Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
     """
     waiting = iter(tasks)
     following = next(waiting, None)
@@ -113,9 +114,9 @@ def run_children(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
     task: Task
-    gpus: Sequence[str]  # that it alone was given; empty: it sees what this process does
+    gpus: Sequence[str]  # reserved for it; empty: it sees what this process does
     ranks: Group
-    store: "TCPStore | None"  # where they meet, while this is alive
+    store: "TCPStore | None"  # where its ranks meet
 
     @classmethod
     def of(cls, task: Task, gpus: Sequence[str]) -> Self:
@@ -129,7 +130,7 @@ class _Running:
         return cls(task=task, gpus=gpus, ranks=Group.start(starts, limit=task.limit), store=store)
 
     def ended(self) -> Child:
-        """What has not is ended here. The exit code is that of a rank that failed, if one did."""
+        """End what still runs and return the result. The exit code is that of a failed rank, if any."""
         exit_code, seconds = self.ranks.exit_code, self.ranks.seconds
         self.ranks.end(grace=GRACE)
         return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)

@@ -1,8 +1,8 @@
-"""Start child processes, watch them and end them: the one place where replay does so.
+"""Start child processes, watch them and end them: the only place in replay that does so.
 
-Each child has a session of its own, so that a signal reaches what it has started too. Children that succeed or fail
-together, such as the ranks of one run, are a `Group`: it is over when all have ended, when one has failed, or when its
-time is up. What is left then is ended: SIGTERM, some seconds of grace, SIGKILL.
+Each child has its own session, so that a signal also reaches the processes it has started. Children that succeed or
+fail together, such as the ranks of one run, are a `Group`: it is over when all have ended, when one has failed, or
+when its time is up. The rest are then ended: SIGTERM, a grace period, SIGKILL.
 """
 
 import math
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from typing import IO, Self
 
-Process = subprocess.Popen[bytes] | ForkServerProcess  # either is in a session of its own
-POLL_SECONDS = 0.05  # between looks at the children
+Process = subprocess.Popen[bytes] | ForkServerProcess  # either has its own session
+POLL_SECONDS = 0.05  # between polls of the children
 
 
 def start(
@@ -27,7 +27,7 @@ def start(
     stdin: int | None = None,
     output: IO[bytes] | None = None,
 ) -> Process:
-    """Start `command` in a session of its own. What it prints goes into `output`, else where this process prints."""
+    """Start `command` in its own session. Its output goes to `output`, or to this process's output."""
     return subprocess.Popen(
         command, stdin=stdin, stdout=output, stderr=output, env=dict(environment), start_new_session=True
     )
@@ -35,7 +35,7 @@ def start(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """Children that succeed or fail together, with `deadline` by time.monotonic()."""
+    """Children that succeed or fail together, with a `deadline` in time.monotonic()."""
 
     processes: Sequence[Process]
     began: float
@@ -43,7 +43,7 @@ class Group:
 
     @classmethod
     def start(cls, starts: Iterable[Callable[[], Process]], *, limit: float = math.inf) -> Self:
-        """Make all of them run for at most `limit` seconds. Where one cannot be started, those before it are ended."""
+        """Start all children, for at most `limit` seconds. If one cannot be started, the earlier ones are ended."""
         began = time.monotonic()
         processes: list[Process] = []
         try:
@@ -55,23 +55,23 @@ class Group:
 
     @property
     def exit_code(self) -> int | None:
-        """A failed process's, if there is one; None where one has not ended; else 0."""
+        """Return the exit code of a failed process if there is one; None if one has not ended; else 0."""
         codes = [_exit_code(one) for one in self.processes]
         failed = [code for code in codes if code]
         return failed[0] if failed else None if None in codes else 0
 
     @property
     def is_over(self) -> bool:
-        """All have ended, or one has failed, as launchers see it, or there is no time left."""
+        """Have all ended, or has one failed, or is the time up?"""
         return self.exit_code is not None or time.monotonic() > self.deadline
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.began
 
     def wait(self) -> int | None:
-        """Wait until it is over, and return its exit code."""
+        """Wait until the group is over, and return its exit code."""
         while not self.is_over:
             time.sleep(POLL_SECONDS)
         return self.exit_code
@@ -81,13 +81,13 @@ class Group:
 
 
 def wait_for_one(groups: Sequence[Group]) -> None:
-    """Wait until one of them is over."""
+    """Wait until one of the groups is over."""
     while not any(group.is_over for group in groups):
         time.sleep(POLL_SECONDS)
 
 
 def end(processes: Sequence[Process], *, grace: float, first: int = signal.SIGTERM) -> None:
-    """End those that still run, each with what it has started: signal `first`, `grace` seconds, SIGKILL."""
+    """End the running processes and what they have started: signal `first`, `grace` seconds, SIGKILL."""
     for number in (first, signal.SIGKILL):
         for process in _alive(processes):
             _signal(process, number)

@@ -1,19 +1,19 @@
-"""A check is plain data: what was looked at, how it is, what it costs and what to type."""
+"""Represent a check as plain data: what was checked, its status, the consequence and what to type."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-MAX_LENGTH = 300  # of what was found, on the console; --json has it whole
+MAX_LENGTH = 300  # of a finding on the console; --json has it whole
 
 
 class Status(StrEnum):
     OK = "ok"
-    NOTE = "note"  # works, and is worth knowing
+    NOTE = "note"  # works, but worth knowing
     NOT_NEEDED = "not needed"
     MISSING = "missing"
     BROKEN = "broken"
-    NO_ANSWER = "no answer"  # in its time: a hang, or a slow machine
-    FAILED = "failed"  # works, and gave another answer than it should
+    NO_ANSWER = "no answer"  # not finished in time: a hang, or a slow machine
+    FAILED = "failed"  # ran, and gave a wrong answer
     NOT_RUN = "not run"
 
 
@@ -22,7 +22,7 @@ class Check:
     name: str
     status: Status
     found: str
-    advice: str = ""  # what it costs, and what to type
+    advice: str = ""  # the consequence, and what to type
     needed: bool = False  # by `replay` without options, on this machine
 
     @property
@@ -31,7 +31,7 @@ class Check:
 
 
 def line(check: Check) -> str:
-    """As it is printed: how it is, its name, what was found, what it costs and what to type."""
+    """Return the printed line: status, name, finding, consequence and what to type."""
     found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
     text = f"{check.status:<12} {check.name:<20} {found}{check.advice and f'; {check.advice}'}"
     return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))

@@ -1,4 +1,4 @@
-"""How many times the largest of some measured differences a further one may be, at given odds of a false alarm."""
+"""Compute how far beyond the largest measured difference a new one may be, at given odds of a false alarm."""
 
 import math
 from functools import cache
@@ -8,7 +8,7 @@ FALSE_ALARM = 1e-7
 
 @cache
 def factor_for(num_samples: int) -> float:
-    """The k for which one more normal sample is beyond k times the largest of so many, in size, at odds FALSE_ALARM."""
+    """Return k such that one more normal sample exceeds k times the largest of `num_samples` at odds FALSE_ALARM."""
     low, high = 1.0, 1e7
     while high / low > 1.001:
         middle = math.sqrt(low * high)
@@ -20,7 +20,7 @@ def factor_for(num_samples: int) -> float:
 
 
 def chance_beyond(factor: float, num_samples: int) -> float:
-    """The integral, over the largest sample's size m, of its density times the chance of more than `factor` m."""
+    """Integrate, over the largest sample's size m, its density times the chance of exceeding `factor` m."""
     step = 0.005
     sizes = [(number + 0.5) * step for number in range(int(8 / step))]
     density = (

@@ -1,4 +1,4 @@
-"""The unit roundoff of each dtype, and how far rounding alone moves a number that a model computes."""
+"""Give the unit roundoff of each dtype, and how far rounding alone moves a value that a model computes."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from actor_init.spec import Dtype
 
 UNIT_ROUNDOFF = {"float64": 2**-53, "float32": 2**-24, "tf32": 2**-11, "float16": 2**-11, "bfloat16": 2**-8}
-FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 whatever computed them
+FP32_SPACING = 2.0**-23  # losses, log-probs and norms are fp32 in every dtype
 _NAMES = {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}
 
 
@@ -17,7 +17,7 @@ def roundoff(dtype: str | Dtype) -> float:
 
 
 def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:
-    """What rounding alone explains, by the model's config as run.json has it and the tokens of the largest pass."""
+    """Return what rounding alone explains, from the model's config in run.json and the tokens of the largest pass."""
     text = config.get("text_config") or config
     names = _own_names(text.get("model_type"))
     hidden_size, num_layers = (text[names.get(name, name)] for name in ("hidden_size", "num_hidden_layers"))
@@ -26,7 +26,7 @@ def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> floa
 
 
 def _own_names(model_type: str | None) -> Mapping[str, str]:
-    """What a model's config calls the sizes, where it is not by their usual names: GPT-2's hidden size is n_embd."""
+    """Return the model type's own names of config sizes: GPT-2's hidden size is n_embd."""
     if model_type is None:
         return {}
     from transformers import CONFIG_MAPPING

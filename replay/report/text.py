@@ -1,6 +1,6 @@
-"""Records and statistics as text: the only module that knows milliseconds and GiB.
+"""Format records and statistics as text; the only module that knows milliseconds and GiB.
 
-A table here is a dict of columns, name to cells; a pair is a name and what there is to say about it.
+A table is a dict of columns, name to cells; a pair is a name and its text.
 """
 
 import re
@@ -24,19 +24,19 @@ _CAPTURE = re.compile(r"actor_inputs_rank(\d+)_\d{8}_(\d{6}_\d{6})(?:_(\d{8}))?\
 
 
 def engine_text(backend: str, zero_stage: object) -> str:
-    """As `deepspeed, ZeRO stage 1`; the name alone of a backend that shards nothing, and has no stage."""
+    """Return `deepspeed, ZeRO stage 1`, or just the name of a backend that does not shard."""
     return f"{backend}, ZeRO stage {zero_stage}" if declaration_of(backend).shards else backend
 
 
 def milliseconds(seconds: float | None) -> str:
-    """One decimal; two below 10 ms."""
+    """Format seconds as milliseconds: one decimal; two below 10 ms."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:,.{2 if seconds < 0.01 else 1}f}"
 
 
 def gibibytes(num_bytes: float | None) -> str:
-    """Of 1024^3 bytes; two decimals, three below 10 GiB."""
+    """Format bytes as GiB (1024^3 bytes): two decimals, three below 10 GiB."""
     if num_bytes is None:
         return "-"
     size = num_bytes / 2**30
@@ -44,7 +44,7 @@ def gibibytes(num_bytes: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Say seconds as `12 s`, `3 min` or `1 h 20 min`."""
+    """Format seconds as `12 s`, `3 min` or `1 h 20 min`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def short_names(text: str) -> str:
-    """Write each capture's name as its rank and number, `rank0 #4`, or as its rank and time of day."""
+    """Shorten each capture's name to its rank and number, `rank0 #4`, or to its rank and time of day."""
     return _CAPTURE.sub(lambda found: f"rank{found[1]} {f'#{int(found[3])}' if found[3] else found[2]}", text)
 
 
@@ -61,7 +61,7 @@ def one_line(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 file`, `2 files`, `2 passes`."""
+    """Return `1 file`, `2 files`, `2 passes`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
@@ -72,5 +72,5 @@ def damaged_files(damaged: Sequence[tuple[Path, str]]) -> Pairs:
 
 
 def is_text(name: str) -> bool:
-    """Columns of words stand left, columns of numbers right."""
-    return not name or name in TEXTS or (len(name) == 1 and name.isupper())  # a letter stands for a run
+    """Is it a column of words, aligned left? Columns of numbers are aligned right."""
+    return not name or name in TEXTS or (len(name) == 1 and name.isupper())  # a single letter names a run

@@ -1,12 +1,12 @@
-"""`--gradient-sketches`: what a run keeps of each parameter's gradient, so that direction counts and not only length.
+"""Store a sketch of each parameter's gradient, so that runs are compared by direction and not only by norm.
 
-    gradients/pass000003.safetensors    by rank 0, where an accumulation window ends: of every parameter a row
+    gradients/pass000003.safetensors    by rank 0, at the end of an accumulation window: a row per parameter
 
-A row is the gradient's norm and a sketch of it: `sketch_of_parameter`'s table, whose rows are added into a few with the
-sign of a hash. That is linear in the gradient, so two rows' difference is the sketch of the gradients' difference.
-Another rank that holds other numbers has rows of its own, as `model.norm.weight@1`.
+Written under `--gradient-sketches`. A row is the gradient's norm and its sketch: the table of `sketch_of_parameter`,
+summed into a few rows with the signs of a hash. It is linear: the difference of two sketches sketches the difference.
+A rank that holds different values has its own rows, such as `model.norm.weight@1`.
 
-Shape letters: T rows of a parameter's sketch, K signs, R rows that are kept.
+Shape letters: T rows of a parameter's sketch, K signs, R rows of the stored sketch.
 """
 
 import math
@@ -26,23 +26,23 @@ from actor_init.weights import mix
 from actor_init.world import World
 
 FOLDER = "gradients"
-NUM_ROWS = 8  # R: with 16 signs a row 128 numbers for a parameter of any size
-SMALL = 1e-2  # of the whole gradient's norm: what is smaller is measured by that, for its own rounding may be its size
+NUM_ROWS = 8  # R: with 16 signs per row, 128 numbers for a parameter of any size
+SMALL = 1e-2  # of the total gradient norm, which smaller gradients are measured by: rounding may be their whole size
 _KEY = 0x0DDBA11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterDistance:
-    """How far one parameter's gradient is from the reference's."""
+    """The distance of one parameter's gradient from the reference's."""
 
     name: str
-    size: float  # of the reference's, or SMALL of the whole gradient's
+    size: float  # norm of the reference's, or SMALL of the total norm
     other_norm: float
     apart: float
 
 
 def row_of(gradient: Tensor) -> Tensor:
-    """[1 + R * K], fp32, on the host: the norm, and the sketch."""
+    """Return [1 + R * K], fp32, on the host: the norm and the sketch."""
     sketch_TK = sketch_of_parameter(gradient if gradient.ndim else gradient.reshape(1))
     index_T = torch.arange(len(sketch_TK), device=sketch_TK.device)
     bits_T = mix(mix(index_T ^ _KEY) ^ _KEY)
@@ -54,7 +54,9 @@ def row_of(gradient: Tensor) -> Tensor:
 
 
 def keep(folder: Path, index: int, gradients: Iterable[tuple[str, Tensor]], world: World) -> None:
-    """Write down the gradients of the window that pass `index` ends. For all ranks to call, which gather them."""
+    """Write the gradients of the window that pass `index` ends. All ranks must call this, since gradients are
+    gathered.
+    """
     with torch.no_grad():
         own = {name: row_of(gradient) for name, gradient in gradients}
     everyones = world.gather({name: row.numpy().tobytes() for name, row in own.items()})
@@ -77,17 +79,17 @@ def file_of(folder: Path, index: int) -> Path:
 
 
 def read(folder: Path, index: int) -> Mapping[str, Tensor]:
-    """What `keep` wrote. Raises UsageError where it is not there or damaged."""
+    """Read what `keep` wrote. Raises UsageError if it is missing or damaged."""
     path = file_of(folder, index)
     try:
         rows: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again") from error
+        raise UsageError(f"{path} is missing or damaged: {error}. Try: the run again") from error
     return rows
 
 
 def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[ParameterDistance]:
-    """One for each parameter that has a gradient in either; of several ranks' the farthest."""
+    """Yield the distance of each parameter that has a gradient in either run; the largest if several ranks have one."""
     ranks = _by_parameter(reference), _by_parameter(other)
     squares = [float(rows[0][0]) ** 2 for rows in ranks[0].values()]
     whole = math.sqrt(sum(squares))
@@ -108,14 +110,14 @@ def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tenso
 
 
 def _by_parameter(rows: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for key in sorted(rows):
-        found.setdefault(key.partition("@")[0], []).append(rows[key])
-    return found
+        by_name.setdefault(key.partition("@")[0], []).append(rows[key])
+    return by_name
 
 
 def _apart(one: Tensor, partner: Tensor) -> float:
-    """The larger of two estimates of the difference's size: the sketch's, and that of the lengths alone."""
+    """Return the larger of two estimates of the difference's norm: from the sketches, and from the norms alone."""
     if not bool(one.isfinite().all() and partner.isfinite().all()):
         return 0.0 if torch.equal(one.isfinite(), partner.isfinite()) else math.inf
     difference = partner.double() - one.double()

@@ -1,4 +1,7 @@
-"""Passes and accumulation windows of a run by what went into them: order, data ranks and tp or ring peers aside."""
+"""Group a run's records into passes and accumulation windows identified by their inputs, and match those of two runs.
+
+Matching ignores order, data ranks, and tp or ring peers.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,9 +17,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One input through the model, as all ranks that shared it recorded it."""
+    """One input through the model, as recorded by all ranks that shared it."""
 
-    peers: Sequence[PassRecord]  # one for each tp and ring rank
+    peers: Sequence[PassRecord]  # one per tp and ring rank
     is_counted: bool  # in the statistics of time and memory
     num_windows_before: int
 
@@ -27,11 +30,11 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What one gradient was averaged over: `grad_accumulation` passes on every data rank."""
+    """The passes that one gradient was averaged over: `grad_accumulation` passes on every data rank."""
 
-    inputs: tuple[str, ...]  # sorted, for their order does not matter
+    inputs: tuple[str, ...]  # sorted, because their order does not matter
     norms: Sequence[float]  # of every rank
-    place: int  # of its last pass among the run's
+    place: int  # index of its last pass in the run
     index: int  # of its last pass, as each rank counts its own
 
     @property
@@ -40,7 +43,7 @@ class Window:
 
 
 def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[Window]]:
-    """Of all ranks' records, by pass and rank."""
+    """Return the passes and windows in all ranks' records, which are sorted by pass and rank."""
     passes: list[Pass] = []
     windows: list[Window] = []
     open_inputs: list[str] = []
@@ -64,15 +67,15 @@ def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[
 def matched(
     reference: Iterable[Item], others: Iterable[Item], key: Callable[[Item], Hashable]
 ) -> list[tuple[Item, Item]]:
-    """Those with the same key, in the order of `reference`; of several with one key the first with the first."""
+    """Pair items with the same key, in the order of `reference`; equal keys pair up in order."""
     partners = _numbered(others, key)
     return [(item, partners[name]) for name, item in _numbered(reference, key).items() if name in partners]
 
 
 def _numbered(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[tuple[Hashable, int], Item]:
     seen: Counter[Hashable] = Counter()
-    found: dict[tuple[Hashable, int], Item] = {}
+    numbered: dict[tuple[Hashable, int], Item] = {}
     for item in items:
-        found[key(item), seen[key(item)]] = item
+        numbered[key(item), seen[key(item)]] = item
         seen[key(item)] += 1
-    return found
+    return numbered

@@ -1,4 +1,4 @@
-"""A run read back from its log. What is not there whole, or not of this format, is refused in one line."""
+"""Read a run from its log. An incomplete log, or one of another format, is refused in one line."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ EXAMPLE = "logs/20261121-141757-replay"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastRun:
-    """A run that came to its end, with every pass on every rank."""
+    """A run that finished, with every pass on every rank."""
 
     folder: Path
     spec: RunSpec
@@ -33,7 +33,7 @@ class PastRun:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The run in the folder `path`, or the only one below it. Raises UsageError if a comparison cannot use it."""
+        """Read the run in the folder `path`, or the only one below it. Raises UsageError if it cannot be compared."""
         folder = _folder_of(path)
         run = _read_run(folder)
         command = run.get("command", "replay")
@@ -47,7 +47,7 @@ class PastRun:
         except UsageError as error:
             raise UsageError(f"{error}. Try: {command}, again") from error
         spec = spec_from_dict(written.spec, source=f"{path}, spec")
-        found = cls(
+        past_run = cls(
             folder=folder,
             spec=spec,
             command=command,
@@ -59,22 +59,22 @@ class PastRun:
             memory_kind=written.memory_kind,
             records=_read_records(folder, len(written.devices), num_passes, spec.inputs.uneven, command),
         )
-        if failed := [record for record in found.records if record.error is not None]:
+        if failed := [record for record in past_run.records if record.error is not None]:
             first = failed[0]
             raise UsageError(
                 f"{folder}: pass {first.index + 1} failed on rank {first.rank} ({first.source}: {first.error_type}: "
                 f"{first.error}). Runs are compared when every pass succeeded. Try: {command}, without that input"
             )
-        if not found.records:
+        if not past_run.records:
             raise UsageError(f"{folder}: no pass was replayed. Try: replay with other inputs")
-        return found
+        return past_run
 
     @property
     def num_data_ranks(self) -> int:
         return len(self.devices) // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
 
     def refuse_other_versions(self, going_on_with: Path) -> None:
-        """Raises UsageError where other versions are installed than the run had: the two are not comparable."""
+        """Raise UsageError if the run had other versions than are installed: the two would not be comparable."""
         here = versions()
         other = [name for name in here if here[name] != self.versions.get(name)]
         if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
@@ -94,7 +94,7 @@ class _Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What a comparison reads of run.json."""
+    """The fields of run.json that a comparison reads."""
 
     spec: dict[str, Any]
     facts: dict[str, Any]
@@ -139,7 +139,7 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 
 def _check_end(folder: Path, run: dict[str, Any], command: str) -> None:
-    """A run that failed may still have all its passes: damaged inputs and a save that failed make it so."""
+    """Check that the run finished. A run can fail with all its passes: damaged inputs and a failed save do that."""
     if failure := run.get("failure"):
         where = f" on rank {failure['rank']}" if failure.get("rank") is not None else ""
         raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. Try: {command}, again")

@@ -1,7 +1,7 @@
-"""Statistics over the records of a run.
+"""Compute statistics over the records of a run.
 
 A pass counts if it counts on every rank: no warm-up, no new graph, no error, not traced. Ranks wait for each other
-within a pass, so one rank's compilation is in everybody's seconds.
+within a pass, so one rank's compilation slows them all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseStatistics:
-    """One phase over all counted passes and ranks."""
+    """Statistics of one phase over all counted passes and ranks."""
 
     median_seconds: float
-    p95_seconds: float  # statistics.quantiles, inclusive: within what was measured, never beyond
-    iqr_seconds: float  # inter-quartile range, by the same quantiles
+    p95_seconds: float  # statistics.quantiles, inclusive: never outside the measured range
+    iqr_seconds: float  # inter-quartile range, by the same method
     peak_allocated_bytes: int
 
 
@@ -35,21 +35,21 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """What a run comes to. Everything but the counts is None or empty where no pass counted."""
+    """The statistics of a run. Everything but the counts is None or empty if no pass counted."""
 
     num_passes: int
     num_counted: int
-    left_out: Mapping[str, int] = field(default_factory=dict)  # reason: passes
+    left_out: Mapping[str, int] = field(default_factory=dict)  # passes by reason
     phases: Mapping[str, PhaseStatistics] = field(default_factory=dict)
     median_seconds: float | None = None  # forward + backward + step
     p95_seconds: float | None = None
     iqr_seconds: float | None = None
-    real_tokens_per_second: float | None = None  # of all ranks together; a pass lasts as long as on its slowest rank
+    real_tokens_per_second: float | None = None  # of all ranks together; a pass takes as long as its slowest rank
     slowest: Place | None = None  # seconds
     highest_peak: Place | None = None  # bytes
-    padding_share: float | None = None  # of all tokens that the inputs hold
-    padding_time_share: float | None = None  # of the ranks' time, as if every token that was fed cost the same
-    wait_share: float | None = None  # of the ranks' seconds, spent waiting for the slowest; None with one rank
+    padding_share: float | None = None  # of all tokens in the inputs
+    padding_time_share: float | None = None  # of the ranks' time, assuming that every token costs the same
+    wait_share: float | None = None  # of the ranks' time, waiting for the slowest; None with one rank
 
 
 def phase_seconds(record: PassRecord) -> float:
@@ -61,7 +61,7 @@ def peak_bytes(record: PassRecord) -> int:
 
 
 def summarize(records: Sequence[PassRecord]) -> Statistics:
-    """Statistics over the records of all ranks."""
+    """Compute statistics over the records of all ranks."""
     passes: dict[int, list[PassRecord]] = {}
     for record in sorted(records, key=lambda r: (r.index, r.rank)):
         passes.setdefault(record.index, []).append(record)
@@ -94,7 +94,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
 
 
 def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
-    """Why a pass, as all its ranks recorded it, is not in the statistics; None if it is."""
+    """Return why a pass, given its records of all ranks, is not counted; None if it is."""
     if any(record.error is not None for record in ranks):
         return FAILED
     if any(record.traced for record in ranks):
@@ -105,12 +105,12 @@ def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
 
 
 def percentile_95(values: Sequence[float]) -> float:
-    """Linear between the two nearest of the measured values."""
+    """Return the 95th percentile, interpolated linearly between the two nearest values."""
     return values[0] if len(values) == 1 else quantiles(values, n=20, method="inclusive")[-1]
 
 
 def inter_quartile_range(values: Sequence[float]) -> float:
-    """Return how far the middle half of the values reaches, quartiles linear between the two nearest."""
+    """Return the inter-quartile range, quartiles interpolated linearly between the two nearest values."""
     if len(values) == 1:
         return 0.0
     first, _, third = quantiles(values, n=4, method="inclusive")

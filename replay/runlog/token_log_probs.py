@@ -1,6 +1,6 @@
-"""What a run keeps of each action token's log-prob, so that one token counts and not only the sum of its row.
+"""Store each action token's log-prob, so that runs are compared by token and not only by the sum of a row.
 
-log_probs/rank0-pass000003.safetensors    by each rank, of each pass: row by row, one after the other
+log_probs/rank0-pass000003.safetensors    by each rank, per pass: the rows concatenated
 """
 
 import math
@@ -20,7 +20,7 @@ _NAME = "log_probs"
 
 
 def keep(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]) -> None:
-    """Write down the log-probs of a pass; None stands for what is no action token."""
+    """Write the log-probs of a pass; None stands for tokens that are no action tokens."""
     path = file_of(folder, index, rank)
     path.parent.mkdir(exist_ok=True)
     values_N = torch.tensor([one for one in log_probs if one is not None], dtype=torch.float32, device="cpu")
@@ -32,18 +32,21 @@ def file_of(folder: Path, index: int, rank: int) -> Path:
 
 
 def read(folder: Path, index: int, rank: int) -> Tensor:
-    """What `keep` wrote, [N] fp32. Raises UsageError where it is not there or damaged."""
+    """Read what `keep` wrote, [N] fp32. Raises UsageError if it is missing or damaged."""
     path = file_of(folder, index, rank)
     try:
         values_N: Tensor = load_file(path)[_NAME]
     except (OSError, KeyError, SafetensorError) as error:
-        raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again") from error
+        raise UsageError(f"{path} is missing or damaged: {error}. Try: the run again") from error
     return values_N
 
 
 def farthest(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:
-    """Of two runs' ranks that shared a pass: mean size in both, the largest difference of a token, number of tokens."""
-    return max(_distances(references, others), key=lambda found: found[2])
+    """Compare the ranks of two runs that shared a pass.
+
+    Returns the mean absolute log-prob of both, the largest difference of a token, and the number of tokens.
+    """
+    return max(_distances(references, others), key=lambda distances: distances[2])
 
 
 def _distances(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:

@@ -1,8 +1,8 @@
-"""The files a run leaves: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` a rank, a line a pass.
+"""Write a run's log: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` per rank, with a line per pass.
 
-A run that broke off on one of several ranks also has what `replay/watch/failure_file.py` and `shutdown.py` leave.
-run.json is there from the start ("status": "running") and is replaced whole at the end; a line is flushed when its pass
-is done. Both are strict JSON: a float that JSON has no word for is the string "nan", "inf" or "-inf".
+A run that failed on one of several ranks also has the files of `replay/watch/failure_file.py` and `shutdown.py`.
+run.json is written at the start ("status": "running") and rewritten at the end; a line is flushed when its pass
+is done. Both are strict JSON: a non-finite float is the string "nan", "inf" or "-inf".
 
     {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
      "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
@@ -33,13 +33,13 @@ from replay.runlog.summary import Statistics
 from replay.spec import RunSpec
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
-FORMAT = 1  # of run.json and of the lines; another number where a reader of this one would be misled
+FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new
 RUN_FILE = "run.json"
 INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 def create_folder(logs: Path, name: str) -> Path:
-    """A new folder `<time>-<name>` in `logs`; two runs that start in one second get two folders. For rank 0 to call."""
+    """Create a new folder `<time>-<name>` in `logs`, unique if runs start in the same second. Rank 0 must call this."""
     if not name or Path(name).name != name:
         raise UsageError(f"--name {name!r} is not a folder name. Give a name without slashes")
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
@@ -60,18 +60,18 @@ def create_folder(logs: Path, name: str) -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Of python and of every package that decides results; None where it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the versions of python and of every package that affects results; None if one is not installed."""
+    versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_name[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions_by_name[package] = None
+    return versions_by_name
 
 
 class Logbook:
-    """One rank's line file, and on rank 0 run.json beside it."""
+    """Write one rank's rank<k>.jsonl, and on rank 0 run.json beside it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -91,10 +91,10 @@ class Logbook:
         memory_kind: str,
         devices: Sequence[str],
     ) -> None:
-        """Write run.json for a run that has begun; `devices` holds one name a rank. Rank 0 alone.
+        """Write run.json for a run that has begun; `devices` holds one name per rank. Rank 0 only.
 
-        `work` is what another run must share to be comparable, beside what its spec and its records say. `inputs` says
-        which inputs are replayed and how they were dealt.
+        `work` is what another run must share to be comparable, besides its spec and records. `inputs` describes which
+        inputs are replayed and how they were distributed.
         """
         assert self.rank == 0
         self._run = {
@@ -113,13 +113,13 @@ class Logbook:
         self._write_run()
 
     def write(self, record: PassRecord) -> None:
-        """One line, on disk before the next pass begins."""
+        """Write one line, on disk before the next pass begins."""
         self._begin_of_last = self._lines.tell()
         self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
         self._lines.flush()
 
     def write_again(self, record: PassRecord) -> None:
-        """In the place of the latest line."""
+        """Replace the latest line."""
         self._lines.seek(self._begin_of_last)
         self._lines.truncate()
         self.write(record)
@@ -132,7 +132,7 @@ class Logbook:
         verdict: Any = None,
         first_non_finite: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite run.json for a run that has ended; `verdict` is a dataclass of plain data. Rank 0 alone."""
+        """Rewrite run.json for a run that has ended; `verdict` is a dataclass of plain data. Rank 0 only."""
         assert self._run, "begin() comes first"
         self._run |= {
             "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
@@ -161,7 +161,7 @@ def replace_run(folder: Path, run: Mapping[str, Any]) -> None:
 
 
 def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
-    """run.json and all ranks' records, by pass and rank. A line that a killed run left unfinished is passed over."""
+    """Read run.json and all ranks' records, by pass and rank. An incomplete last line of a killed run is skipped."""
     run: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     records: list[PassRecord] = []
     for path in folder.glob("rank*.jsonl"):

@@ -1,4 +1,4 @@
-"""What a run loads before its first pass and saves after its last, and what it says of it.
+"""Load model state before the first pass, save it after the last, and report both.
 
 saved      state in runs/a: 3 steps, the next with learning rate 0.0003
 go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
@@ -26,12 +26,12 @@ from replay.spec import RunSpec, StateSpec
 
 
 class SavingError(RuntimeError):
-    """What --save-model or --save-state asks for could not be written."""
+    """Raised if what --save-model or --save-state asks for could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateWeights:
-    """In the place of weights that a state will bring: not a number, so that one it does not bring shows."""
+    """Placeholder weights until --load-state fills them: NaN, so that a parameter missing from the state shows up."""
 
     folder: Path
     num_steps: int
@@ -52,7 +52,7 @@ class StateWeights:
 
 
 def loaded_source(spec: RunSpec, source: ModelSource, world: World) -> ModelSource:
-    """`source`, its weights those of --load-state if there is one. Raises UsageError if that cannot be loaded here."""
+    """Return `source` with the weights of --load-state, if given. Raises UsageError if they cannot be loaded here."""
     folder = spec.state.load_state
     if folder is None:
         return source
@@ -62,7 +62,7 @@ def loaded_source(spec: RunSpec, source: ModelSource, world: World) -> ModelSour
 
 
 def refuse_folders(spec: StateSpec, world: World) -> None:
-    """Raises UsageError, on all ranks, for a folder that cannot be written. Before the run, not after it."""
+    """Raise UsageError, on all ranks, for a folder that cannot be written, before the run begins."""
     problem = None
     if world.rank == 0:
         try:
@@ -77,10 +77,10 @@ def refuse_folders(spec: StateSpec, world: World) -> None:
 def save(
     spec: RunSpec, source: ModelSource, world: World, backend: Backend, num_settled: int, num_passes: int
 ) -> Pairs:
-    """Write what was asked for, and return what there is to say about it. For all ranks to call.
+    """Write what was asked for and return the lines that report it. All ranks must call this.
 
-    A last accumulation window that is cut short moved nothing: its inputs are counted as not done. Raises SavingError,
-    and the other ranks may then wait for this one.
+    An incomplete last accumulation window changed no weights, so its inputs count as not replayed. Raises SavingError;
+    the other ranks may then wait for this one.
     """
     lines: Pairs = []
     try:
@@ -106,12 +106,12 @@ def save(
                 lines.append(("not saved", f"the last {open_window}: their accumulation window was cut short"))
             lines.append(("go on", _go_on(spec, folder, num_inputs, world)))
     except Exception as error:
-        raise SavingError(f"{folder} could not be saved, and is not there: {one_line(str(error))}") from error
+        raise SavingError(f"{folder} could not be saved and does not exist: {one_line(str(error))}") from error
     return lines
 
 
 def not_saved(spec: StateSpec) -> Pairs:
-    """For a run that failed or was interrupted."""
+    """Return the lines that report what a failed or interrupted run did not save."""
     missing = {option: folder for option, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
     return [("not saved", f"{option} {folder}: the run did not succeed") for option, folder in missing.items()]
 

@@ -1,4 +1,4 @@
-"""What a run says, on a terminal or into a file: off a terminal no control characters and no wrapped rows.
+"""Print a run. Output that is no terminal gets no control characters and no wrapped rows.
 
     $ replay --max-inputs 3 | cat
     model      inputs/sample/actor.json, 4 layers, 0.2187 M parameters; weights random, seed 0
@@ -28,8 +28,8 @@
     verdict    CANNOT TELL: nothing was recorded of what the job computed. [...]
     log        logs/20261121-112435-replay
 
-File names are cut in this text alone, and there are columns for several ranks, for step, gradient norm and new graphs
-where there is something to say. On a terminal each pass's line overwrites the one before. --quiet begins at `counted`.
+File names are shortened in this example only. Columns for ranks, step, gradient norm and new graphs appear where there
+is something to show. On a terminal a progress bar replaces the line per pass. --quiet prints from `counted` on.
 """
 
 import time
@@ -48,7 +48,7 @@ TICK_SECONDS = 0.25
 
 
 class Console:
-    """Prints on rank 0, in this order: header, a line a pass, the answer, the table of passes, the summary."""
+    """Print on rank 0, in this order: header, a line per pass, the answer, the table of passes, the summary."""
 
     def __init__(self, *, quiet: bool, full_names: bool = False, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
@@ -59,13 +59,13 @@ class Console:
         self._next_tick = 0.0
 
     def opening(self) -> None:
-        """Say that the actor is being opened, at most a few times a second; for whoever fills its weights to call."""
+        """Show that the actor is being opened. Called repeatedly while weights are filled."""
         if not self._quiet and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK_SECONDS
             self._bar.tick("opening the actor")
 
     def header(self, lines: Mapping[str, str], *, num_passes: int) -> None:
-        """Print what the numbers belong to: model, weights, backend, device, inputs."""
+        """Print what the results belong to: model, weights, backend, device, inputs."""
         self._num_passes = num_passes
         if not self._quiet:
             self._bar.clear()
@@ -74,7 +74,7 @@ class Console:
         self._bar = ProgressBar(self._out)
 
     def passed(self, ranks: Sequence[PassRecord]) -> None:
-        """Print one pass on all ranks: in the progress bar on a terminal, as a line of its own elsewhere."""
+        """Print one pass of all ranks: in the progress bar on a terminal, otherwise as a line."""
         if self._quiet:
             return
         said, number = self._named(wording.progress(ranks)), ranks[0].index + 1
@@ -94,7 +94,7 @@ class Console:
         verdict: Pairs,
         saved: Pairs,
     ) -> None:
-        """Print the answer (verdict, what failed, the slowest pass), the table of passes, and the summary."""
+        """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary."""
         out = self._out
         shows_passes = not self._quiet and records
         if shows_passes:

@@ -1,4 +1,4 @@
-"""Short names for inputs and weights, so that a later comparison can tell whether two runs had the same ones."""
+"""Compute digests of inputs and weights, so that a comparison can tell whether two runs used the same ones."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ MOST_BYTES_BETWEEN = 2**22
 
 
 def digest_of_inputs(batch: MicroBatch) -> str:
-    """Of every tensor that a capture holds, under whatever name its file goes."""
+    """Return a digest of every tensor in a capture, independent of its file name."""
     named: dict[str, Tensor | None] = {
         "sequences": batch.sequences_BS,
         "attention_mask": batch.attention_mask_BS,
@@ -34,7 +34,7 @@ def digest_of_inputs(batch: MicroBatch) -> str:
 
 
 def digest_of_weights(weights: Weights) -> str:
-    """Random weights are what they are called; those of a folder are told by its files, wherever it lies."""
+    """Return the name of random weights, or a digest of a model folder's files, independent of where it lies."""
     if isinstance(weights, FolderWeights):
         return _digest_of_files(sorted(weights.folder.glob("*.safetensors")))
     if isinstance(weights, StateWeights):
@@ -43,7 +43,10 @@ def digest_of_weights(weights: Weights) -> str:
 
 
 def _digest_of_files(paths: list[Path]) -> str:
-    """Of names, sizes and evenly spaced blocks: training moves every tensor, and reading all would take minutes."""
+    """Digest the names, the sizes and evenly spaced blocks of files.
+
+    Training changes every tensor, and reading whole files would take minutes.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
         size = path.stat().st_size

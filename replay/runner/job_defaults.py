@@ -1,4 +1,4 @@
-"""Fill in what the command line left open, as the job had it: dtype, window; for a strict verdict rows and kernel."""
+"""Fill options that were not given from the job: dtype, window, and rows and kernel for a strict verdict."""
 
 from dataclasses import replace
 
@@ -14,8 +14,10 @@ KERNELS = {"sdpa": Attention.SDPA, "eager": Attention.EAGER}
 
 
 def settled(spec: RunSpec, first: Call | None, grad_accumulation: int, device_type: str) -> RunSpec:
-    """`spec` with what it leaves open as in `first`, a capture of the job; without one, and where it says nothing, by
-    the defaults. A job in fp16 is replayed in fp32 on a CPU, where fp16 is not to be had.
+    """Return `spec` with unset options taken from `first`, a capture of the job.
+
+    Without a capture, and where it does not record them, the usual defaults apply. A job in fp16 is replayed in fp32
+    on a CPU, which has no fp16.
     """
     is_strict = spec.measure.verdict is VerdictRule.STRICT
     return replace(
@@ -31,12 +33,12 @@ def settled(spec: RunSpec, first: Call | None, grad_accumulation: int, device_ty
 
 def _dtype(first: Call | None, device_type: str) -> Dtype:
     known = dtypes_of(first) if first is not None else []
-    found = DTYPES.get(max(known, key=roundoff), Dtype.FP32) if known else Dtype.BF16
-    return Dtype.FP32 if found is Dtype.FP16 and device_type == "cpu" else found
+    dtype = DTYPES.get(max(known, key=roundoff), Dtype.FP32) if known else Dtype.BF16
+    return Dtype.FP32 if dtype is Dtype.FP16 and device_type == "cpu" else dtype
 
 
 def _is_padded(first: Call | None) -> bool:
-    """Rows apart, and none of several documents, which padded rows could not keep apart."""
+    """Are rows separate, and free of rows with several documents, which padding could not separate?"""
     return first is not None and not {"position_ids", *BORDER_NAMES} & first.tensors.keys()
 
 

@@ -1,4 +1,4 @@
-"""Seconds and memory peaks of the phases of a pass, on CUDA and on a CPU. The only caller of `synchronize`.
+"""Measure seconds and memory peaks of the phases of a pass, on CUDA and on a CPU. The only caller of `synchronize`.
 
     meter = Meter.for_device(device)
     meter.start_pass()
@@ -6,8 +6,8 @@
         ...
     costs, host_seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
 
-On CUDA a phase's seconds lie between two events on the stream, so a phase pays for its own kernels although the host
-has run ahead; the host waits for the device once before the pass and once after it. On a CPU they are wall time.
+On CUDA a phase's seconds are measured between two events on the stream, so a phase is charged for its own kernels even
+if the host runs ahead; the host waits for the device before and after the pass. On a CPU they are wall time.
 """
 
 import resource
@@ -30,13 +30,13 @@ class Memory(NamedTuple):
 
 
 class Instrument(Protocol):
-    """What a device can be asked."""
+    """Clock and memory counters of one device."""
 
     memory_kind: str
 
-    def settle(self) -> None: ...  # wait until the device has nothing left to do
-    def mark(self) -> Any: ...  # a point in the device's time
-    def seconds_between(self, start: Any, end: Any) -> float: ...  # of two marks, after settling
+    def settle(self) -> None: ...  # wait until the device has finished its work
+    def mark(self) -> Any: ...  # a point on the device's timeline
+    def seconds_between(self, start: Any, end: Any) -> float: ...  # between two marks, after settling
     def reset_peak(self) -> None: ...
     def memory(self) -> Memory: ...  # now, and the peak since the reset
 
@@ -68,7 +68,7 @@ class CudaInstrument:
 
 
 class HostInstrument:
-    """The process's resident set: the peak of a phase where Linux lets it be reset, else the peak since the start."""
+    """Measure the process's resident set: the peak of a phase if Linux can reset it, else the peak since the start."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self.clear_refs = proc / "clear_refs"
@@ -90,7 +90,7 @@ class HostInstrument:
 
     def reset_peak(self) -> None:
         if self.memory_kind == "resident set (VmHWM)":
-            self.clear_refs.write_text("5")  # proc(5): sets VmHWM to the present resident set
+            self.clear_refs.write_text("5")  # proc(5): resets VmHWM to the current resident set
 
     def memory(self) -> Memory:
         try:
@@ -103,7 +103,7 @@ class HostInstrument:
 
 
 class Meter:
-    """Measures one pass after the other on one device."""
+    """Measure one pass after another on one device."""
 
     def __init__(self, instrument: Instrument) -> None:
         self._instrument = instrument
@@ -122,18 +122,18 @@ class Meter:
 
     @property
     def memory_kind(self) -> str:
-        """What the bytes of a phase are bytes of."""
+        """What the byte counts of a phase measure."""
         return self._instrument.memory_kind
 
     def start_pass(self) -> None:
-        """Nothing the device still had to do before is billed to this pass."""
+        """Start the clock after the device has finished earlier work, so that this pass is not charged for it."""
         self._phases = {}
         self._instrument.settle()
         self._began = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Bill what runs inside to `name`, also if it raises."""
+        """Charge the time inside the block to `name`, also if it raises."""
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
         start = self._instrument.mark()
@@ -145,7 +145,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Bill what runs inside to nobody; between two phases."""
+        """Exclude the time inside the block from the measurement; use it between two phases."""
         self._instrument.settle()
         start = time.perf_counter()
         yield
@@ -153,7 +153,7 @@ class Meter:
         self._began += time.perf_counter() - start
 
     def end_pass(self) -> tuple[dict[str, PhaseCost], float]:
-        """What each phase cost, and the host's seconds since `start_pass`, the device's work included."""
+        """Return the cost of each phase, and the host's seconds since `start_pass`, including the device's work."""
         self._instrument.settle()
         host_seconds = time.perf_counter() - self._began
         costs = {

@@ -1,12 +1,12 @@
-"""Which tensor of a pass was the first that held a NaN or an infinity, found by running the pass once more.
+"""Find the first tensor of a pass that held a NaN or an infinity, by running the pass once more.
 
     parameter model.layers.0.mlp.up_proj.weight
     output of model.layers.3.mlp.down_proj, row 1, token 17
     gradient of the output of model.layers.3.self_attn, row 1, token 17
     gradient of model.embed_tokens.weight
 
-Nothing of it happens in a pass whose numbers are finite. Run again it is without the clock, uncompiled, and moves
-nothing. Rows and tokens are counted from 0, as in a trace: places in the captured micro-batch, padding counted too.
+A pass whose values are finite is not searched. The repeated pass is not timed, runs uncompiled and changes no weights.
+Rows and tokens are counted from 0, as in a trace: positions in the captured micro-batch, including padding.
 """
 
 import math
@@ -31,7 +31,7 @@ from capture.record.rng_and_outputs import restore_random_states
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
 
-MAX_SEARCHES = 4  # of a run: once weights are not finite, no pass is
+MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
 NOT_AGAIN = "nothing, when the pass was run again"
 WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
 IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
@@ -40,25 +40,25 @@ NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: --compile off
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Again:
-    """All that it takes to run a pass once more."""
+    """Everything needed to run a pass once more."""
 
     inputs: ActorInputs
     trains: bool
     backward: bool
-    random: Mapping[str, Any]  # the generators' states to begin with; empty: whatever they are
+    random: Mapping[str, Any]  # initial states of the random generators; empty: leave them as they are
     num_columns: int  # of the captured rows
-    reverses: bool  # they were fed last row first
-    stepped: bool  # the weights are not those of the pass any more
+    reverses: bool  # rows were fed in reverse order
+    stepped: bool  # a step has changed the weights since the pass
 
 
 def is_finite(record: PassRecord) -> bool:
-    """An fp16 gradient norm is left aside by who asks: it overflows in good runs."""
+    """Are the loss and gradient norm finite? Callers skip an fp16 gradient norm: it overflows in healthy runs."""
     numbers = [*record.row_log_probs, *(n for n in (record.loss, record.grad_norm) if n is not None)]
     return record.error is not None or all(map(math.isfinite, numbers))
 
 
 def first_non_finite(records: Iterable[PassRecord]) -> dict[str, Any] | None:
-    """The run's, for run.json."""
+    """Return the run's first non-finite tensor, for run.json."""
     for record in records:
         if record.first_non_finite is not None:
             return {
@@ -72,7 +72,7 @@ def first_non_finite(records: Iterable[PassRecord]) -> dict[str, Any] | None:
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """Looks for it on all ranks together. `goes_on` is told of each layer that was looked at."""
+    """Search for the first non-finite tensor on all ranks together. Calls `goes_on` after each layer."""
 
     spec: ActorSpec
     world: World
@@ -80,7 +80,7 @@ class Search:
     num_left: int = MAX_SEARCHES
 
     def is_wanted(self, ranks: Iterable[PassRecord]) -> bool:
-        """The same on every rank, of whose records it is asked."""
+        """Is a search needed? The answer is the same on every rank, given the records of all ranks."""
         ranks = list(ranks)
         if self.num_left == 0 or any(record.first_non_finite is not None for record in ranks):
             return False
@@ -90,14 +90,17 @@ class Search:
         return replace(record, grad_norm=None) if self.spec.dtype is Dtype.FP16 else record
 
     def is_any(self, loss: Tensor) -> bool:
-        """Is a rank's loss not finite? Waits for the device."""
+        """Is the loss of any rank not finite? Waits for the device."""
         flag = (~torch.isfinite(loss.detach())).float().reshape(1)
         if self.world.world_size > 1:
             dist.all_reduce(flag)
         return bool(flag.item()) and self.num_left > 0
 
     def run(self, backend: Backend, again: Again) -> str | None:
-        """What this rank holds of it; None where only others do. For all ranks to call, after a pass that is whole."""
+        """Return the first non-finite tensor on this rank, None if only other ranks have one.
+
+        All ranks must call this, after a completed pass.
+        """
         self.num_left -= 1
         if again.stepped:
             return WAS_STEPPED
@@ -142,7 +145,7 @@ class Search:
 
 @dataclass(kw_only=True, slots=True)
 class _Eye:
-    """Hooks on every module of a model, for one pass."""
+    """Watch the output and gradient of every module during one pass, through hooks."""
 
     again: Again
     parallel: dict[str, int]
@@ -162,7 +165,7 @@ class _Eye:
 
     def _sees(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.goes_on()
-        if not self.is_forward:  # a checkpoint's, computed again
+        if not self.is_forward:  # recomputation by gradient checkpointing
             return
         for tensor in _tensors_of(output):
             self.look(f"output of {name}", tensor)
@@ -179,7 +182,7 @@ class _Eye:
             self.first = what + place
 
     def _place(self, tensor: Tensor) -> str | None:
-        """Where it is not finite, in words; None where it is finite, or not in padding alone."""
+        """Return the first position that is not finite, in words; None if there is none, or only in padding."""
         if not tensor.is_floating_point() or _all_finite(tensor):
             return None
         index = self.again.inputs.captured_index
@@ -209,10 +212,10 @@ def _all_finite(tensor: Tensor) -> bool:
 
 
 def _of_weights(backend: Backend, goes_on: Callable[[], None]) -> str | None:
-    """The first parameter that is not finite. All of them are gathered, for all ranks to go through alike."""
-    found = None
+    """Return the first parameter that is not finite. Gathers all parameters, so all ranks must call this."""
+    first_name = None
     for name, tensor in backend.weights():
-        if found is None and not _all_finite(tensor):
-            found = name
+        if first_name is None and not _all_finite(tensor):
+            first_name = name
         goes_on()
-    return found
+    return first_name

@@ -1,4 +1,4 @@
-"""One micro-batch through the actor, measured. The only caller of a backend."""
+"""Run one micro-batch through the actor and measure it. The only caller of a backend."""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -40,11 +40,11 @@ from replay.watch.progress import Phase, Tracker
 
 
 class ReopeningError(RuntimeError):
-    """A pass broke off, and the actor could not be opened again."""
+    """Raised if the actor could not be opened again after a pass failed."""
 
 
 class ReopenedActor:
-    """A backend that is opened again after a pass that broke off: its leftovers would falsify the next pass."""
+    """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ReopenedActor:
 
 
 class PassRunner:
-    """One pass after the other through the actor, and where the accumulation window stands."""
+    """Run one pass after another through the actor, and track the accumulation window."""
 
     def __init__(
         self,
@@ -99,24 +99,24 @@ class PassRunner:
         self.meter = meter
         self.tracker = tracker
         self.same_weights = same_weights
-        self.recorded: Recorded | None = None  # what the latest input says of the job; None if it could not be read
-        self.replayed = Replayed()  # what the latest pass computed beside its record
+        self.recorded: Recorded | None = None  # what the job recorded with the latest input; None if unreadable
+        self.replayed = Replayed()  # values the latest pass computed besides its record
         self.trace = trace
         self.rounds = rounds
         self.details_folder = folder if spec.measure.details else None
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
-        self.num_settled = 0  # inputs after which no accumulation window was left open
+        self.num_settled = 0  # inputs replayed before the open accumulation window
         self._num_in_window = 0
         self._window_begin = 0
-        self._wanted: dict[str, list[Sample]] = {}  # gradients of the open window, by the parameter's name here
-        self._wants_tokens = False  # the job kept a number for each action token
+        self._wanted: dict[str, list[Sample]] = {}  # gradient samples of the open window, by parameter
+        self._wants_tokens = False  # the job recorded a value for each action token
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
-        """Open the actor again if a pass broke off. Call it once the error is dropped: its frames hold the model."""
+        """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
         if self._broke_off:
             self.actor.reopen()
             if self.trace:
@@ -124,13 +124,13 @@ class PassRunner:
             self._broke_off = False
 
     def with_first_non_finite(self, record: PassRecord) -> PassRecord:
-        """`record` of the latest pass, with what held a nan or an inf first. For all ranks to call."""
+        """Return `record` of the latest pass with the first non-finite tensor added. All ranks must call this."""
         assert self._again is not None
         self.tracker.at(Phase.LOOKING)
         return replace(record, first_non_finite=self.search.run(self.actor.backend, self._again))
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
-        """One input through forward, and backward and step if it is to. What goes wrong is recorded and returned."""
+        """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""
         known: dict[str, Any] = {
             "index": index,
             "source": path.name,
@@ -177,7 +177,7 @@ class PassRunner:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 
     def _weight(self, index: int) -> float:
-        """What the pass weighs in the gradient of its window, beside its mean loss."""
+        """Return the factor on the pass's mean loss in the gradient of its window."""
         is_shared = self.spec.actor.num_accumulated * self.world.num_data_ranks > 1
         if not is_shared or self.spec.measure.window is not WindowWeights.TOKENS or index >= len(self.rounds):
             return 1.0
@@ -185,11 +185,11 @@ class PassRunner:
         return weight_of(self.rounds, index, self.world.data_rank, self._window_begin, size)
 
     def _samples_gradients(self, index: int) -> bool:
-        """Did the job keep samples of this window's gradient? Every rank knows, from all that were dealt."""
+        """Did the job record samples of this window's gradient? Every rank knows this from the rounds."""
         return any(one.has_gradients for one in self.rounds[self._window_begin : index + 1])
 
     def _measured(self, index: int, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
-        """`random` are the generators' states to begin with; empty: whatever they are."""
+        """Run one measured pass. `random` holds initial generator states; if empty, they are left as they are."""
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.num_accumulated
         step = last_of_window and self.spec.measure.step
@@ -282,9 +282,9 @@ class PassRunner:
 
 
 def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
-    """`batch` on the device, padded and sliced as the toggles say. Raises CaptureError if it is no input of the model.
+    """Return `batch` on the device, padded and sliced as the spec says.
 
-    For all ranks to call.
+    Raises CaptureError if it is not valid input for the model. All ranks must call this.
     """
     check_vocabulary(batch, source)
     inputs = actor_inputs(batch, packing=spec.packs)
@@ -303,7 +303,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
 
 
 def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
-    """Raises CaptureError for token ids that the model does not have."""
+    """Raise CaptureError for token ids outside the model's vocabulary."""
     largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
     if largest >= size:
         raise CaptureError(

@@ -1,7 +1,7 @@
-"""Measure how far rounding alone moves the numbers of these inputs: replay some by another kernel, in another order.
+"""Measure the effect of rounding on a run's values: replay some inputs with another kernel and in another row order.
 
-Two replays that differ in nothing else are as far apart as a right replay may be from the job. What was measured is
-kept in `rounding.json` beside the inputs, for the next replay of the same inputs, weights and options.
+Two replays that differ in nothing else are as far apart as a correct replay may be from the job. The measurement is
+kept in `rounding.json` beside the inputs, for later replays of the same inputs, weights and options.
 """
 
 import gc
@@ -36,13 +36,13 @@ from replay.verdict.tolerances import TOKENS_RMS, Floor, difference, difference_
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
-NUM_PASSES = 4  # of each data rank at least, in whole windows
+NUM_PASSES = 4  # at least, of each data rank, in whole windows
 FILE = "rounding.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Again:
-    """What it takes to replay some of a run's inputs once more."""
+    """Everything needed to replay some of a run's inputs once more."""
 
     world: World
     spec: RunSpec
@@ -51,7 +51,9 @@ class Again:
     tracker: Tracker
 
     def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
-        """The first `num_passes` inputs as `spec` says, of all ranks. Raises what their forward or backward raises."""
+        """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
+        raises.
+        """
         actor = ReopenedActor(spec.actor, self.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
@@ -74,7 +76,7 @@ class Again:
 
 
 def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
-    """The same numbers but for rounding: another kernel, the last row first, the job's dtype where it is coarser."""
+    """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser."""
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
@@ -97,7 +99,7 @@ def num_passes_for(spec: RunSpec, num_inputs: int) -> int:
 
 
 def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Floor]:
-    """By quantity; from `folder`'s file where it was measured before. For all ranks to call."""
+    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this."""
     number = num_passes_for(again.spec, len(again.selection.inputs))
     first = [one for one in passes if one[0].index < number]
     key = _key(again, first)
@@ -111,20 +113,23 @@ def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Fl
 
 
 def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
-    """Under --step, by pass: how far two replays are apart after all the steps before it. For all ranks to call."""
+    """Return the floors by pass under --step: how far apart two replays are after all earlier steps.
+
+    All ranks must call this.
+    """
     others = again.passes(other_order(again.spec, passes), len(again.selection.inputs))
     indices = sorted({record.index for record, _, _ in passes})
     return {index: floors_of([one for one in passes if one[0].index <= index], others) for index in indices}
 
 
 def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor]:
-    """How far two replays of the same inputs are apart, by quantity."""
+    """Return how far apart two replays of the same inputs are, by quantity."""
     apart: dict[str, list[float]] = {}
-    by_place = {(record.index, record.rank): (record, replayed) for record, _, replayed in others}
+    by_index_and_rank = {(record.index, record.rank): (record, replayed) for record, _, replayed in others}
     for record, _, replayed in passes:
-        if (record.index, record.rank) not in by_place:
+        if (record.index, record.rank) not in by_index_and_rank:
             continue
-        other, replayed_again = by_place[record.index, record.rank]
+        other, replayed_again = by_index_and_rank[record.index, record.rank]
         if record.loss is not None and other.loss is not None:
             apart.setdefault(LOSS, []).append(difference(record.loss, other.loss))
         rows = zip(record.row_log_probs, other.row_log_probs, record.row_action_tokens, strict=True)
@@ -139,15 +144,15 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
             apart.setdefault(GRAD_NORM, []).append(difference_of_norms(record.grad_norm, other.grad_norm))
         one, two = replayed.gradient, replayed_again.gradient
         if one is not None and two is not None:
-            for place in one.values.keys() & two.values.keys():
-                scale = scale_of(one, place[0])
-                pairs = zip(one.values[place], two.values[place], strict=True)
+            for key in one.values.keys() & two.values.keys():
+                scale = scale_of(one, key[0])
+                pairs = zip(one.values[key], two.values[key], strict=True)
                 apart.setdefault(GRADIENT, []).extend(abs(a - b) / scale if scale else 0.0 for a, b in pairs)
-    found = {name: Floor(value=max(values), num_values=len(values)) for name, values in apart.items() if values}
+    floors = {name: Floor(value=max(values), num_values=len(values)) for name, values in apart.items() if values}
     if tokens_apart := apart.get(TOKENS):
         rms = math.sqrt(sum(one * one for one in tokens_apart) / len(tokens_apart))
-        found[TOKENS_RMS] = Floor(value=rms, num_values=len(tokens_apart))
-    return {name: one for name, one in found.items() if math.isfinite(one.value)}
+        floors[TOKENS_RMS] = Floor(value=rms, num_values=len(tokens_apart))
+    return {name: one for name, one in floors.items() if math.isfinite(one.value)}
 
 
 def in_fp32(spec: RunSpec) -> RunSpec:
@@ -157,7 +162,7 @@ def in_fp32(spec: RunSpec) -> RunSpec:
 
 
 def is_worth_it(spec: RunSpec, passes: Sequence[Pass]) -> bool:
-    """Is there something to judge that a coarse dtype could hide, or that grows from step to step?"""
+    """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
     is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
@@ -186,7 +191,7 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
 
 
 def _known(folder: Path, key: str) -> dict[str, Floor] | None:
-    """What was measured before. Raises UsageError where it is damaged."""
+    """Read an earlier measurement. Raises UsageError if the file is damaged."""
     values = _read(folder).get(key)
     try:
         return None if values is None else from_json(dict[str, Floor], values, source=f"{folder / FILE}: {key}")
@@ -196,14 +201,14 @@ def _known(folder: Path, key: str) -> dict[str, Floor] | None:
 
 def _read(folder: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((folder / FILE).read_text())
+        known = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return known if isinstance(known, dict) else {}
 
 
 def _write(folder: Path, key: str, floors: Mapping[str, Floor]) -> None:
-    """A folder that cannot be written to has it measured again the next time."""
+    """Write the floors. In a read-only folder nothing is kept, and the next run measures again."""
     try:
         write_atomically(folder / FILE, json.dumps({**_read(folder), key: to_json(floors)}, indent=1).encode())
     except OSError:

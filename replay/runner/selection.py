@@ -1,4 +1,4 @@
-"""Which captures a data rank replays, in which order. Every rank computes the same rounds and takes its own column."""
+"""Select the captures that a data rank replays. Every rank computes the same rounds and takes its own column."""
 
 import random
 from collections import deque
@@ -20,21 +20,21 @@ from replay.spec import InputsSpec, LossName, Passes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What one data rank replays, and what it does not.
+    """The inputs that one data rank replays, and those it does not.
 
-    Files are read only as far as needed: with --max-inputs, what comes after the last chosen file is not looked at.
+    Only the files needed are read: with --max-inputs, files after the last selected one are not opened.
     """
 
     inputs: list[Path]
-    num_left_out_passes: int  # of the kind that --passes does not ask for
-    num_left_over: int  # inputs that stay because the data ranks hold unequal numbers
+    num_left_out_passes: int  # of the kind that --passes does not select
+    num_left_over: int  # inputs left because the data ranks hold unequal numbers
     damaged: list[tuple[Path, str]]
-    dealing: str  # one sentence: how the inputs came to the data ranks
-    rounds: Sequence[Round] = ()  # of each input; what is left over and replayed all the same has none
-    grad_accumulation: int = 1  # what was asked for, else what makes windows of the job's
+    dealing: str  # one sentence: how inputs were distributed over the data ranks
+    rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
+    grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
 
     def described(self) -> dict[str, Any]:
-        """Say for run.json what is replayed and what is not."""
+        """Return what is replayed and what is not, for run.json."""
         return {
             "num_inputs": len(self.inputs),
             "dealing": self.dealing,
@@ -46,7 +46,7 @@ class Selection:
 
 @dataclass(kw_only=True, slots=True)
 class Reader:
-    """Reads captures one by one and keeps count of those that are not wanted or cannot be read."""
+    """Read captures one by one, counting those of the other kind and those that cannot be read."""
 
     passes: Passes
     loss: LossName
@@ -78,7 +78,7 @@ class Reader:
 
 
 def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
-    """0 for what cannot be fed to a model: its pass will say why."""
+    """Count the tokens of the loss; 0 for a micro-batch that no model accepts: its pass will report why."""
     try:
         return num_action_tokens(tokens_for(loss, batch))
     except CaptureError:
@@ -86,12 +86,12 @@ def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
 
 
 def default_folder() -> Path:
-    """The sample inputs that ship with the project."""
+    """Return the folder of the sample inputs that ship with the project."""
     return _shipped("sample")
 
 
 def edge_folder(name: str) -> Path:
-    """One of the folders of edge shapes that ship with the project."""
+    """Return one of the folders of edge shapes that ship with the project."""
     return _shipped("edges") / name
 
 
@@ -109,15 +109,15 @@ def select(
     loss: LossName = LossName.STAND_IN,
     grad_accumulation: int | None = 1,
 ) -> Selection:
-    """The inputs of `data_rank` out of `num_data_ranks`. Raises UsageError where there is nothing to replay.
+    """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.
 
-    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or leave
-    out the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
-    otherwise, and shuffled, all inputs are dealt in turn. A single --input-file is replayed by every data rank. With
-    --uneven, inputs that found no partners come after the rounds.
+    Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or skip
+    the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
+    otherwise, and when shuffled, inputs are dealt to the ranks in turn. A single --input-file is replayed by every
+    data rank. With --uneven, inputs that do not fill a round come after the rounds.
 
-    Captures that know the steps of the job's optimizer come step by step, unless shuffled, and without a
-    `grad_accumulation` so many passes of a data rank make a window as make it the job's.
+    Captures that record the optimizer step are ordered by step, unless shuffled. Without `grad_accumulation`, the
+    number of passes in a window is chosen to reproduce the job's windows.
     """
     reader = Reader(passes=spec.passes, loss=loss)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
@@ -138,7 +138,7 @@ def select(
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
         more = [captured.path for captured in rest[data_rank]] if rest else []
         inputs = [*inputs, *more][spec.skip_inputs : end]
-        dealing += "; uneven: none is left over" if num_left_over else ""
+        dealing += "; uneven: none left over" if num_left_over else ""
         num_left_over = 0
     return Selection(
         inputs=inputs,
@@ -160,7 +160,7 @@ def _round(members: Sequence[Captured]) -> Round:
 
 
 def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
-    """Passes of each data rank that make a window of the job's; 1 where none can be made."""
+    """Return the passes of each data rank in one window of the job; 1 if the job's windows cannot be reproduced."""
     num_passes = order.num_passes or 1
     return 1 if num_passes % num_data_ranks else num_passes // num_data_ranks
 
@@ -189,7 +189,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _dealt(
     spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int, order: WindowOrder
 ) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
-    """The rounds, what stays over of each data rank's inputs, and a sentence about it."""
+    """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution."""
     paths = list(paths)
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(paths)
@@ -213,22 +213,22 @@ def _dealt(
 
 
 def _in_order(reader: Reader, paths: list[Path], order: WindowOrder) -> tuple[Iterator[Captured], str]:
-    """Step by step where the first capture knows its step, else as the files are sorted; and how that is called."""
+    """Return the captures by step if the first one records its step, else by file name; and the order's name."""
     captures = reader.read(paths)
     first = next(captures, None)
     if first is None or first.optimizer_step is None:
         return chain([] if first is None else [first], captures), "rank by rank in recorded order"
     behind = paths[paths.index(first.path) + 1 :]
     streams = [reader.read(list(own)) for _, own in groupby(behind, key=rank_in_name)]
-    return order.ordered(merge([first], *streams, key=_place)), "in the order of the job's steps"
+    return order.ordered(merge([first], *streams, key=_job_order)), "in the order of the job's steps"
 
 
-def _place(captured: Captured) -> tuple[int, int]:
+def _job_order(captured: Captured) -> tuple[int, int]:
     return captured.optimizer_step or 0, captured.rank or 0
 
 
 def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured]:
-    """Each file is read once, and none before it is needed."""
+    """Repeat the captures. Each file is read once, and not before it is needed."""
     seen: list[Captured] = []
     for captured in captures:
         seen.append(captured)
@@ -238,7 +238,7 @@ def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured
 
 
 class _Rounds:
-    """Rounds of one input a data rank, all of one kind; what finds no partners stays waiting."""
+    """Iterate over rounds of one input per data rank, all of one kind. Inputs without partners stay in the queue."""
 
     def __init__(self, captures: Iterable[Captured], columns: list[int] | None, num_data_ranks: int) -> None:
         self.captures = captures
@@ -258,7 +258,7 @@ class _Rounds:
         self.exhausted = True
 
     def left_over(self) -> list[list[Captured]]:
-        """By data rank, once every capture has been looked at."""
+        """Return the inputs left over by data rank, once every capture has been read."""
         return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""One run: open the actor, feed it the inputs one by one, write down what each pass did."""
+"""Run a replay: open the actor, feed it the inputs one by one, and record each pass."""
 
 import gc
 import shutil
@@ -47,16 +47,16 @@ from replay.watch.watcher import Watch, watching
 
 
 def run(spec: RunSpec, *, show_traceback: bool) -> int:
-    """Replay what `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
+    """Replay as `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
 
-    Raises UsageError for what cannot be had here.
+    Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(spec.actor.parallel) as world:
         return run_in(world, spec, show_traceback=show_traceback)
 
 
 def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
-    """Do what `run` does in a world that is already open, and stays open."""
+    """Run a replay in a world that is already open, and leave it open."""
     selection = select(
         spec.inputs,
         world.data_rank,
@@ -91,7 +91,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
         done = session.replay_each(actor)
         if done.ended is None:
             actor.backend.close()
-        del actor  # what is measured further needs its memory
+        del actor  # the measurements below need its memory
         conclusion = session.conclude(done)
         exit_code = session.report(done, conclusion)
         if done.ended is not None:
@@ -102,7 +102,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
 def _open(
     spec: RunSpec, source: ModelSource, world: World, folder: Path, watch: Watch, console: Console | None
 ) -> ReopenedActor:
-    """Open the actor. Where it cannot be opened for a reason that is said, no log folder stays behind."""
+    """Open the actor. If this raises a usage error, remove the log folder."""
 
     def goes_on() -> None:
         watch.tracker.goes_on()
@@ -121,7 +121,7 @@ def _open(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """What came of the passes: all ranks' passes, what was saved, and why the run ended early, if it did."""
+    """The result of the passes: records of all ranks, what was saved, and why the run ended early, if it did."""
 
     passes: Sequence[Pass]
     saved: Pairs
@@ -134,7 +134,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conclusion:
-    """The verdict on a run, and what else there is to say about it."""
+    """The verdict on a run, and remarks about it."""
 
     verdict: Verdict
     remarks: Pairs
@@ -142,7 +142,7 @@ class Conclusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The parts of one run on this rank. Its methods are for all ranks to call, in their order."""
+    """The parts of one run on this rank. All ranks must call its methods, in order."""
 
     world: World
     spec: RunSpec
@@ -176,10 +176,10 @@ class Session:
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
             self.console.header(header, num_passes=len(self.selection.inputs))
-        world.gather(None)  # no rank fails before run.json is there
+        world.gather(None)  # run.json exists before any rank can fail
 
     def replay_each(self, actor: ReopenedActor) -> Done:
-        """Replay the inputs one by one, writing down each, and save what --save-state and --save-model ask for."""
+        """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for."""
         spec, world, tracker = self.spec, self.world, self.watch.tracker
         trace = RunTrace.of(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
         runner = PassRunner(
@@ -213,7 +213,7 @@ class Session:
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
-                raise  # the others wait for this rank
+                raise  # the other ranks wait for this one
             return Done(passes=passes, saved=saved, ended=reason)
         return Done(passes=passes, saved=saved, ended=None)
 
@@ -235,7 +235,7 @@ class Session:
         return ranks, error
 
     def conclude(self, done: Done) -> Conclusion:
-        """Hold the passes against the job, by bounds that are measured here where rounding is coarse."""
+        """Judge the passes against the job, measuring the rounding floor first where the dtype is coarse."""
         setting = self.setting
         opinion: Verdict | None = None
         remarks: Pairs = []
@@ -286,9 +286,9 @@ class Session:
 def _rounded(
     again: rounding_floor.Again, passes: Sequence[Pass], setting: Setting
 ) -> tuple[Setting, Verdict | None, Pairs]:
-    """`setting` with the floors of rounding that were measured, and the second opinion if one was asked for.
+    """Return `setting` with the measured rounding floors, and the fp32 verdict if one was requested.
 
-    What cannot be measured is said, and leaves the bounds of the formulas. For all ranks to call.
+    If the floor cannot be measured, a remark says so and the formula bounds apply. All ranks must call this.
     """
     remarks: Pairs = []
     opinion: Verdict | None = None
@@ -303,7 +303,7 @@ def _rounded(
             setting = replace(setting, floors=rounding_floor.measured(again, passes, inputs_folder(spec.inputs)))
         if spec.measure.second_opinion:
             fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
-            # so far is this run itself from the more precise one
+            # this run's own distance from the more precise one
             floors = rounding_floor.floors_of(passes, fp32)
             opinion = judge(fp32, replace(setting, floors=floors))
             remarks.append(("in fp32", verdict_lines(opinion)[0][1]))
@@ -351,12 +351,12 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
 def _first_call(selection: Selection) -> Call | None:
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None
-    except CaptureError:  # the pass will say so
+    except CaptureError:  # the pass itself will report it
         return None
 
 
 def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call | None) -> dict[str, str]:
-    """Wrong weights are said before the first pass, and whose random numbers it draws."""
+    """Describe, before the first pass, whether weights match and where the random states of dropout come from."""
     if first is None:
         return {}
     whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
@@ -365,17 +365,17 @@ def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call |
 
 
 def _first_step(spec: RunSpec, selection: Selection) -> dict[str, str]:
-    """Under --step, whether the job's first step was taken with other settings than the replay's will be."""
+    """Under --step, report whether the job's first step used other settings than the replay will."""
     if not spec.measure.step:
         return {}
     for path in selection.inputs[: spec.actor.num_accumulated]:
         try:
             step = read_call(path).step
-        except CaptureError:  # the pass will say so
+        except CaptureError:  # the pass itself will report it
             return {}
         if step is not None:
-            found = differences(step, spec.actor, 0)
-            return {"optimizer": f"other than the job's: {'; '.join(found)}" if found else "as the job's"}
+            differing = differences(step, spec.actor, 0)
+            return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
     return {}
 
 
@@ -415,5 +415,5 @@ def _header(
 
 
 def _shown(path: Path) -> Path:
-    """As one would type it here."""
+    """Return the path relative to the current folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

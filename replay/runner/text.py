@@ -1,4 +1,4 @@
-"""The console's words for a run: its passes, what failed, the summary of time and memory."""
+"""Format a run as text: its passes, failures, and the summary of time and memory."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from replay.runlog.records import PassRecord
 from replay.runlog.summary import TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
-MAX_SPREAD = 0.1  # of the median: an inter-quartile range that is warned of
-MAX_WIDTH = 100  # of the table of passes
-LEFT_OUT_FIRST = ("padded", "rows", "wait ms")  # where it would be wider
+MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
+MAX_WIDTH = 100  # columns of the pass table
+LEFT_OUT_FIRST = ("padded", "rows", "wait ms")  # columns dropped first if the table is wider
 SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
 def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
-    """Make a row a pass and rank; a column only where there is something to say, and where there is room."""
+    """Return a row per pass and rank. A column appears only if it has content, and if there is room."""
     records = sorted(records, key=lambda r: (r.index, r.rank))
     phases = [name for name in PHASES if any(name in r.phases for r in records)]
     columns: Columns = {"pass": [str(r.index + 1) for r in records]}
@@ -57,7 +57,7 @@ def _note(record: PassRecord) -> str:
 
 
 def progress(ranks: Sequence[PassRecord]) -> str:
-    """One pass: what it took on its slowest rank, the first rank's loss and input."""
+    """Format one pass: phase times on its slowest rank, the first rank's loss and input."""
     slowest = {name: max((r.phases[name].seconds for r in ranks if name in r.phases), default=None) for name in PHASES}
     parts = [f"{name} {milliseconds(s)} ms" for name, s in slowest.items() if s is not None]
     parts += [] if ranks[0].loss is None else [f"loss {ranks[0].loss:.5f}"]
@@ -85,7 +85,7 @@ def counts(statistics: Statistics) -> Pairs:
 
 
 def phase_table(statistics: Statistics) -> Columns:
-    """Make a row a phase and one for the whole pass: median, inter-quartile range, p95, peak. Needs a counted pass."""
+    """Return a row per phase and one for the whole pass: median, IQR, p95, peak. Needs a counted pass."""
     assert statistics.highest_peak is not None
     phases = statistics.phases.values()
     return {
@@ -99,12 +99,12 @@ def phase_table(statistics: Statistics) -> Columns:
 
 def slowest(statistics: Statistics) -> Pairs:
     """Name the slowest pass that counts."""
-    found = statistics.slowest
-    return [] if found is None else [("slowest", f"{milliseconds(found.value)} ms, {_where(found)}")]
+    pass_ = statistics.slowest
+    return [] if pass_ is None else [("slowest", f"{milliseconds(pass_.value)} ms, {_where(pass_)}")]
 
 
 def summary(statistics: Statistics, memory_kind: str) -> Pairs:
-    """What a run comes to, beside the phases; nothing is said of what was not measured."""
+    """Return the summary besides the phases. What was not measured is left out."""
     pairs = _spread(statistics)
     if statistics.real_tokens_per_second is not None:
         pairs.append(("speed", f"{statistics.real_tokens_per_second:,.0f} real tokens/s"))
@@ -120,7 +120,7 @@ def summary(statistics: Statistics, memory_kind: str) -> Pairs:
 
 
 def _spread(statistics: Statistics) -> Pairs:
-    """Warn of a median that says little of a single pass."""
+    """Warn if pass times vary so much that the median says little about a single pass."""
     if not statistics.median_seconds or statistics.iqr_seconds is None:
         return []
     share = statistics.iqr_seconds / statistics.median_seconds
@@ -133,7 +133,7 @@ def _where(place: Place) -> str:
 
 
 def left_behind(selection: Selection) -> Pairs:
-    """The inputs that were not replayed, and why."""
+    """List the inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
         pairs.append(("left out", f"{counted(number, 'pass')} of the other kind, met on the way (see --passes)"))
@@ -145,6 +145,6 @@ def left_behind(selection: Selection) -> Pairs:
 
 
 def not_finite(records: Sequence[PassRecord]) -> Pairs:
-    """What held a NaN or an infinity first, in each pass that was looked through."""
-    found = [record for record in records if record.first_non_finite is not None]
-    return [("not finite", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.first_non_finite}") for r in found]
+    """Name the first tensor with a NaN or an infinity in each pass that was searched."""
+    searched = [record for record in records if record.first_non_finite is not None]
+    return [("not finite", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.first_non_finite}") for r in searched]

@@ -1,7 +1,7 @@
-"""Which passes go into one gradient, as the job's optimizer had them, and what each of them weighs.
+"""Group passes into gradient windows as in the job, and weigh each pass in its window.
 
-A window is what one optimizer step gets its gradient from: `grad_accumulation` passes of every data rank. A capture
-knows the number of its step, and the last one before a step which forwards its rank put into it.
+A window is the set of passes behind one optimizer step: `grad_accumulation` passes of every data rank. A capture
+records the number of its step; the last capture before a step also records which forwards of its rank are in it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,17 +12,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """What dealing needs to know about one readable capture."""
+    """What selection needs to know about one readable capture."""
 
     path: Path
     trains: bool
     rank: int | None
-    forward: int | None  # its number among the forwards of its rank
+    forward: int | None  # its number among its rank's forwards
     world_size: int | None
-    num_tokens: int  # that the loss is the mean over
-    optimizer_step: int | None  # steps that the job's optimizer had taken; None where the capture does not say
-    window: Sequence[int] | None  # of the last pass before a step: the forwards that its rank put into it
-    has_gradients: bool  # the capture holds samples of the gradient that the step was given
+    num_tokens: int  # tokens that the loss averages over
+    optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
+    window: Sequence[int] | None  # on the last pass before a step: the forwards of its rank in the window
+    has_gradients: bool  # the capture holds samples of the gradient used in the step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Round:
 
 
 def is_whole(passes: Sequence[Captured]) -> bool:
-    """Are these all the passes that one step of the job's optimizer got its gradient from, of all ranks?"""
+    """Are these all the passes, of all ranks, behind one step of the job's optimizer?"""
     by_rank: dict[int, list[Captured]] = {}
     for one in passes:
         by_rank.setdefault(one.rank or 0, []).append(one)
@@ -47,16 +47,16 @@ def is_whole(passes: Sequence[Captured]) -> bool:
 
 
 class WindowOrder:
-    """Brings captures into the order of the job's steps, those of whole windows of one size first.
+    """Sort captures by the job's steps; those in complete windows of one size come first.
 
-    num_passes  of each whole window, over all ranks; None: there is none, or not yet
+    num_passes  passes in each complete window, over all ranks; None: no complete window seen yet
     """
 
     def __init__(self, num_passes: int | None = None) -> None:
         self.num_passes = num_passes
 
     def ordered(self, captures: Iterable[Captured]) -> Iterator[Captured]:
-        """`captures` by step, then rank; what belongs to no such window comes last."""
+        """Yield `captures` by step, then rank; those outside such windows come last."""
         held: list[Captured] = []
         for _, group in groupby(captures, key=lambda one: one.optimizer_step):
             members = list(group)
@@ -73,10 +73,10 @@ class WindowOrder:
 
 
 def weight_of(rounds: Sequence[Round], index: int, data_rank: int, begin: int, size: int) -> float:
-    """What the pass `index` of a data rank weighs, by tokens, in its window: 1 is as much as every other pass.
+    """Return the weight of pass `index` of a data rank in its window, by tokens; 1 means equal weights.
 
-    The window is the next `size` training rounds from `begin` on. A backend takes the mean over the window's passes and
-    the data ranks, so that of n of a window's N tokens in P passes weighs n P / N.
+    The window is the next `size` training rounds from `begin` on. A backend averages over the window's passes and the
+    data ranks, so a pass with n of a window's N tokens in P passes weighs n P / N.
     """
     window = [one for one in rounds[begin:] if one.trains][:size]
     total = sum(sum(one.num_tokens) for one in window)

@@ -1,4 +1,4 @@
-"""The options of `replay suite`."""
+"""Declare the options of `replay suite`."""
 
 from functools import partial
 from pathlib import Path
@@ -55,13 +55,15 @@ def suite(
     """Train the same model on the same inputs under each standard configuration, and judge the losses.
 
     ddp (the reference), deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring, fsdp2-tp-ring, deepspeed-autotp. Exit code 0:
-    each loss falls, none is further from deepspeed's and ddp's than its bound; 1: one is, or failed.
+    each loss falls, and is within its bound of deepspeed's and ddp's; 1: one is not, or failed.
     """
     if go_on is not None:
         typed = [name for name in context.params if _is_typed(context, name) and name != "go_on"]
         if typed:
             option = f"--{typed[0].replace('_', '-')}"
-            raise UsageError(f"--continue goes on as the suite was begun. Try: replay suite, with {option}")
+            raise UsageError(
+                f"--continue takes its options from the suite that was begun. Try: replay suite, with {option}"
+            )
         return partial(_continue_suite, go_on)
     groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
     spec = SuiteSpec(

@@ -1,4 +1,4 @@
-"""Prints what `replay suite` says while it runs, and its answer."""
+"""Print the progress and the answer of `replay suite`."""
 
 from typing import IO
 
@@ -7,12 +7,12 @@ from replay.report.text import Columns, Pairs
 
 
 def print_suite_lines(pairs: Pairs, file: IO[str] | None = None) -> None:
-    """What `replay suite` says while it runs, as it happens."""
+    """Print lines of `replay suite` while it runs."""
     print_pairs(open_console(file), pairs)
 
 
 def print_suite(columns: Columns, verdict: Pairs, file: IO[str] | None = None) -> None:
-    """The answer to `replay suite`; see docs/suite.md."""
+    """Print the answer of `replay suite`; see docs/suite.md."""
     out = open_console(file)
     print_line(out)
     print_table(out, columns)

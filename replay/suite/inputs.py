@@ -1,4 +1,4 @@
-"""The inputs of a suite: a folder of its own, with the training passes that are asked for alone."""
+"""Prepare the inputs of a suite: a folder of its own that holds only the requested training passes."""
 
 import os
 import shutil
@@ -22,21 +22,21 @@ DEFAULT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteInputs:
-    """`folder` holds `num_inputs` training passes; as many steps as they fill are one pass through all of them."""
+    """The prepared inputs: `folder` holds `num_inputs` training passes; an epoch is as many steps as they fill."""
 
     folder: Path
     num_inputs: int
     loss: LossName
-    said: str  # where they came from
+    said: str  # where they came from, in words
 
     def steps_an_epoch(self, inputs_a_step: int) -> int:
         return max(1, self.num_inputs // inputs_a_step)
 
 
 def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteInputs:
-    """Write them into `folder`, which is whole or not there.
+    """Write the inputs into `folder`, completely or not at all.
 
-    Where there are enough, their number is a multiple of a step's, so that each epoch has the same steps. Raises
+    If there are enough, their number is a multiple of a step's inputs, so that each epoch has the same steps. Raises
     UsageError if the dataset has none, or is damaged.
     """
     check_folder(folder, "--output-dir")

@@ -1,6 +1,7 @@
-"""A training as a curve of steps, and the judgement on it. Plain data in, plain data out.
+"""Turn a training run into a loss curve and judge it. Takes and returns plain data.
 
-The bounds on the distance from plain DDP are absolute, in nats of a step's mean loss; that from DeepSpeed is relative.
+The bounds on the distance from plain DDP are absolute, in nats of a step's mean loss; the one from DeepSpeed is
+relative.
 """
 
 import math
@@ -16,7 +17,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 
 FROM_DEEPSPEED = 0.05
-INITIAL_FROM_DDP = 0.001  # before the first step: the same weights
+INITIAL_FROM_DDP = 0.001  # before the first step: the weights are the same
 FROM_DDP = {  # (max, mean) over the steps
     "fsdp2-tp": (0.02, 0.001),
     "deepspeed-autotp": (0.5, 0.15),
@@ -29,15 +30,15 @@ class Step:
 
     step: int  # from 1
     loss: AnyFloat  # mean over its micro-batches
-    norm: AnyFloat  # of the gradient, over all ranks, before clipping
+    norm: AnyFloat  # gradient norm over all ranks, before clipping
     seconds: AnyFloat  # of its passes, each on its slowest rank
-    memory_bytes: int  # highest peak of a rank; see memory_kind in the run's run.json
+    memory_bytes: int  # highest peak of any rank; see memory_kind in the run's run.json
     inputs: list[str]  # digests of its micro-batches, sorted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """What one training comes to."""
+    """The loss curve of one training run."""
 
     steps: Sequence[Step]
 
@@ -51,7 +52,7 @@ class Curve:
 
     @property
     def seconds_a_step(self) -> float:
-        """Median; the first step pays for allocating and compiling."""
+        """The median, because the first step includes allocation and compilation."""
         return median(step.seconds for step in self.steps[1:] or self.steps)
 
     @property
@@ -59,9 +60,10 @@ class Curve:
         return max(step.memory_bytes for step in self.steps)
 
     def why_it_does_not_fall(self, steps_an_epoch: int) -> str:
-        """Empty if the mean of the last pass through the inputs is below that of the first, over the same inputs.
+        """Explain why the loss does not fall; empty if the last epoch's mean is below the first epoch's, over the same
+        inputs.
 
-        Where no input comes twice, it is the last quarter of the steps and the first.
+        If no input occurs twice, the last quarter of the steps is compared with the first.
         """
         num_steps = len(self.losses)
         repeats = 2 * steps_an_epoch <= num_steps
@@ -69,12 +71,14 @@ class Curve:
         first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
         if last < first:
             return ""
-        found = f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
-        return found if repeats else f"{found}, on other inputs. Try: --steps {2 * steps_an_epoch}"
+        reason = (
+            f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
+        )
+        return reason if repeats else f"{reason}, on other inputs. Try: --steps {2 * steps_an_epoch}"
 
 
 def curve_of(run: PastRun) -> Curve:
-    """The steps of a run with --step. A window that the end cut short is no step."""
+    """Return the steps of a run with --step. An incomplete last window is not a step."""
     size = run.spec.actor.num_accumulated
     windows: dict[int, list[PassRecord]] = {}
     for record in run.records:
@@ -87,7 +91,9 @@ def _norms(window: Sequence[PassRecord]) -> list[float]:
 
 
 def _step(number: int, window: Sequence[PassRecord]) -> Step:
-    """Ranks that share a micro-batch share its loss: the mean over all of them is that over micro-batches."""
+    """Combine a window into a step. Ranks that share a micro-batch report the same loss, so the mean over all is
+    correct.
+    """
     by_pass: dict[int, list[float]] = {}
     by_data_rank: dict[tuple[int, int], str] = {}
     for record in window:
@@ -107,17 +113,17 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurveComparison:
-    """One configuration's curve beside those it is held against, where they ran."""
+    """One configuration's curve compared with the reference curves that ran."""
 
     curve: Curve
     from_ddp: Quantity | None
     from_deepspeed: Quantity | None
-    faults: Sequence[str] = ()  # no training, or another
-    beyond: Sequence[str] = ()  # bounds that rounding too may break
+    faults: Sequence[str] = ()  # the run did not train, or trained differently
+    beyond: Sequence[str] = ()  # bounds that rounding may exceed too
 
     @property
     def complaints(self) -> list[str]:
-        """None: it passed."""
+        """All reasons against the curve; empty if it passed."""
         return [*self.faults, *self.beyond]
 
 
@@ -130,7 +136,7 @@ def compare_curves(
     deepspeed: Curve | None,
     is_standard: bool,
 ) -> CurveComparison:
-    """`ddp` and `deepspeed` are None where they did not run, or are this one."""
+    """Compare a curve with `ddp` and `deepspeed`, which are None if they did not run or are this curve."""
     faults, beyond = [], []
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
         faults.append(f"the loss of step {bad[0].step} is {bad[0].loss}")

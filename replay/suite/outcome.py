@@ -1,4 +1,4 @@
-"""What became of each configuration of a suite, and of the suite. Plain data in, plain data out."""
+"""Determine the outcome of each configuration of a suite. Takes and returns plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class NoCurve:
     """Why a configuration has no curve."""
 
     reason: str
-    is_refusal: bool = False  # its replay said beforehand that it cannot be had
+    is_refusal: bool = False  # its replay refused the options before it started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingResult:
-    """A judgement on a configuration's curve, or the reason why there is none."""
+    """The judgement on a configuration's curve, or the reason why it has none."""
 
     planned: Planned
     status: Status
@@ -33,34 +33,34 @@ class TrainingResult:
     judgement: CurveComparison | None = None
 
     def summary(self) -> dict[str, Any]:
-        """For suite.json; each step is in <name>.jsonl."""
-        found: dict[str, Any] = {"status": self.status, "reason": self.reason}
+        """Return the entry of suite.json; the steps are in <name>.jsonl."""
+        entry: dict[str, Any] = {"status": self.status, "reason": self.reason}
         if self.judgement is None:
-            return found
+            return entry
         curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
-        found |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
-        found |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
-        found |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
+        entry |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
+        entry |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
+        entry |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
         if from_ddp is not None:
             initial = from_ddp.points[0].difference
             of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
-            found["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
+            entry["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
         if from_deepspeed is not None:
-            found["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
-        return found
+            entry["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
+        return entry
 
 
 def outcomes(
     plan: Sequence[Planned],
     curves: Mapping[str, Curve],
-    troubles: Mapping[str, Trouble],
+    no_curves: Mapping[str, NoCurve],
     *,
     steps_an_epoch: int,
 ) -> list[TrainingResult]:
-    """In the order of `plan`. What has neither a curve nor a trouble was not come to."""
-    found = []
+    """Return the results in the order of `plan`. A configuration with neither a curve nor a reason was not reached."""
+    results = []
     for one in plan:
-        trouble = troubles.get(one.name, Trouble(reason=one.reason or "not come to", is_refusal=True))
+        no_curve = no_curves.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
         if curve := curves.get(one.name):
             judgement = compare_curves(
                 one.name,
@@ -71,9 +71,9 @@ def outcomes(
                 is_standard=one.configuration.is_standard,
             )
             status = Status.FAILED if judgement.complaints else Status.PASSED
-            found.append(TrainingResult(planned=one, status=status, judgement=judgement))
+            results.append(TrainingResult(planned=one, status=status, judgement=judgement))
         else:
-            may_refuse = one.name not in troubles or not one.configuration.is_standard
-            status = Status.NOT_RUN if trouble.is_refusal and may_refuse else Status.FAILED
-            found.append(TrainingResult(planned=one, status=status, reason=trouble.reason))
-    return found
+            may_refuse = one.name not in no_curves or not one.configuration.is_standard
+            status = Status.NOT_RUN if no_curve.is_refusal and may_refuse else Status.FAILED
+            results.append(TrainingResult(planned=one, status=status, reason=no_curve.reason))
+    return results

@@ -1,7 +1,7 @@
-"""What `replay suite` trains: the configurations, and how many processes and passes a step give each the same batches.
+"""Plan a suite: its configurations, and the processes and accumulation that give each the same batches.
 
-With --shuffle-inputs all data ranks together go through one order of inputs, whatever their number. So a step of `d`
-data ranks that accumulate `a` passes each takes the next d x a inputs, and is the same step wherever d x a is the same.
+With --shuffle-inputs all data ranks together go through one order of inputs, whatever their number. A step of `d` data
+ranks that accumulate `a` passes takes the next d x a inputs, so steps are the same wherever d x a is the same.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from replay.processes.devices import Machine
 from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec
 
-# what the others are held against: plain and unsharded, by an absolute bound; and what most jobs train with, by a share
+# configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
 DDP, DEEPSPEED = "ddp", "deepspeed"
 
 
@@ -33,7 +33,7 @@ class Configuration:
 
 
 def configurations() -> tuple[Configuration, ...]:
-    """What the backends declare: the reference, the standard ones, the others."""
+    """Return what the backends declare: the reference, the standard configurations, the others."""
     every = [
         Configuration(
             name=f"{name}{one.suffix}",
@@ -53,13 +53,13 @@ CONFIGURATIONS = configurations()
 
 
 def skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
-    """The configurations of these names, and all that a group (deepspeed, fsdp2, tp, ring) is part of."""
+    """Return the configurations with these names, and those that belong to a group (deepspeed, fsdp2, tp, ring)."""
     return frozenset(names) | {one.name for one in CONFIGURATIONS if not one.groups.isdisjoint(groups)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteSpec:
-    """What was asked for. Raises UsageError on nonsense."""
+    """The options of a suite. Raises UsageError for invalid ones."""
 
     dataset: Path | None = None
     model: str | None = None
@@ -86,7 +86,7 @@ class SuiteSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A configuration on this machine. Not run, for `reason`, if there is one."""
+    """A configuration on this machine. It is not run if `reason` says why."""
 
     configuration: Configuration
     num_processes: int
@@ -99,8 +99,8 @@ class Planned:
 
 
 def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
-    """Each configuration with as many of the machine's devices as it can use."""
-    found = []
+    """Plan each configuration with as many of the machine's devices as it can use."""
+    plan = []
     for one in CONFIGURATIONS:
         share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
         num_data_ranks = machine.num_devices // share or (0 if machine.has_gpus else 1)
@@ -110,7 +110,7 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
             reason = f"needs {share} GPUs, {limit} {machine.num_devices}"
         if one.name in spec.skip:
             reason = "skipped"
-        found.append(
+        plan.append(
             Planned(
                 configuration=one,
                 num_processes=num_data_ranks * share,
@@ -118,18 +118,20 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
                 reason=reason,
             )
         )
-    return found
+    return plan
 
 
 def num_inputs_a_step(plan: list[Planned]) -> int:
-    """The fewest that every number of data ranks divides, skipped configurations too: leaving one out changes none."""
+    """Return the smallest number divisible by every number of data ranks, so that skipping a configuration changes
+    none.
+    """
     return lcm(*(one.num_data_ranks for one in plan if one.num_data_ranks))
 
 
 def run_spec_of(
     one: Planned, spec: SuiteSpec, *, inputs: Path, num_inputs: int, inputs_a_step: int, loss: LossName
 ) -> RunSpec:
-    """The replay of one configuration. Raises UsageError if it makes no sense."""
+    """Return the replay of one configuration. Raises UsageError if its options contradict each other."""
     of = one.configuration
     num_passes = spec.steps * inputs_a_step
     return RunSpec(

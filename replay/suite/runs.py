@@ -1,4 +1,4 @@
-"""`replay suite`: trains one model under each configuration, in processes of its own, and judges the curves."""
+"""Run `replay suite`: train one model under each configuration, in its own processes, and judge the curves."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
 from replay.suite.console import print_suite, print_suite_lines
 from replay.suite.loss_curve import curve_of
-from replay.suite.outcome import Status, TrainingResult, Trouble, outcomes
+from replay.suite.outcome import NoCurve, Status, TrainingResult, outcomes
 from replay.suite.plan import DDP, Planned, run_spec_of
 from replay.suite.state import Suite
 
@@ -21,36 +21,36 @@ TERMINATED = 143
 
 
 def run_suite(suite: Suite) -> int:
-    """0 if every configuration that ran passed, else 1. What was finished before is not run again.
+    """Run the suite and return 0 if every configuration that ran passed, else 1. Finished ones are not repeated.
 
-    Raises UsageError, and leaves nothing, for what no configuration can do.
+    Raises UsageError, and leaves no folder, if no configuration can run.
     """
     print_suite_lines(suite_wording.header(suite))
-    troubles: dict[str, Trouble] = {}
+    no_curves: dict[str, NoCurve] = {}
     try:
         with _sigterm_exits():
             for one in suite.plan:
                 if one.reason or suite.curve(one.name) is not None:
                     continue
                 print_suite_lines(suite_wording.begins(one, suite.inputs_a_step))
-                if trouble := train(suite, one):
-                    troubles[one.name] = trouble
-                print_suite_lines(suite_wording.ended(suite.curve(one.name), trouble))
+                if no_curve := train(suite, one):
+                    no_curves[one.name] = no_curve
+                print_suite_lines(suite_wording.ended(suite.curve(one.name), no_curve))
     except (KeyboardInterrupt, SystemExit):
-        suite.write("interrupted", _results(training_results(suite, troubles)))
+        suite.write("interrupted", _results(training_results(suite, no_curves)))
         print_suite_lines(suite_wording.interrupted(suite))
         raise
-    found = training_results(suite, troubles)
-    has_failed = any(one.status is Status.FAILED for one in found)
-    suite.write("failed" if has_failed else "passed", _results(found))
-    print_suite(suite_wording.table(found), suite_wording.verdict(suite, found))
+    results = training_results(suite, no_curves)
+    has_failed = any(one.status is Status.FAILED for one in results)
+    suite.write("failed" if has_failed else "passed", _results(results))
+    print_suite(suite_wording.table(results), suite_wording.verdict(suite, results))
     return 1 if has_failed else 0
 
 
-def train(suite: Suite, one: Planned) -> Trouble | None:
+def train(suite: Suite, one: Planned) -> NoCurve | None:
     """Train one configuration and write its curve, or return why there is none.
 
-    Raises UsageError for what the plainest configuration refuses, since all others would.
+    Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
     """
     spec = run_spec_of(
         one,
@@ -69,35 +69,35 @@ def train(suite: Suite, one: Planned) -> Trouble | None:
         limit=suite.spec.limit,
     )
     child = run_child(task)
-    if trouble := child.trouble:
+    if error := child.error:
         is_refusal = child.is_refusal
         if is_refusal and one.name == DDP and suite.is_untouched:
             suite.discard()
-            raise UsageError(trouble)
-        return Trouble(reason=trouble, is_refusal=is_refusal)
+            raise UsageError(error)
+        return NoCurve(reason=error, is_refusal=is_refusal)
     try:
         curve = curve_of(PastRun.read(logs))
     except UsageError as error:
-        return Trouble(reason=str(error))
+        return NoCurve(reason=str(error))
     if len(curve.steps) != suite.spec.steps:
-        return Trouble(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
+        return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
     suite.write_curve(one.name, curve)
     return None
 
 
-def training_results(suite: Suite, troubles: Mapping[str, Trouble]) -> list[TrainingResult]:
+def training_results(suite: Suite, no_curves: Mapping[str, NoCurve]) -> list[TrainingResult]:
     curves = {one.name: curve for one in suite.plan if (curve := suite.curve(one.name)) is not None}
     steps_an_epoch = suite.inputs.steps_an_epoch(suite.inputs_a_step)
-    return outcomes(suite.plan, curves, troubles, steps_an_epoch=steps_an_epoch)
+    return outcomes(suite.plan, curves, no_curves, steps_an_epoch=steps_an_epoch)
 
 
-def _results(found: Sequence[TrainingResult]) -> dict[str, Any]:
-    return {one.planned.name: one.summary() for one in found}
+def _results(results: Sequence[TrainingResult]) -> dict[str, Any]:
+    return {one.planned.name: one.summary() for one in results}
 
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Else the replay under way would live on: it has a process group of its own."""
+    """Exit on SIGTERM, so that the running replay is ended: its own process group does not get the signal."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         yield

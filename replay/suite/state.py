@@ -1,10 +1,10 @@
-"""A suite on disk: what was asked for, its inputs, and what is finished.
+"""Keep a suite on disk: its options, its inputs, and finished configurations.
 
-LOGS/<time>-suite/suite.json     what was asked for and on what machine; at the end the results
-                  inputs/        what all configurations train on, unless --output-dir says where
-                  <name>.log     what a configuration printed
-                  <name>.jsonl   a line a step, there once all of them are done
-                  runs/<name>/   its replay's own log
+LOGS/<time>-suite/suite.json     the options and the machine; at the end the results
+                  inputs/        training inputs, unless --output-dir is given
+                  <name>.log     output of a configuration
+                  <name>.jsonl   a line per step, written after the last step
+                  runs/<name>/   log of its replay
 """
 
 import json
@@ -38,7 +38,7 @@ class Suite:
 
     @classmethod
     def begin(cls, spec: SuiteSpec, logs: Path) -> Self:
-        """Raises UsageError, and leaves nothing, if there is nothing to train on, or there are too few GPUs."""
+        """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs."""
         machine = Machine.here(spec.num_gpus)
         if not machine.is_here:
             found = Machine.here().num_devices
@@ -56,7 +56,7 @@ class Suite:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises UsageError if `folder` is no suite that can go on here."""
+        """Read a suite. Raises UsageError if `folder` is not a suite that can continue here."""
         path = folder / SUITE_FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ class Suite:
         return num_inputs_a_step(self.plan)
 
     def write(self, status: str, results: Mapping[str, Any]) -> None:
-        """`results` by configuration."""
+        """Write suite.json; `results` are by configuration."""
         whole = {
             "format": FORMAT,
             "status": status,
@@ -104,7 +104,7 @@ class Suite:
         write_atomically(self.folder / SUITE_FILE, f"{text}\n".encode())
 
     def curve(self, name: str) -> Curve | None:
-        """Of a configuration that is finished."""
+        """Return the curve of a finished configuration, else None."""
         path = self._curve_file(name)
         if not path.exists():
             return None
@@ -122,7 +122,7 @@ class Suite:
         write_atomically(self._curve_file(name), "".join(f"{line}\n" for line in lines).encode())
 
     def room_for(self, name: str) -> tuple[Path, Path]:
-        """Where a configuration logs its run, and the file for what it prints; an earlier try's are put aside."""
+        """Return the log folder of a configuration and its output file; those of an earlier attempt are moved aside."""
         logs, output = self._logs_of(name), self.folder / f"{name}.log"
         for earlier in (path for path in (logs, output) if path.exists()):
             tries = (earlier.with_name(f"{earlier.name}.{number}") for number in count(1))
@@ -133,7 +133,7 @@ class Suite:
         return self.folder / f"{name}.jsonl"
 
     def _logs_of(self, name: str) -> Path:
-        """Holds its replay's own log."""
+        """Return the folder that holds the log of its replay."""
         return self.folder / "runs" / name
 
     @property
@@ -147,7 +147,7 @@ class Suite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """What is read of suite.json to go on with it."""
+    """The fields of suite.json that --continue reads."""
 
     format: int
     spec: SuiteSpec

@@ -1,4 +1,4 @@
-"""A suite as text: what it trains, how each configuration went, the table of losses, the verdict."""
+"""Format a suite as text: what it trains, the progress of each configuration, the table of losses, the verdict."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from actor_init.spec import Dtype
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
 from replay.suite.loss_curve import Curve, CurveComparison
-from replay.suite.outcome import Status, TrainingResult, Trouble
+from replay.suite.outcome import NoCurve, Status, TrainingResult
 from replay.suite.plan import DDP, DEEPSPEED, Planned
 from replay.suite.state import Suite
 
@@ -28,9 +28,9 @@ def begins(one: Planned, inputs_a_step: int) -> Pairs:
     return [("training", f"{one.name}: {counted(one.num_processes, 'process')}, {ranks} x {passes} a step")]
 
 
-def ended(curve: Curve | None, trouble: Trouble | None) -> Pairs:
-    if trouble is not None or curve is None:
-        return [("", f"no curve: {trouble.reason if trouble else 'none was written'}")]
+def ended(curve: Curve | None, no_curve: NoCurve | None) -> Pairs:
+    if no_curve is not None or curve is None:
+        return [("", f"no curve: {no_curve.reason if no_curve else 'none was written'}")]
     return [("", f"loss {curve.losses[0]:.5f} to {curve.losses[-1]:.5f}")]
 
 
@@ -44,7 +44,7 @@ def _go_on(suite: Suite) -> Pairs:
 
 
 def table(outcomes: Sequence[TrainingResult]) -> Columns:
-    """A row a configuration; differences are of a step's loss, from the same step under ddp and deepspeed."""
+    """Return a row per configuration; differences are of a step's loss, from the same step under ddp and deepspeed."""
     curves: list[tuple[str, Callable[[CurveComparison], str]]] = [
         ("initial", lambda one: f"{one.curve.losses[0]:.5f}"),
         ("final", lambda one: f"{one.curve.losses[-1]:.5f}"),
@@ -83,10 +83,10 @@ def verdict(suite: Suite, outcomes: Sequence[TrainingResult]) -> Pairs:
         pairs.append(("note", f"a large model's rounding in {suite.spec.dtype} is near the bounds. Try: --dtype fp32"))
     for one in outcomes:
         if one.planned.name in (DDP, DEEPSPEED) and not one.judgement:
-            pairs.append(("note", f"{one.planned.name} has no curve, so none was held against it"))
+            pairs.append(("note", f"{one.planned.name} has no curve, so none was compared with it"))
     return [*pairs, ("failed" if has_failed else "passed", text), ("log", str(_shown(suite.folder)))]
 
 
 def _shown(folder: Path) -> Path:
-    """As one would type it here."""
+    """Return the path relative to the current folder, if it is below it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -1,4 +1,4 @@
-"""A file of texts as captures of format 1: each text tokenised, a micro-batch of one row. The only module with pyarrow.
+"""Convert a file of texts to captures of format 1: one tokenised text per micro-batch. The only module with pyarrow.
 
 Shape letters: S tokens of a text.
 """
@@ -17,18 +17,18 @@ from capture.file_format.capture_file import utc_time, write_call
 from capture.file_format.micro_batch import Origin
 
 COLUMN = "text"
-MAX_LENGTH = 1024  # tokens of a text; the rest is cut, and counted
+MAX_LENGTH = 1024  # tokens of a text; longer ones are cut and counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     num_texts: int
     num_cut: int  # longer than MAX_LENGTH
-    num_left_out: int  # of fewer than two tokens, so that there is none to predict
+    num_left_out: int  # texts of fewer than two tokens, which have none to predict
 
 
 def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> Written:
-    """The first `most` texts of `dataset` as captures in `folder`, and the model's config beside them.
+    """Write the first `most` texts of `dataset` as captures into `folder`, with the model's config beside them.
 
     Labels are the tokens themselves. Raises UsageError for a file without texts, or a model without a tokenizer.
     """

@@ -102,7 +102,7 @@ class Campaign:
         return folder
 
     def effect(self, job: Job) -> tuple[Effect, bool]:
-        """Of a broken job that was recorded; and is it below what the dtype can carry?"""
+        """Return the effect of a recorded broken job, and whether it is below what the dtype can carry."""
         run = self.home / "jobs" / job.name
         found = effect_of(job, run, self._twin(job))
         if any(getattr(found, name) > least for name, least in CLEAR.items()):

@@ -41,7 +41,7 @@ class Effect:
 
 
 def effect_of(job: Job, run: Path, twin: Path) -> Effect:
-    """Of the numbers in the folders of a run and of its unbroken twin, all ranks."""
+    """Measure the effect on a run's values, compared with its unbroken twin, over all ranks."""
     found = [_of_rank(job, _read(run, rank), _read(twin, rank)) for rank in range(job.kind.num_ranks)]
     return Effect(**{name: max(getattr(one, name) for one in found) for name in Effect.__slots__})
 
@@ -81,7 +81,7 @@ def _token(values: Tensor, right: Tensor) -> float:
 
 
 def _apart(values: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """Of parameters that only one has, the other is zeros."""
+    """Return the relative distance; a parameter that only one side has counts as zeros in the other."""
     squares = total = 0.0
     for name in values.keys() | right.keys():
         here, there = values.get(name), right.get(name)

@@ -44,7 +44,7 @@ def arguments_changed(change: Callable[[dict[str, Any]], object]) -> ModelPatch:
 
 
 def output_changed(module: str, change: Callable[[Any], Any]) -> ModelPatch:
-    """Of a submodule; of a tuple its first element."""
+    """Change the output of a submodule, or the first element of a tuple."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
@@ -75,7 +75,7 @@ def forward_replaced(module: str, forward: Callable[[Any, Any], Any]) -> ModelPa
 
 
 def attribute_set(attribute: str, value: Any) -> ModelPatch:
-    """Of every submodule that has it; `value` may be computed from what it is."""
+    """Set an attribute of every submodule that has it; `value` may be a function of its old value."""
 
     def breaks(model: Any) -> None:
         found = [one for one in model.modules() if attribute in vars(one)]

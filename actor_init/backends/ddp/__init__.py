@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel."""
+"""Declare torch's DistributedDataParallel."""
 
 from actor_init.backends.declaration import Declaration, States, Training
 

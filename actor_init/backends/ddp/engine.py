@@ -1,6 +1,6 @@
-"""The actor under torch's DistributedDataParallel: the whole model on every rank, nothing sharded.
+"""Run the actor under torch's DistributedDataParallel: the whole model on every rank, nothing sharded.
 
-It is what the sharding backends are held against, so it shares no sharding, gathering or casting code with them.
+The sharding backends are compared with it, so it shares no sharding, gathering or casting code with them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from actor_init.world import World
 
 @dataclass(slots=True)
 class Window:
-    """Where the accumulation window stands. Its last pass averages over the ranks, which torch asks in its forward."""
+    """The accumulation window. Its last pass averages over the ranks, which torch decides during the forward."""
 
     size: int
     num_done: int = 0
@@ -47,7 +47,7 @@ class Window:
 class DDPBackend:
     spec: ActorSpec
     model: PreTrainedModel
-    replica: DistributedDataParallel  # of `model`
+    replica: DistributedDataParallel  # wraps `model`
     source: ModelSource
     optimizer: Optimizer | None
     schedule: LambdaLR | None
@@ -148,10 +148,11 @@ class DDPBackend:
 
 
 def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let `module.forward` compute with the parameters that it holds itself in `dtype`.
+    """Make `module.forward` compute with its own parameters cast to `dtype`.
 
-    They stay as they are, and so do their gradients: a cast's backward casts back. Module by module, and not once for
-    the model: a checkpointed block is recomputed in backward, when the model's forward has long returned.
+    The parameters and their gradients keep their dtype: a cast's backward casts back. This is done per module rather
+    than once for the model, because a checkpointed block is recomputed in backward, after the model's forward has
+    returned.
     """
     names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
     if not names:
@@ -166,7 +167,7 @@ def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Caller(nn.Module):
-    """What `functional_call` calls: the forward that `module` had, and `module` for it to swap the parameters of."""
+    """The module passed to `functional_call`: the original forward, with `module` as a child for parameter swaps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: ZeRO stages 0 to 3, AutoTP and DeepCompile."""
+"""Declare DeepSpeed's engine: ZeRO stages 0 to 3, AutoTP and DeepCompile."""
 
 from actor_init.backends.declaration import Declaration, States, Training
 from actor_init.backends.deepspeed.config import complaint
@@ -17,7 +17,7 @@ DECLARATION = Declaration(
     ring=True,
     own_options=frozenset({"deepspeed_config"}),
     compilers={Compile.DEEPCOMPILE: (1, 3)},
-    # its files are partitioned by stage and tp, and it would take the saved max_norm
+    # its files are partitioned by stage and tp, and loading would restore the saved max_norm
     states=States(files="DeepSpeed", same=("zero_stage", "tp", "max_norm"), complaint=why_not_on),
     complaint=complaint,
     accumulating_stages=(2,),

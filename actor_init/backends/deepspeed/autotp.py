@@ -1,4 +1,4 @@
-"""DeepSpeed's tensor parallelism, AutoTP: what it can split, and what it needs done around it."""
+"""Check what DeepSpeed's tensor parallelism, AutoTP, can split, and work around its gaps."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -19,7 +19,7 @@ WHOLE_STYLE = "embedding_rowwise"  # AutoTP leaves embeddings whole
 
 
 def check_autotp(model: PreTrainedModel, tp: int) -> None:
-    """Raises UsageError unless AutoTP can carry out transformers' plan for `model`, and nothing is left to a guess."""
+    """Raise UsageError unless AutoTP can apply transformers' plan for `model` completely."""
     if tp == 1:
         return
     check_divisible(model.config, tp)
@@ -28,7 +28,7 @@ def check_autotp(model: PreTrainedModel, tp: int) -> None:
 
 
 def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
-    """What would be guessed, or give wrong gradients in silence."""
+    """Yield what AutoTP would guess, or what would give wrong gradients silently."""
     if not plan:
         yield "transformers has no tensor parallel plan for it"
     for pattern, planned in plan.items():
@@ -41,7 +41,7 @@ def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str
             yield f"it splits Linears, and {name} is a {type(module).__name__}"
         if style == SUMMED_STYLE and [own for own, _ in module.named_parameters()] != ["weight"]:
             yield f"it sums the gradient of a weight over its ranks, and {name} has other parameters"
-    # between two split Linears each rank has its own part of the activations, and so of a whole parameter's gradient
+    # between two split Linears each rank has part of the activations, and so of a whole parameter's gradient
     parted = {_owner(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
     for name, _ in model.named_parameters():
         if _owner(name) not in styles and not parted.isdisjoint({_owner(name), _owner(_owner(name))}):
@@ -53,7 +53,7 @@ def _owner(name: str) -> str:
 
 
 def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
-    """The Linears below `prefix` that AutoTP will split: all that the plan splits, but a head tied to the embedding."""
+    """Yield the Linears below `prefix` that AutoTP will split: all in the plan, except a head tied to the embedding."""
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
         is_below = not prefix or name.startswith(f"{prefix}.")
@@ -62,10 +62,10 @@ def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
 
 
 def mark_split_gradients(model: nn.Module) -> None:
-    """Say of the gradients of split parameters what AutoTP says of the parameters.
+    """Copy AutoTP's marks from split parameters to their gradients.
 
-    Without ZeRO, DeepSpeed's bf16 and fp16 optimizer looks for that on the gradients, finds nothing, and leaves all but
-    the first tp rank out of the norm that it clips by: https://github.com/deepspeedai/DeepSpeed/issues/1839.
+    Without ZeRO, DeepSpeed's bf16 and fp16 optimizer looks for the mark on the gradients, does not find it, and leaves
+    all but the first tp rank out of the norm for clipping: https://github.com/deepspeedai/DeepSpeed/issues/1839.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -76,7 +76,7 @@ def mark_split_gradients(model: nn.Module) -> None:
 
 
 def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
-    """The norm of marked gradients over `group`: of split parameters all parts count, and what is whole counts once."""
+    """Return the norm of marked gradients over `group`: all parts of split parameters count, whole ones count once."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -91,9 +91,9 @@ def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
 
 
 def whole_over_tp(parameter: Any, values: Tensor) -> Tensor:
-    """A copy of `values`, which are of `parameter` or its gradient, put together where AutoTP has split the parameter.
+    """Return a copy of `values`, a parameter's or its gradient's, gathered where AutoTP has split the parameter.
 
-    For all ranks to call.
+    All ranks must call this.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 

@@ -1,4 +1,4 @@
-"""What is asked of DeepSpeed: its config, and what it is not asked for because it has none of it."""
+"""Build DeepSpeed's config, and refuse what DeepSpeed does not support."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ NOT_OF_A_FILE = {
     "scheduler": "the replay has a schedule of its own, which --lr-warmup-steps shapes",
 }
 FREE = ("steps_per_print", "zero_allow_untested_optimizer", "zero_optimization.memory_efficient_linear")  # no option's
-OPTIONS = {  # what a key's value is chosen by
+OPTIONS = {  # the option that decides each key's value
     "gradient_accumulation_steps": "--grad-accumulation",
     "gradient_clipping": "--max-norm",
     "zero_optimization.stage": "--zero-stage",
@@ -26,7 +26,7 @@ OPTIONS = {  # what a key's value is chosen by
 
 
 def complaint(spec: Asked, device_type: str) -> str | None:
-    """Why DeepSpeed cannot do `spec` on torch's `device_type`, or cannot be given its file; None if it can."""
+    """Return why DeepSpeed cannot run `spec` on a `device_type` or cannot take its config file; None if it can."""
     on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
         return "DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2"
@@ -45,7 +45,7 @@ def complaint(spec: Asked, device_type: str) -> str | None:
 
 
 def config_of(spec: Asked) -> dict[str, Any]:
-    """What the options say, and what the file of --deepspeed-config adds. Raises UsageError where they contradict."""
+    """Return the options' config merged with the file of --deepspeed-config. Raises UsageError if they contradict."""
     own = _config_of_options(spec)
     if spec.deepspeed_config is None:
         return own
@@ -56,13 +56,13 @@ def config_of(spec: Asked) -> dict[str, Any]:
     rest = {key: value for key, value in given.items() if key not in NOT_OF_A_FILE}
     zero = rest.get("zero_optimization")
     if isinstance(zero, Mapping) and "offload_optimizer" in zero:
-        # the replay's optimizer is torch's own, which steps on a CPU too
+        # the replay's optimizer is torch's own, which also steps on a CPU
         own["zero_force_ds_cpu_optimizer"] = False
     return _merged(spec, own, rest, "")
 
 
 def _merged(spec: Asked, own: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`own` and what `given` adds to it; "auto", as transformers' Trainer has it, is the option's value."""
+    """Return `own` plus what `given` adds to it; "auto", as in transformers' Trainer, means the option's value."""
     merged = dict(own)
     for key, value in given.items():
         name = f"{where}{key}"
@@ -123,17 +123,17 @@ def _config_of_options(spec: Asked) -> dict[str, Any]:
 
 
 def autotp_config(tp: int) -> dict[str, Any]:
-    """The section for DeepSpeed's config; empty without tensor parallelism.
+    """Return the section for DeepSpeed's config; empty without tensor parallelism.
 
-    The vocabulary-parallel head, its default for tied embeddings, would leave each rank with logits of its own part.
+    DeepSpeed's vocabulary-parallel head, the default for tied embeddings, would leave each rank with partial logits.
     """
     return {"tensor_parallel": {"autotp_size": tp, "vocab_parallel_lm_head": False}} if tp > 1 else {}
 
 
 def has_whole_blocks(spec: Asked) -> bool:
-    """ZeRO 3's hooks on each submodule would break a compiled block into many graphs: there they go on the block.
+    """Should ZeRO 3's hooks go on whole blocks? On submodules they would break a compiled block into many graphs.
 
-    DeepSpeed's own linear function stays away too: it asks for a parameter's number, which makes a graph a layer with
+    DeepSpeed's own linear function is not used either: it reads a parameter's id, which makes a graph per layer with
     torch 2.11.
     """
     return spec.compile is Compile.BLOCKS and spec.resolved_zero_stage == 3

@@ -1,4 +1,4 @@
-"""The actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
+"""Run the actor under a DeepSpeed engine, ZeRO stages 0 to 3."""
 
 import gc
 import json
@@ -38,37 +38,38 @@ from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
-STATE_TAG = "state"  # of the one checkpoint in a state folder
+STATE_TAG = "state"  # of the only checkpoint in a state folder
 
 
 @dataclass(slots=True)
 class Gate:
-    """Lets the optimizer's step through, or holds it."""
+    """Lets the optimizer's step through, or blocks it."""
 
     is_open: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedBackend:
-    """`engine.step` is called at the end of every window: it yields the norm and clears every gradient buffer.
+    """An actor under DeepSpeed's engine.
 
-    Without --step the optimizer inside it is held, so that weights and moments stay as they are.
+    `engine.step` is called at the end of every window: it computes the norm and clears every gradient buffer. Without
+    --step the optimizer inside it is blocked, so that weights and moments do not change.
     """
 
     spec: ActorSpec
     source: ModelSource
     engine: Any  # deepspeed.DeepSpeedEngine
     gate: Gate
-    schedule: LambdaLR  # not the engine's: that one would move without the optimizer
+    schedule: LambdaLR  # not the engine's, which would advance without an optimizer step
     attention: str
     num_parameters: int
-    config: Mapping[str, Any]  # that DeepSpeed was given
+    config: Mapping[str, Any]  # passed to DeepSpeed
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
-        """Under ZeRO 3 and AutoTP block after block is brought to the device and partitioned: never a second full copy.
+        """Open the actor. Under ZeRO 3 and AutoTP blocks are moved to the device and partitioned one by one.
 
-        Raises UsageError for what DeepSpeed cannot do.
+        So there is never a second full copy of the model. Raises UsageError for what DeepSpeed cannot do.
         """
         check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
@@ -86,7 +87,7 @@ class DeepSpeedBackend:
             compile_blocks(block for _, block in blocks)
         if has_whole_blocks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
-        # on a CPU it would build a shared-memory operator, for inference alone: 30 s, and it needs a C++ compiler
+        # on a CPU it would build a shared-memory operator, used for inference only: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
@@ -105,7 +106,7 @@ class DeepSpeedBackend:
             config=config,
             dist_init_required=False,
         )
-        gc.collect()  # what AutoTP replaced hangs in cycles, and would be in the first passes' memory
+        gc.collect()  # frees modules that AutoTP replaced, which are in reference cycles
         if spec.compile is Compile.DEEPCOMPILE:
             engine.compile()
             if not engine.is_deepcompile_active():
@@ -144,7 +145,7 @@ class DeepSpeedBackend:
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def _norm_of_plain_gradients(self) -> Tensor | None:
-        """The norm where the engine computes none: stage 0 in fp32, or without an optimizer."""
+        """Return the norm where the engine computes none: stage 0 in fp32, or without an optimizer."""
         if self.engine.zero_optimization_stage() or self.engine.bfloat16_enabled() or self.engine.fp16_enabled():
             return None
         model: PreTrainedModel = self.engine.module
@@ -162,7 +163,7 @@ class DeepSpeedBackend:
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if has_whole_blocks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
-            # the file may change; with an option's values for what it leaves to them
+            # recorded because the file may change; "auto" is replaced by the option's value
             **({"deepspeed_config": json.dumps(self.config)} if self.spec.deepspeed_config else {}),
         }
 
@@ -190,7 +191,7 @@ class DeepSpeedBackend:
             _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
         else:
             with universal(folder / STATE_TAG) as converted:
-                self.engine._config.load_universal_checkpoint = True  # what "load_universal" in the config sets
+                self.engine._config.load_universal_checkpoint = True  # same as "load_universal" in the config
                 _, rest = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
         load_schedule(self.schedule, rest["schedule"])
 
@@ -202,10 +203,10 @@ class DeepSpeedBackend:
 
 
 def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
-    """What is partitioned over all ranks once `module` is on the device.
+    """Return what is partitioned over all ranks once `module` is on the device.
 
-    Under ZeRO 3, all of it. Else what AutoTP will split: it gathers one weight after the other and keeps this rank's
-    part as an ordinary parameter, so that a device holds its part of the model twice at most.
+    Under ZeRO 3, all of it. Otherwise what AutoTP will split: it gathers one weight after the other and keeps this
+    rank's part as an ordinary parameter, so a device holds its part of the model at most twice.
     """
     if spec.resolved_zero_stage == 3:
         return [module]
@@ -213,7 +214,7 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
 
 
 def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """An optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
+    """Return an optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
 
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
         optimizer = make_optimizer(spec, parameters) or torch.optim.SGD(parameters, lr=0.0)

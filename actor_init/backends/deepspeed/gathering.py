@@ -1,4 +1,4 @@
-"""Whole weights and gradients of a model under DeepSpeed, one at a time: from ZeRO's partitions and AutoTP's parts."""
+"""Gather whole weights and gradients of a model under DeepSpeed, one at a time, from ZeRO's and AutoTP's parts."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -9,10 +9,10 @@ from actor_init.backends.deepspeed.autotp import whole_over_tp
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a parameter or buffer. For all ranks to call."""
+    """Return a whole copy of a parameter or buffer. All ranks must call this."""
     import deepspeed
 
-    is_partitioned = hasattr(tensor, "ds_id")  # not so below stage 3, nor buffers
+    is_partitioned = hasattr(tensor, "ds_id")  # false below stage 3, and for buffers
     with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
         return whole_over_tp(tensor, tensor)
 
@@ -23,7 +23,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
-    """As they were reduced and averaged; those of parameters that have none are left out."""
+    """Yield gradients as reduced and averaged; parameters without one are skipped."""
     from deepspeed.utils import safe_get_full_grad
 
     for name, parameter in model.named_parameters():

@@ -1,16 +1,16 @@
-"""Which of DeepSpeed's saved states can be loaded by how many ranks."""
+"""Decide which of DeepSpeed's saved states can be loaded by how many ranks."""
 
 from actor_init.backends.declaration import Saved
 from actor_init.toggles import OptimizerName
 
 
 def is_partitioned_over(state: Saved, world_size: int) -> bool:
-    """Whether DeepSpeed can load its files as they are on that many ranks. Stage 0 partitions nothing."""
+    """Can DeepSpeed load the files unchanged on that many ranks? Stage 0 partitions nothing."""
     return not state.zero_stage or state.world_size == world_size
 
 
 def why_not_on(state: Saved, world_size: int) -> str | None:
-    """Why not even DeepSpeed's universal format can carry `state` to so many ranks; None if it need not, or can."""
+    """Return why DeepSpeed's universal format cannot load `state` on so many ranks; None if it can, or need not."""
     if is_partitioned_over(state, world_size):
         return None
     reasons = {

@@ -1,4 +1,4 @@
-"""torch's FSDP2, with tensor parallelism over DTensors."""
+"""Declare torch's FSDP2, with tensor parallelism over DTensors."""
 
 from actor_init.backends.declaration import Declaration, States, Training
 

@@ -1,4 +1,4 @@
-"""The actor under FSDP2: `fully_shard` on every block and on the root."""
+"""Run the actor under FSDP2: `fully_shard` on every block and on the root."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ class FSDP2Backend:
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
-        """Blocks are brought to the device and sharded one after the other: never a second full copy of the model."""
+        """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
+        model.
+        """
         check_divisible(source.config, spec.parallel.tp)
         check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device, source.config)
@@ -62,7 +64,7 @@ class FSDP2Backend:
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
-            # of DTensors sharded along the sequence, a graph for any length is an InductorError (seen with torch 2.13)
+            # with DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13)
             compile_blocks((block for _, block in blocks), any_length=not spec.parallel.sequence_parallel)
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
@@ -77,7 +79,7 @@ class FSDP2Backend:
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
-        # None is torch's own rule: the root, which backward needs first, stays gathered
+        # None is torch's default: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
         optimizer = make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)])
@@ -166,7 +168,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
-    """Sharded over the data ranks alone, and over tp as well: torch's foreach operations take one mesh at a time."""
+    """Group parameters by mesh, data ranks only or also tp: torch's foreach operations take one mesh at a time."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         sharded: Any = parameter
@@ -176,6 +178,6 @@ def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
 
 
 def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
-    """Of the gradients of parameters on one mesh: each shard counts once, each replica not again."""
+    """Return the norm of the gradients of parameters on one mesh: each shard counts once, and replicas count once."""
     norm = total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
