@@ -74,7 +74,7 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def draw_parity(path: Path, shares: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw a line for each run or group of runs: each quantity's largest share of its bound, a bar back to the median."""
+    """Draw a line a run or group of runs: the largest share of its bound of each quantity, a bar back to the median."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

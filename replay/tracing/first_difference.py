@@ -47,7 +47,7 @@ Parted = Mapping[int, FirstDifference | None]  # by number of the run that was c
 
 
 def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] = ()) -> FirstDifference | None:
-    """Find the first traced tensor of `other` that leaves its bound; None: none does. Both are log folders with a trace.
+    """Find the first traced tensor of `other` that leaves its bound, or None. Both are log folders with a trace.
 
     `equivalents` are traced runs known to be as right as the reference: how far they are from it is the noise floor.
     They should differ in kernel, order or sharding, not be copies. Raises UsageError for runs that were not traced, or

@@ -104,7 +104,7 @@ class Watch:
         self._thread.start()
 
     def meet(self) -> None:
-        """Wait until all ranks are here, outside torch: a barrier could meet a collective of a rank with more passes."""
+        """Wait for all ranks, outside torch: a barrier could meet a collective of a rank that has more passes."""
         self._meeting.arrived(self.world.rank)
         self._peers.send({"kind": "arrived"})
         self._meeting.wait(TICK_SECONDS)
