@@ -1,8 +1,8 @@
 """Replays in one world, each with or without a fault: `python -m tests.helpers.fault_worker JOBS.json [TP [RING]]`.
 
 JOBS.json is a list of {"arguments": [of replay], "fault": NAME of tests.helpers.faults or ""}. With "compare": FILE,
-the first pass is also recorded by torch's DebugMode with hashes of all tensors, and FILE gets what torch says of it beside the
-job before: the number of different hashes, or why the two cannot be compared.
+the first pass is also recorded by torch's DebugMode with hashes of all tensors, and FILE gets what torch says of it
+beside the job before: the number of different hashes, or why the two cannot be compared.
 """
 
 import json
