@@ -2,7 +2,7 @@
 
     python benchmarks/more_faults.py --seeds 2 --out more_faults.json
 
-tests/more_faults.py has the faults: small parameters, directions, accumulation, checkpointing, stages, edge shapes.
+tests/helpers/more_faults.py has the faults: small parameters, directions, accumulation, checkpointing, stages, edges.
 Each is put into its own run, on a CPU, and judged as `replay parity --matrix quick` judges it. Clean runs are the same
 configurations over seeds and dtypes.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
-from tests.fault_campaign import Campaign, ground_of, grounds_for
-from tests.more_faults import MORE_FAULTS
+from tests.helpers.fault_campaign import Campaign, ground_of, grounds_for
+from tests.helpers.more_faults import MORE_FAULTS
 
 
 def main() -> None:

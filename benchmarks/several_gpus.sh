@@ -60,7 +60,7 @@ drills)
     ;;
 deaths)
     LINES_SHOWN=400 step 240 python3 -m pytest -sv -o addopts= -p no:cacheprovider --tb=short \
-        tests/test_deaths_and_hangs.py -k "${CASES:-test}" | grep -oE "^FAILED.*|(torchrun|deepspeed), [^:]*: ended.*|^=.*(passed|failed).*|^exit code.*"
+        tests/replay/test_deaths_and_hangs.py -k "${CASES:-test}" | grep -oE "^FAILED.*|(torchrun|deepspeed), [^:]*: ended.*|^=.*(passed|failed).*|^exit code.*"
     ;;
 attention)
     nvidia-smi topo -m | head -4

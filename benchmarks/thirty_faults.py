@@ -2,7 +2,7 @@
 
     python benchmarks/thirty_faults.py --seeds 6 --out faults.json
 
-tests/faults.py has the faults. Each is put into its own run, on a CPU, over the sample inputs and small models, and is
+tests/helpers/faults.py has the faults. Each is put into its own run, on a CPU, over the sample and small models, and is
 searched for by the command that should find it: `replay parity` or `replay diagnose`. Two other methods are compared.
 torch's DebugMode with hashes of every operation's output is given a clean run of the same configuration, which users
 seldom have; it finds a fault if more hashes differ than between two clean runs. Losses of twelve passes' steps, to the
@@ -26,7 +26,7 @@ from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.runlog.reader import PastRun
 from replay.runner.selection import default_folder
-from tests.fault_campaign import (
+from tests.helpers.fault_campaign import (
     Campaign,
     Ground,
     Run,
@@ -37,7 +37,7 @@ from tests.fault_campaign import (
     run_command,
     run_jobs,
 )
-from tests.faults import FAULTS, Fault
+from tests.helpers.faults import FAULTS, Fault
 
 TRAINED = {"step": True, "learning_rate": "1e-3", "epochs": "3"}
 AGREE = (CellResult.EQUAL, CellResult.WITHIN_NOISE)

@@ -41,7 +41,6 @@ QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one proce
     "test_format_properties",
     "test_judgement",
     "test_logbook",
-    "test_matrix",
     "test_measuring",
     "test_noise",
     "test_options",

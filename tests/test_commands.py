@@ -4,22 +4,12 @@ COLD ones are as a user's in everything; each launcher is among them. The others
 """
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ports import free_port
-from tests.replay_worker import PATIENCE
-from tests.warm import warm_bin
-
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
+from tests.helpers.commands import run
 
 COLD = [
     "replay --max-inputs 5",
@@ -37,22 +27,6 @@ WARM = [
     "deepspeed --num_gpus=1 --module replay --quiet",
     "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
-
-
-def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
-    program, *arguments = shlex.split(command)
-    if program == "deepspeed":  # tests run side by side
-        arguments = ["--master_port", str(free_port()), *arguments]
-    return subprocess.run(
-        [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
-        cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
 
 
 def only_log(log_folder: Path) -> dict[str, Any]:

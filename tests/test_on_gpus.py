@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_commands import ROOT
+from tests.helpers.commands import ROOT
 
 LIMIT = 540  # seconds; the widest takes about a minute
 

@@ -21,7 +21,7 @@ import pytest
 from capture import capture_files, read_micro_batch
 from replay.cli import main as replay_main
 from replay.runlog.writer import read_log
-from tests.ports import free_port
+from tests.helpers.ports import free_port
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,7 @@ from tests.broken_jobs.declarations import FaultClass, Job, Kind
 from tests.broken_jobs.effect import Effect, effect_of
 from tests.broken_jobs.table import JOBS
 from tests.broken_jobs.traces import traces_of
-from tests.ports import free_port
+from tests.helpers.ports import free_port
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -1,0 +1,103 @@
+"""A file of DeepSpeed's settings adds to what the options say, is refused where it contradicts them, and is logged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor_init.backends.deepspeed.config import config_of
+from actor_init.spec import ActorSpec, UsageError
+from replay.parity.plan import Here, Role, plan
+from replay.runlog.reader import PastRun
+from tests.helpers.commands import ROOT
+from tests.helpers.planning import CONFIG
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -> None:
+    given = {
+        "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000, "stage": "auto"},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "optimizer": "auto",
+        "bf16": {"enabled": True},
+        "steps_per_print": 10,
+    }
+    found = config_of(ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).settled())
+    assert found["zero_optimization"] == {
+        "stage": 2,
+        "memory_efficient_linear": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": 1000,
+    }
+    assert found["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert (found["gradient_clipping"], found["steps_per_print"]) == (0.5, 10)
+    assert "optimizer" not in found
+    assert "train_batch_size" not in found
+
+
+def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
+    path = written(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    assert config_of(ActorSpec(deepspeed_config=path))["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2; here it is 1, which --zero-stage says. "),
+        ({"gradient_accumulation_steps": 4}, "here it is 1, .* and try: --grad-accumulation 4"),
+        ({"gradient_clipping": 1.0}, "here it is 0.0, which --max-norm says. Leave it out, and try: --max-norm 1.0"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled is false; here it is true, which --dtype says"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true; here it is false, which --dtype says"),
+        ({"train_micro_batch_size_per_gpu": 4}, "here it is 1. Leave it out"),
+        ({"train_batch_size": 8}, "a pass is one micro-batch as it was captured"),
+        ({"optimizer": {"type": "AdamW"}}, "which --optimizer and --learning-rate choose. Leave it out"),
+        ({"zero_optimization": 3}, "it is a section with keys of its own. Give an object"),
+        ([], "holds a list. Give a JSON file"),
+        ("{", "cannot be read: .* Give a JSON file"),
+    ],
+)
+def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, given: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        config_of(ActorSpec(deepspeed_config=written(tmp_path, given)).settled())
+
+
+def test_other_backends_have_no_such_file() -> None:
+    with pytest.raises(UsageError, match=r"--deepspeed-config ds.json is deepspeed's, and the backend is fsdp2"):
+        ActorSpec(deepspeed_config=Path("ds.json"), backend="fsdp2")
+
+
+def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several(tmp_path: Path) -> None:
+    here = Here(device="cpu", num_devices=1, num_inputs=2, config=CONFIG, must_pack=False)
+    path = str(written(tmp_path, {"zero_optimization": {"overlap_comm": True}}))
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"gradient_clipping": 1}')
+    settings = [{"backend": backend, "dtype": "fp32", "zero_stage": 3} for backend in ("deepspeed", "fsdp2")]
+    cells = plan(settings, {"deepspeed_config": path}, here).cells
+    given = {cell.spec.actor.backend: cell.spec.actor.deepspeed_config for cell in cells if cell.role is Role.CELL}
+    assert given == {"deepspeed": Path(path)}
+    assert not any(cell.spec.actor.deepspeed_config for cell in cells if cell.spec.actor.backend == "fsdp2")
+    listed = plan([{"dtype": "fp32", "deepspeed_config": one} for one in (path, str(bad))], {}, here)
+    assert f"deepspeed fp32 packed auto deepspeed-config {path}" in [cell.name for cell in listed.cells]
+    assert "gradient_clipping is 1" in listed.refused[f"deepspeed fp32 packed auto deepspeed-config {bad}"]
+
+
+def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: Any) -> None:
+    from replay.cli import app
+    from replay.runner.session import run_in
+
+    path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
+    inputs = str(ROOT / "inputs" / "edges" / "rows")
+    typed = ["--deepspeed-config", str(path), "--inputs", inputs, "--max-inputs", "1", "--zero-stage", "2"]
+    spec = app([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")], standalone_mode=False).args[0]
+    assert run_in(world, spec) == 0
+    path.unlink()
+    facts = PastRun.read(tmp_path / "logs").facts
+    assert json.loads(facts["deepspeed_config"])["zero_optimization"]["round_robin_gradients"] is True

@@ -1,0 +1,65 @@
+"""--reverse-rows: the model is fed a micro-batch's last row first, and the log tells rows in the captured order."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor_init.inputs.packing import actor_inputs
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.micro_batch import with_rows_reversed
+from replay.cli import main
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
+from tests.helpers.made_captures import write_pass
+
+
+def replayed(tmp_path: Path, name: str, *more: str) -> list[PassRecord]:
+    common = ["--input-file", str(next((tmp_path / "in").glob("*.pkl")))]
+    assert main([*common, "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / name), *more]) == 0
+    return read_log(next((tmp_path / name).iterdir()))[1]
+
+
+def test_what_belongs_to_a_row_goes_along_and_what_all_share_stays(tmp_path: Path) -> None:
+    batch = read_micro_batch(write_pass(tmp_path, num_rows=3, num_real=8, vocabulary=264))
+    extra = {
+        "position_ids": torch.arange(30).view(3, 10),
+        "shared_positions": torch.arange(10).view(1, 10),
+        "cu_seq_lens": torch.tensor([0, 4, 10]),
+    }
+    turned = with_rows_reversed(replace(batch, extra_tensors=extra))
+    assert turned.sequences_BS.tolist() == batch.sequences_BS.tolist()[::-1]
+    assert turned.attention_mask_BS.tolist() == batch.attention_mask_BS.tolist()[::-1]
+    assert turned.extra_tensors["position_ids"][:, 0].tolist() == [20, 10, 0]
+    assert turned.extra_tensors["shared_positions"].tolist() == extra["shared_positions"].tolist()
+    assert turned.extra_tensors["cu_seq_lens"].tolist() == [0, 4, 10]
+    assert with_rows_reversed(turned).sequences_BS.tolist() == batch.sequences_BS.tolist()
+
+
+@pytest.mark.usefixtures("one_world")
+def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pass(tmp_path / "in", num_rows=3, length=20, num_real=16, num_actions=9, vocabulary=264)
+    shutil.copy(default_folder() / "actor.json", tmp_path / "in")
+    fed: list[Any] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        fed.append(args[0].sequences_BS.tolist())
+        return actor_inputs(*args, **kwargs)
+
+    monkeypatch.setattr("replay.runner.pass_runner.actor_inputs", watched)
+    [plain] = replayed(tmp_path, "plain")
+    [turned] = replayed(tmp_path, "turned", "--reverse-rows")
+    assert fed[1] == fed[0][::-1]
+    assert turned.row_log_probs == pytest.approx(plain.row_log_probs, rel=1e-6)
+    assert len({round(one, 3) for one in plain.row_log_probs}) == 3  # so that an order shows
+    assert (turned.input_digest, turned.row_tokens) == (plain.input_digest, plain.row_tokens)
+    assert turned.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+def test_a_trace_tells_rows_by_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--trace", "--reverse-rows"]) == 2
+    assert "--trace tells rows by their place, which --reverse-rows changes" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""`capture check`, `convert`, `redact` and `pack`, against what is known of the files they are given."""
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture import capture_files, read_micro_batch, write_actor_config
+from capture.cli import main
+from capture.file_format.capture_file import read_call, write_call
+from capture.file_format.micro_batch import Origin
+from replay.cli import main as replay_main
+from replay.runner.selection import default_folder
+from tests.helpers.dumps import a_dump
+
+SECRET = "/home/somebody/secret-project"
+
+
+def dumps(folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    made = []
+    for number in range(3):
+        dump = a_dump(rank=number % 2, timestamp=f"20250619_05260{number}_430740")
+        name = f"actor_inputs_rank{number % 2}_{dump['timestamp']}.pkl"
+        (folder / name).write_bytes(pickle.dumps(dump, protocol=4))
+        made.append(dump)
+    return made
+
+
+def secrets_in(folder: Path) -> Path:
+    """Two rows of real tokens 100 .. 119, padding 9 on the left of the second; labels in the three usual relations."""
+    ids_BS = torch.arange(100, 120).view(2, 10).clone()
+    mask_BS = torch.ones(2, 10, dtype=torch.long)
+    mask_BS[1, :4] = 0
+    ids_BS[1, :4] = 9
+    labels_BS = ids_BS.clone()
+    labels_BS[0, :5] = -100  # not learned
+    labels_BS[1, 5] = 1234  # neither its own place's token nor the next one's
+    labels_BS[1, 6] = ids_BS[1, 7]  # shifted
+    write_call(
+        folder,
+        {
+            "input_ids": ids_BS,
+            "attention_mask": mask_BS,
+            "labels": labels_BS,
+            "position_ids": torch.arange(10).expand(2, 10),
+            "advantages": torch.randn(2, 10),
+        },
+        {"prompt": "the secret text", "temperature": 0.7, "return_output": True},
+        trains=True,
+        origin=Origin(source="", rank=0, step=3, time="2026-03-01T09:12:44+00:00", model_name=SECRET),
+    )
+    write_actor_config(
+        folder, {"model_type": "llama", "vocab_size": 2000, "_name_or_path": SECRET, "x": SECRET}, SECRET
+    )
+    return folder
+
+
+def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = dumps(tmp_path / "old")
+    assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert "3 files" in capsys.readouterr().out
+    batches = [read_micro_batch(path) for path in capture_files(tmp_path / "new")]
+    for batch, dump in zip(batches, [made[0], made[2], made[1]], strict=True):  # by rank, then as recorded
+        assert batch.sequences_BS.equal(dump["sequences"])
+        assert batch.attention_mask_BS.equal(dump["attention_mask"].bool())
+        assert batch.action_mask_BA is not None
+        assert batch.action_mask_BA.equal(dump["action_mask"])
+        assert batch.call_facts["return_output"] is True
+        assert batch.origin.rank == dump["rank"]
+        second = dump["timestamp"][13:15]
+        assert batch.origin.time == f"2025-06-19T05:26:{second}.430740+00:00"
+    assert [batch.origin.step for batch in batches] == [0, 1, 0]
+    assert main(["check", str(tmp_path / "new")]) == 0
+    assert "no manifest" not in capsys.readouterr().out
+
+
+def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:
+    source = _made(tmp_path / "in")
+    call = replace(
+        read_call(capture_files(default_folder())[0]),
+        outputs={"loss": 1.5},
+        random={"python": {"state": [1, 2]}},
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    )
+    call.write(source)
+    for command, kept in (("convert", call), ("redact", replace(call, outputs={}, random={}))):
+        assert main([command, str(source), str(tmp_path / command)]) == 0
+        found = read_call(capture_files(tmp_path / command)[0])
+        assert (found.outputs, found.random) == (kept.outputs, kept.random)
+        assert found.environment == call.environment
+
+
+def test_convert_names_what_it_refuses_and_takes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumps(tmp_path / "old")
+    (tmp_path / "old" / "actor_inputs_rank0_broken.pkl").write_bytes(b"\x80\x04no")
+    (tmp_path / "old" / "actor_inputs_rank0_timeless.pkl").write_bytes(pickle.dumps(a_dump(timestamp="yesterday")))
+    assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    out = capsys.readouterr().out
+    assert "actor_inputs_rank0_broken.pkl" in out
+    assert "its time is 'yesterday'" in out
+    assert len(capture_files(tmp_path / "new")) == 3
+
+
+@pytest.mark.parametrize("command", ["convert", "redact"])
+def test_nothing_is_written_where_something_is(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept").write_text("mine")
+    assert main([command, str(default_folder()), str(tmp_path)]) == 2
+    assert "not an empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("tokens", ["permute", "zero"])
+def test_redact_keeps_the_shape_of_things_and_no_text(tokens: str, tmp_path: Path) -> None:
+    source = secrets_in(_made(tmp_path / "in"))
+    assert main(["redact", str(source), str(tmp_path / "out"), "--tokens", tokens]) == 0
+    before, after = (read_micro_batch(capture_files(f)[0]) for f in (source, tmp_path / "out"))
+    assert after.attention_mask_BS.equal(before.attention_mask_BS)
+    assert after.extra_tensors["position_ids"].equal(before.extra_tensors["position_ids"])
+    assert not after.extra_tensors["advantages"].any()
+    assert after.labels_BS is not None
+    assert before.labels_BS is not None
+    assert (after.labels_BS == -100).equal(before.labels_BS == -100)
+    assert (after.origin.rank, after.origin.step, after.origin.time) == (0, 3, before.origin.time)
+    assert after.call_facts == {"prompt": "", "temperature": 0.7, "return_output": True}
+    real_BS = before.attention_mask_BS
+    assert not after.sequences_BS[~real_BS].any()
+    if tokens == "zero":
+        assert not after.sequences_BS.any()
+    else:
+        assert len(set(after.sequences_BS[real_BS].tolist())) == 16  # as many different tokens as before
+        assert after.sequences_BS[real_BS].tolist() != before.sequences_BS[real_BS].tolist()
+        assert int(after.sequences_BS.max()) < 2000
+        own = (before.labels_BS == before.sequences_BS) & real_BS
+        assert after.labels_BS[own].equal(after.sequences_BS[own])
+        assert after.labels_BS[1, 6] == after.sequences_BS[1, 7]
+    written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    for text in (b"secret", b"somebody", b"/home"):
+        assert text not in written
+    assert main(["check", str(tmp_path / "out")]) == 0
+
+
+def test_two_redactions_do_not_share_a_permutation(tmp_path: Path) -> None:
+    source = secrets_in(_made(tmp_path / "in"))
+    for name in ("a", "b"):
+        assert main(["redact", str(source), str(tmp_path / name)]) == 0
+    a, b = (read_micro_batch(capture_files(tmp_path / name)[0]).sequences_BS for name in ("a", "b"))
+    assert not a.equal(b)
+
+
+def test_a_redacted_folder_still_replays(tmp_path: Path, one_world: None) -> None:
+    assert main(["redact", str(default_folder()), str(tmp_path / "out")]) == 0
+    arguments = ["--inputs", str(tmp_path / "out"), "--max-inputs", "2", "--quiet", "--log-folder", str(tmp_path)]
+    assert replay_main(arguments) == 0
+
+
+def test_check_names_each_kind_of_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumps(tmp_path / "old")
+    whole = tmp_path / "new"
+    assert main(["convert", str(tmp_path / "old"), str(whole)]) == 0
+    files = capture_files(whole)
+    shutil.copy(files[0], whole / "actor_inputs_rank0_20990101_000000_000000_00000009.pkl")  # never committed
+    data = bytearray(files[1].read_bytes())
+    data[-30] ^= 1
+    files[1].write_bytes(bytes(data))
+    shutil.copy(files[0], files[2])  # whole, and another file's content
+    gone = whole / "actor_inputs_rank7_20990101_000000_000000_00000000.pkl"
+    manifest = next(whole.glob("manifest_rank0_*.json"))
+    content = json.loads(manifest.read_text())
+    content["files"].append({**content["files"][0], "name": gone.name})
+    manifest.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main(["check", str(whole)]) == 1
+    out = capsys.readouterr().out
+    assert "1 of them in no manifest" in out
+    assert f"damaged    {files[1].name}" in out
+    assert f"damaged    {files[2].name}: reads, but is not the file that the manifest has" in out
+    assert f"missing    {gone.name}" in out
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumps(tmp_path / "old")
+    assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    manifest = next((tmp_path / "new").glob("manifest_rank0_*.json"))
+    manifest.write_text(manifest.read_text().replace("actor_inputs_rank0", "../actor_inputs_rank0", 1))
+    assert main(["check", str(tmp_path / "new")]) == 1
+    assert "outside its folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("max_bytes", [30_000, 60_000, 10_000_000])
+def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.zip"
+    assert main(["pack", str(default_folder()), str(target), "--max-bytes", str(max_bytes)]) == 0
+    assert os.path.getsize(target) <= max_bytes
+    with zipfile.ZipFile(target) as package:
+        package.extractall(tmp_path)
+    files = capture_files(tmp_path / "out")
+    every = capture_files(default_folder())
+    assert [path.name for path in files] == [path.name for path in every[: len(files)]]
+    assert (len(files) == len(every)) == (max_bytes == 10_000_000)
+    assert ("left out" in capsys.readouterr().out) == (len(files) < len(every))
+    for path, original in zip(files, every, strict=False):
+        assert path.read_bytes() == original.read_bytes()
+    assert (tmp_path / "out" / "actor.json").exists()
+
+
+def test_a_package_is_refused_rather_than_empty_or_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.zip"
+    assert main(["pack", str(default_folder()), str(target), "--max-bytes", "100"]) == 2
+    assert "Try: a larger --max-bytes" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    target.write_text("mine")
+    assert main(["pack", str(default_folder()), str(target)]) == 2
+    assert target.read_text() == "mine"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -1,0 +1,487 @@
+"""What is kept: by rule, within limits, in the flight recorder, and when there was an incident."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import capture.record.flight_recorder
+import capture.record.incidents
+import capture.record.pass_store
+from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
+from capture.file_format.capture_file import read_call
+from capture.file_format.manifest import check_folder
+from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
+from capture.record.flight_recorder import dead_spools
+from capture.record.incidents import read_incidents, scrubbed
+from capture.record.retention import Keep, keep_of
+from capture.record.rng_and_outputs import restore_random_states
+from capture.record.slow_step import StepWatch
+from tests.helpers.small_jobs import TinyModel, steps_in
+
+IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
+
+
+def assert_all_counted(recorder: Recorder) -> None:
+    ends = recorder.num_written + recorder.num_dropped + recorder.num_skipped + recorder.num_not_kept
+    assert recorder.num_seen == ends
+    assert recorder.failure is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, list(range(12))),
+        ({"every": 5}, [0, 5, 10]),
+        ({"forwards": "3:6"}, [3, 4, 5]),
+        ({"forwards": "9:"}, [9, 10, 11]),
+        ({"forwards": ":2"}, [0, 1]),
+        ({"forwards": range(3, 5)}, [3, 4]),
+        ({"forwards": (3, 5)}, [3, 4]),
+        ({"forwards": "2:9", "every": 3}, [2, 5, 8]),
+        ({"passes": "train"}, list(range(0, 12, 2))),
+        ({"passes": "rollout"}, list(range(1, 12, 2))),
+        ({"passes": "train", "every": 2}, [0, 4, 8]),
+        ({"ranks": "0,3"}, list(range(12))),
+        ({"ranks": [1]}, []),
+        ({"max_files": 3}, [0, 1, 2]),
+        ({"max_files": 3, "keep": "last"}, [9, 10, 11]),
+        ({"max_files": 2, "keep": "last", "every": 3}, [6, 9]),
+        ({"reproduce": True}, list(range(12))),
+        ({"flight_recorder": 3}, []),
+    ],
+)
+def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, **settings) as recorder:
+        for step in range(12):
+            with torch.set_grad_enabled(step % 2 == 0):
+                model(IDS_BS)
+    assert steps_in(tmp_path) == expected
+    assert_all_counted(recorder)
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], len(expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be an integer of 1 or more, not 0"),
+        ({"max_files": 1.5}, "max_files must be an integer"),
+        ({"flight_recorder": -1}, "flight_recorder must be"),
+        ({"forwards": "100"}, "forwards must be FIRST:END, such as 100:200"),
+        ({"forwards": "a:b"}, "forwards must be FIRST:END"),
+        ({"forwards": range(0, 9, 2)}, "forwards must be FIRST:END"),
+        ({"forwards": "5:5"}, "holds none"),
+        ({"ranks": "0,x"}, "ranks must be numbers, such as 0,3"),
+        ({"ranks": []}, "ranks must be numbers of 0 or more"),
+        ({"passes": "eval"}, "passes must be one of all, train, rollout, not 'eval'"),
+        ({"keep": "best"}, "keep must be one of first, last"),
+        ({"keep": "last"}, "keep='last' needs a limit"),
+        ({"slow_step": 1.0}, "slow_step must be more than 1"),
+    ],
+)
+def test_settings_that_are_none_are_refused_with_what_is_allowed(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        keep_of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [({"ring": 2}, "`ring` is now `flight_recorder`"), ({"steps": "0:2"}, "`steps` is now `forwards`")],
+)
+def test_former_names_are_refused_with_the_new_ones(former: Any, now: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=now):
+        keep_of(**former)
+    with pytest.raises(TypeError, match=now):
+        recording(TinyModel(), tmp_path, **former)
+    with pytest.raises(TypeError, match="no setting `rings`"):
+        keep_of(rings=2)  # type: ignore[arg-type]
+
+
+def test_the_flight_recorder_and_reproduction_go_together_unless_said() -> None:
+    assert keep_of() == Keep()
+    assert keep_of(flight_recorder=2).reproduce
+    assert not keep_of(flight_recorder=2, reproduce=False).reproduce
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_a_thousand_steps_never_exceed_the_limits(keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at whenever a file, under its temporary name too, has been written in full."""
+    limits: dict[str, Any] = {"max_files": 20, "max_bytes": 20_000, "keep": keep}
+    most = [0, 0]
+    real_replace = os.replace
+
+    def look(source: Any, target: Any) -> None:
+        sizes = [path.stat().st_size for path in tmp_path.iterdir() if ".pkl" in path.name]
+        charged = sum(sizes) + MANIFEST_BYTES_A_FILE * len(sizes)
+        everything = sum(path.stat().st_size for path in tmp_path.iterdir())
+        most[:] = max(most[0], len(sizes)), max(most[1], charged, everything)
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    for _ in range(2):  # a job and its restart
+        model = TinyModel()
+        with recording(model, tmp_path, **limits, max_queued=1000) as recorder:
+            for step in range(500):
+                model(IDS_BS.repeat(1, 1 + step % 7))
+        assert_all_counted(recorder)
+    assert most[0] <= limits["max_files"]
+    assert most[1] <= limits["max_bytes"]
+    assert 5 < len(capture_files(tmp_path)) < limits["max_files"]
+    assert steps_in(tmp_path)[0] == (0 if keep == "first" else 500 - len(capture_files(tmp_path)))
+    assert check_folder(tmp_path).is_whole
+
+
+def test_a_pass_larger_than_the_limit_gives_up_no_other(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, max_bytes=6_000, keep="last") as recorder:
+        model(IDS_BS)
+        model(torch.randint(16, (64, 512)))
+    assert steps_in(tmp_path) == [0]
+    assert_all_counted(recorder)
+
+
+def boom() -> RuntimeError:
+    return RuntimeError("the kernel broke")
+
+
+def test_an_exception_in_forward_writes_the_flight_recorder_with_the_pass_that_failed(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=3) as recorder:
+        for _ in range(6):
+            model(IDS_BS)
+        with pytest.raises(RuntimeError):
+            model(IDS_BS, fails_with=boom())
+        assert recorder.flush()
+        assert steps_in(tmp_path) == [4, 5, 6]
+        model(IDS_BS)
+    [record] = read_incidents(tmp_path)
+    [found] = record.incidents
+    assert (found.what, found.where, found.forward) == ("exception", "forward", 6)
+    assert found.message == "RuntimeError: the kernel broke"
+    assert "raise fails_with" in found.traceback
+    assert sorted(found.files) == [path.name for path in capture_files(tmp_path)]
+    assert check_folder(tmp_path).uncommitted == []
+    assert_all_counted(recorder)
+
+
+def test_an_exception_of_the_loop_is_told_once(tmp_path: Path) -> None:
+    for where, fails_with in (("loop", None), ("forward", boom())):
+        model, folder = TinyModel(), tmp_path / where
+        with contextlib.suppress(RuntimeError), recording(model, folder, flight_recorder=2):
+            for _ in range(3):
+                model(IDS_BS)
+            model(IDS_BS, fails_with=fails_with)
+            raise RuntimeError("backward broke")
+        [record] = read_incidents(folder)
+        assert [found.where for found in record.incidents] == [where]
+        assert steps_in(folder) == [2, 3]
+
+
+def test_an_exception_that_is_being_handled_is_no_incident(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=2):
+        try:
+            raise boom()
+        except RuntimeError:
+            model(IDS_BS)
+    assert read_incidents(tmp_path) == []
+
+
+def test_out_of_memory_is_called_by_its_name(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=2), pytest.raises(torch.OutOfMemoryError):
+        model(IDS_BS, fails_with=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert [found.what for found in read_incidents(tmp_path)[0].incidents] == ["out of memory"]
+    assert steps_in(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("way", ["output", "loss", "grad_norm"])
+def test_a_number_that_is_not_finite_writes_the_flight_recorder(value: float, way: str, tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=2) as recorder:
+        for _ in range(3):
+            model(IDS_BS)
+        if way == "output":
+            model(IDS_BS, scale=value)
+        else:
+            model(IDS_BS)
+            recorder.note(**{way: torch.tensor(value)})
+        assert recorder.flush()
+        assert steps_in(tmp_path) == [2, 3]
+    [found] = read_incidents(tmp_path)[0].incidents
+    assert (found.what, found.where, found.forward) == ("not finite", "loss" if way == "output" else way, 3)
+
+
+def test_a_job_that_goes_on_after_every_incident_does_not_fill_the_disk(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=2, max_queued=100) as recorder:
+        for _ in range(30):
+            model(IDS_BS, scale=math.nan)
+            recorder.flush()
+    [record] = read_incidents(tmp_path)
+    assert (len(record.incidents), record.num_others) == (capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND
+    assert_all_counted(recorder)
+
+
+def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    real = capture.record.incidents.write_incidents
+
+    def write_incidents(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        told.set()
+
+    monkeypatch.setattr(capture.record.pass_store, "write_incidents", write_incidents)
+    model = TinyModel()
+    with recording(model, tmp_path, flight_recorder=4, slow_step=50.0):
+        for _ in range(12):
+            model(IDS_BS)
+        assert told.wait(60)
+        assert steps_in(tmp_path)[-1] == 11
+    found = read_incidents(tmp_path)[0].incidents[-1]
+    assert (found.what, found.where, found.forward) == ("slow step", "step", 11)
+
+
+def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("capture.record.slow_step.time.monotonic", lambda: now[0])
+    watch = StepWatch(3.0)
+    for step in range(9):
+        assert not watch.begin(step)
+        now[0] += 1.0
+    assert watch.seconds_left() == pytest.approx(2.0)
+    assert watch.take() is None
+    now[0] += 1.9
+    assert not watch.begin(9)
+    now[0] += 3.1
+    assert watch.begin(10)
+    late = watch.take()
+    assert late is not None
+    assert late[0] == 9
+    assert "3 times the median are 3 s" in late[1]
+    now[0] += 5
+    assert watch.seconds_left() == 0
+    assert (watch.take() or (None,))[0] == 10
+    assert watch.take() is None
+    assert watch.seconds_left() is None
+
+
+def test_outputs_settings_and_random_states_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy
+
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    model, log_probs_BA = TinyModel(), torch.randn(2, 3).bfloat16()
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+        random.gauss(), numpy.random.normal()
+        loss = model(IDS_BS)
+        recorder.note(grad_norm=2.5, log_probs=log_probs_BA)
+        drawn = random.random(), random.gauss(), float(numpy.random.normal()), torch.rand(3).tolist()
+    [path] = capture_files(tmp_path)
+    call = read_call(path)
+    assert call.outputs["loss"] == loss.item()
+    assert call.outputs["grad_norm"] == 2.5
+    assert call.outputs["log_probs_row_sums"] == log_probs_BA.double().sum(1).tolist()
+    assert isinstance(call.outputs["log_probs_crc32"], int)
+    assert call.environment["NCCL_ALGO"] == "Ring"
+    assert "torch.float32_matmul_precision" in call.environment
+    restore_random_states(call.random)
+    assert drawn == (random.random(), random.gauss(), float(numpy.random.normal()), torch.rand(3).tolist())
+    with pytest.raises(ValueError, match="no random states"):
+        restore_random_states({})
+
+
+def test_what_cannot_be_noted_does_not_reach_the_job(tmp_path: Path) -> None:
+    model = TinyModel()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path) as recorder:
+            recorder.note(loss=1.0)
+            model(IDS_BS)
+            recorder.note(loss="high")
+            model(IDS_BS)
+        recorder.note(loss=math.nan)
+    assert len(caught) == 1
+    assert isinstance(recorder.failure, ValueError)
+
+
+def test_nothing_of_the_host_is_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute paths and the environment's secrets, looked for in every byte that was written."""
+    secrets = {"HF_TOKEN": "hf_a1b2c3d4", "WANDB_API_KEY": "0123456789abcdef", "DB_PASSWORD": "correct horse"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    model = TinyModel()
+    model.config = type("Config", (), {"_name_or_path": "/data/models/llama", "to_dict": lambda _: dict(CONFIG)})()
+    message = (
+        f"cannot open '{tmp_path}/x.bin' with {secrets['HF_TOKEN']}, see https://example.com/a/b, /usr/lib/libc.so"
+    )
+    folder = tmp_path / "run"
+    with recording(model, folder, flight_recorder=2) as recorder, pytest.raises(RuntimeError):
+        model(IDS_BS, fails_with=RuntimeError(message))
+    assert recorder.num_written == 1
+    written = b"".join(path.read_bytes() for path in folder.iterdir())
+    for forbidden in (*secrets.values(), str(tmp_path), "/data", "/usr/lib", str(Path.cwd()), os.uname().nodename):
+        assert forbidden.encode() not in written, forbidden
+    assert b"https://example.com/a/b" in written
+    assert read_micro_batch(capture_files(folder)[0]).origin.model_name == "llama"
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+CONFIG = {"model_type": "tiny", "_name_or_path": "/data/models/llama", "nested": {"file": "/data/x"}}
+
+
+def test_scrubbing_leaves_the_rest_alone() -> None:
+    assert scrubbed("a/b c/d.py 1/2 https://x.org/y/z") == "a/b c/d.py 1/2 https://x.org/y/z"
+    assert scrubbed('File "/opt/v/lib/python3.11/site-packages/torch/nn/x.py"') == 'File "torch/nn/x.py"'
+    assert scrubbed("PATH=/usr/bin:/home/me/bin") == "PATH=bin:bin"
+
+
+BROKEN = {"format": 1, "rank": 0, "num_others": 0}
+
+
+@pytest.mark.parametrize("name", ["incidents_rank0_x.json", "trouble_rank0_x.json"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"format": 2}', json.dumps({**BROKEN, "incidents": [3]}), json.dumps({**BROKEN, "troubles": [3]})],
+)
+def test_a_broken_record_of_incidents_is_refused_by_name(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CaptureError, match=name):
+        read_incidents(tmp_path)
+
+
+def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """As they were written when incidents were called trouble."""
+    former = {
+        "what": "not finite",
+        "where": "loss",
+        "step": 3,
+        "time": "2026-11-21T11:20:09.133124+00:00",
+        "message": "loss is nan",
+        "traceback": "",
+        "files": ["a.pkl"],
+        "num_unreached": 2,
+    }
+    content = {"format": 1, "rank": 1, "num_others": 4, "troubles": [former]}
+    (tmp_path / "trouble_rank1_2026_11_21T11_20_09_133124.json").write_text(json.dumps(content))
+    [record] = read_incidents(tmp_path)
+    [found] = record.incidents
+    assert (record.rank, record.num_others, found.what, found.where) == (1, 4, "not finite", "loss")
+    assert (found.forward, found.files, found.num_not_copied) == (3, ["a.pkl"], 2)
+
+
+def test_two_models_are_captured_at_once(tmp_path: Path) -> None:
+    models = [TinyModel(), TinyModel()]
+    with (
+        recording(models[0], tmp_path / "a", flight_recorder=2) as first,
+        recording(models[1], tmp_path / "b") as second,
+    ):
+        for _ in range(3):
+            for model in models:
+                model(IDS_BS)
+        with pytest.raises(RuntimeError):
+            models[0](IDS_BS, fails_with=boom())
+    assert (steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == ([2, 3], [0, 1, 2])
+    assert_all_counted(first)
+    assert_all_counted(second)
+
+
+def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_path: Path) -> None:
+    hears: list[bool] = []
+
+    def train() -> None:
+        model = TinyModel()
+        recorder = recording(model, tmp_path, flight_recorder=2)
+        hears.append(recorder.hears_signals)
+        try:
+            for _ in range(5):
+                model(IDS_BS)
+            raise boom()
+        finally:
+            recorders.append(recorder)
+
+    recorders: list[Recorder] = []
+    said: list[Any] = []
+    threading.excepthook, before = said.append, threading.excepthook
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    finally:
+        [recorder] = recorders
+        recorder.close()
+        assert threading.excepthook == said.append
+        threading.excepthook = before
+    assert len(said) == 1
+    assert hears == [False]
+    assert [found.where for found in read_incidents(tmp_path)[0].incidents] == ["another thread"]
+    assert steps_in(tmp_path) == [3, 4]
+
+
+def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    model, folder = TinyModel(), tmp_path / "run"
+    with recording(model, folder, flight_recorder=3) as recorder:
+        for _ in range(5):
+            model(IDS_BS)
+            recorder.note(grad_norm=0.5)
+        recorder.flush()
+        [spool] = shared.iterdir()
+        assert spool.stat().st_mode & 0o777 == 0o700
+        assert len(list(spool.iterdir())) == 3
+        assert list(dead_spools(folder)) == []
+        copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
+        shutil.copytree(spool, copy)
+        torn = max(copy.iterdir())
+        torn.write_bytes(torn.read_bytes()[:-9])
+    assert list(shared.iterdir()) == [copy]
+    with recording(model, folder) as recorder:
+        model(IDS_BS)
+    assert list(shared.iterdir()) == []
+    assert steps_in(folder) == [0, 2, 3]
+    [found] = read_incidents(folder)[0].incidents
+    assert (found.what, found.forward, len(found.files), found.num_not_copied) == ("died", 3, 2, 1)
+    assert read_call(folder / found.files[0]).outputs["grad_norm"] == 0.5
+    assert check_folder(folder).uncommitted == []
+    assert recorder.num_written == 1
+
+
+def test_without_shared_memory_passes_are_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    model = TinyModel()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path / "run", flight_recorder=3) as recorder:
+            model(IDS_BS)
+            recorder.flush()
+            shutil.rmtree(shared)
+            for _ in range(3):
+                model(IDS_BS)
+            recorder.note(loss=math.nan)
+    assert len(caught) == 1
+    assert "The flight recorder is in this process's memory alone" in str(caught[0].message)
+    assert steps_in(tmp_path / "run") == [1, 2, 3]
+    assert_all_counted(recorder)

@@ -1,0 +1,260 @@
+"""`capture run`: the script notices nothing, and the model that it trains is found and recorded."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from capture import capture_files, read_micro_batch, recording
+from capture.cli import main
+from capture.search import Search, TrainedLanguageModel, is_called
+from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
+from tests.warm import warm_bin
+
+ROOT = Path(__file__).resolve().parents[2]
+original_call = nn.Module.__call__
+
+MODEL = """
+import sys
+import torch
+from torch import nn
+
+class Config:
+    model_type = "tiny"
+    def to_dict(self):
+        return {"model_type": "tiny"}
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+        self.embedding = nn.Embedding(16, 4)
+    def forward(self, input_ids):
+        return self.embedding(input_ids)
+
+class Reward(Tiny):
+    def get_output_embeddings(self):
+        return None
+
+ids = torch.ones(2, 4, dtype=torch.long)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _every_search_ends() -> Iterator[None]:
+    yield
+    assert nn.Module.__call__ is original_call
+
+
+def captured_run(folder: Path, script: str, *typed: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """`capture run TYPED` in the folder of a script `job.py`."""
+    (folder / "job.py").write_text(MODEL + textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable if cold else str(warm_bin() / "python"), "-m", "capture", "run", *typed]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
+
+
+def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    script = """
+        import json, os
+        print(json.dumps([__name__, sys.argv, sys.path[0], sys.modules["__main__"].__file__]))
+        os.chdir("..")
+        Tiny()(ids)
+    """
+    for typed, path in (
+        (["job.py", "--lr", "1", "--to", "x", "-m"], tmp_path),
+        (["-m", "job", "--lr", "1"], tmp_path),
+    ):
+        done = captured_run(tmp_path, script, "--to", "kept", *typed, cold=True)
+        assert done.returncode == 0, done.stderr
+        plain = subprocess.run([sys.executable, *typed], cwd=path, capture_output=True, text=True, timeout=1800)
+        assert done.stdout == plain.stdout
+        assert "capture: 1 passes of Tiny" in done.stderr
+        assert plain.stderr == ""
+    assert len(capture_files(tmp_path / "kept")) == 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "says"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no more')", 1, "no more"),
+        ("raise OSError('the job broke')", 1, "OSError: the job broke"),
+        ("raise ValueError('the job broke')", 1, 'job.py", line'),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, says: str, tmp_path: Path) -> None:
+    done = captured_run(tmp_path, f"Tiny()(ids)\n{ending}", "--to", "kept", "job.py")
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "capture: 1 passes of Tiny" in done.stderr
+    assert len(capture_files(tmp_path / "kept")) == 1
+
+
+def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_path: Path) -> None:
+    script = "model = Tiny()\nfor _ in range(5):\n    model(ids)\n"
+    few = ["--flight-recorder", "2", "job.py"]
+    done = captured_run(tmp_path, script, "--to", "quiet", *few)
+    assert "capture: 0 passes of Tiny, 5 left out by what to keep, in" in done.stderr
+    done = captured_run(
+        tmp_path, script + "raise ValueError('broke')", "--to", "loud", "--flight-recorder", "2", "job.py"
+    )
+    assert "capture: 2 passes of Tiny, 3 left out by what to keep, in" in done.stderr
+    assert len(capture_files(tmp_path / "loud")) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "says"),
+    [
+        ("nn.Linear(2, 2)(torch.ones(2, 2))", [], "no causal LM (a module with a model's config"),
+        ("Reward()(ids)", [], "no causal LM (a module"),
+        ("Tiny().requires_grad_(False)(ids)", [], "no causal LM (a module"),
+        ("with torch.no_grad(): Tiny()(ids)", [], "but without: Tiny. Try: capture run --module Tiny"),
+        ("Tiny()(ids)", ["--module", "Huge"], "no module of class Huge was called"),
+    ],
+)
+def test_without_a_model_the_script_runs_all_the_same(script: str, typed: list[str], says: str, tmp_path: Path) -> None:
+    done = captured_run(tmp_path, script + "\nsys.exit(5)", *typed, "job.py")
+    assert done.returncode == 5
+    assert "capture: nothing recorded" in done.stderr
+    assert says in done.stderr
+    assert not (tmp_path / "inputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ([], "run needs a script. Try: capture run train.py"),
+        (["nowhere.py"], "nowhere.py: no such script. Try: capture run train.py"),
+        (["--every", "0", "job.py"], "every must be an integer of 1 or more"),
+        (["--passes", "some", "job.py"], "passes must be one of all, train, rollout"),
+        (["--ring", "8", "job.py"], "--ring is now --flight-recorder. Try: capture run --flight-recorder 64 ..."),
+        (["--steps=1:2", "job.py"], "--steps is now --forwards. Try: capture run --forwards 100:200 ..."),
+    ],
+)
+def test_wrong_usage_runs_nothing(typed: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *typed]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ranks_of_one_launcher_share_a_folder_and_deepspeeds_local_rank_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(MODEL + "import time\ntime.sleep(1.1 * int(sys.argv[2]))\nTiny()(ids)")
+    command = [sys.executable, "-m", "capture", "--local_rank=1", "run", "job.py"]
+    for rank in (0, 1):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "2"}
+        subprocess.run([*command, str(rank)], cwd=tmp_path, env=environment, check=True, timeout=1800)
+    (folder,) = (tmp_path / "inputs").iterdir()
+    assert folder.name.endswith("-job")
+    assert len(capture_files(folder)) == 2
+
+
+class Harness(nn.Module):
+    """Is called with a batch in a dict, as some frameworks' modules are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.module(batch["ids"])
+
+
+def found_by(wanted: Any, job: Callable[[], object]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    search = Search(wanted, found.append)
+    try:
+        job()
+    finally:
+        search.end()
+    return found
+
+
+def test_the_outermost_module_that_is_given_tokens_is_found_and_the_search_is_over() -> None:
+    inner = lm()
+    for module, wanted in ((inner, inner), ((wrapped := Outer(Outer(inner))), wrapped)):
+        seen: list[bool] = []
+
+        def job(module: nn.Module = module, seen: list[bool] = seen) -> None:
+            module(IDS_BS)
+            seen.append(nn.Module.__call__ is original_call)
+
+        assert found_by(TrainedLanguageModel(), job) == [wanted]
+        assert seen == [True]
+    assert found_by(TrainedLanguageModel(), lambda: Harness(inner)({"ids": IDS_BS})) == [inner]
+    assert found_by(TrainedLanguageModel(), lambda: inner(inputs_embeds=torch.ones(1, 2, 4))) == [inner]
+
+
+def test_models_that_only_judge_and_rollouts_are_passed_over() -> None:
+    policy, reference, reward = lm(), lm(), Tiny()
+
+    def job() -> None:
+        reward(IDS_BS)
+        with torch.no_grad():
+            reference(IDS_BS)
+            policy(IDS_BS)
+        nn.Embedding(16, 4)(IDS_BS)
+        lm().requires_grad_(False)(IDS_BS)
+        policy(IDS_BS)
+        reference(IDS_BS)
+
+    assert found_by(TrainedLanguageModel(), job) == [policy]
+
+
+@pytest.mark.parametrize("name", ["Tiny", "tests.helpers.causal_lms.Tiny"])
+def test_a_module_is_found_by_the_name_of_its_class_trained_or_not(name: str) -> None:
+    class Sharded(Tiny):
+        """As FSDP2 makes one."""
+
+    model = Sharded()
+
+    def job() -> None:
+        with torch.no_grad():
+            Outer(model)(IDS_BS)
+
+    assert found_by(lambda module, *_: is_called(name, module), job) == [model]
+
+
+def test_a_failure_of_a_search_is_one_warning_and_its_end() -> None:
+    def broken(*_: Any) -> bool:
+        raise RuntimeError("not today")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert found_by(broken, lambda: Outer(lm())(IDS_BS)) == []
+    assert [str(one.message) for one in caught] == ["capture stops, the job goes on: RuntimeError: not today"]
+
+
+def test_a_call_that_its_forward_refuses_raises_what_it_would() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        found_by(TrainedLanguageModel(), lambda: lm()(IDS_BS, nonsense=IDS_BS))
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+@pytest.mark.parametrize("outer", [Outer, lambda model: model], ids=["wrapped", "bare"])
+def test_the_re_run_of_a_checkpoint_is_no_second_pass(
+    outer: Callable[[nn.Module], nn.Module], is_reentrant: bool, tmp_path: Path
+) -> None:
+    embeds = torch.ones(1, 2, 4, requires_grad=True)  # a re-entrant checkpoint needs an input with a gradient
+    model = outer(lm())
+    num_runs: list[int] = []
+    model.register_forward_pre_hook(lambda *_: num_runs.append(1))
+    with recording(model, tmp_path) as recorder:
+        for _ in range(2):
+            loss = checkpoint(model, IDS_BS, use_reentrant=False).sum()
+            loss = loss + checkpoint(model, None, embeds, use_reentrant=is_reentrant).sum()
+            loss.backward()
+    assert len(num_runs) == 8
+    assert recorder.num_seen == 4
+    assert (recorder.num_written, recorder.num_dropped) == (4, 0)
+    assert read_micro_batch(capture_files(tmp_path)[0]).trains

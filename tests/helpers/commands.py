@@ -1,0 +1,35 @@
+"""Run `replay` and the launchers as a user would."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.ports import free_port
+from tests.helpers.replay_worker import PATIENCE
+from tests.warm import warm_bin
+
+ROOT = Path(__file__).parents[2]
+
+
+BIN = Path(sys.executable).parent
+
+
+LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
+
+
+def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
+    program, *arguments = shlex.split(command)
+    if program == "deepspeed":  # tests run side by side
+        arguments = ["--master_port", str(free_port()), *arguments]
+    return subprocess.run(
+        [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{BIN if cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )

@@ -1,0 +1,188 @@
+"""Faults against `replay parity`: its plan, its result and its first difference, over runs of a few shared worlds.
+
+Parity itself starts processes for every run; here all runs of one kind of world share them, and a run may have a fault.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from replay.options import command_line
+from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
+from replay.parity.plan import Cell, Here, plan
+from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
+from replay.parity.state import Row, State
+from replay.runlog.reader import PastRun
+from replay.runner.selection import edge_folder
+from replay.tracing.first_difference import FirstDifference, first_difference
+from tests.helpers.commands import ROOT
+from tests.helpers.faults import Fault
+from tests.helpers.sharded import MODELS, SIZES
+from tests.warm import warm_bin
+
+World = tuple[int, int, int]  # processes, tp, ring
+
+NUM_INPUTS = 4
+OF_MODEL = {
+    "llama, biases": "llama, tied, biases, uneven",
+    "gemma3": "gemma3, sliding window, softcap",
+    "qwen3": "qwen3, norms on heads",
+    "llama": "llama",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """The clean runs of one model, dtype and seed: references, equivalents and cells."""
+
+    cells: Sequence[Cell]
+    model: str
+    options: Mapping[str, Any]  # as typed, of the whole parity run
+    group: str = ""
+
+    def cell(self, setting: Setting) -> Cell:
+        """The cell of `setting`."""
+        name = f"{self.group}: {name_of(setting)}" if self.group else name_of(setting)
+        [found] = [one for one in self.cells if one.name == name]
+        return found
+
+
+def ground_of(
+    model: str, settings: Iterable[Setting], home: Path, options: Mapping[str, Any], group: str = ""
+) -> Ground:
+    """What parity would run for these settings of one dtype, on the inputs that ship with the project."""
+    home.mkdir(parents=True, exist_ok=True)
+    values = {**SIZES, **MODELS[OF_MODEL[model]]}
+    config = home / f"{model}.json"
+    config.write_text(json.dumps(values))
+    here = Here(
+        device="cpu",
+        num_devices=2,
+        num_inputs=NUM_INPUTS,
+        config=AutoConfig.for_model(**values),
+        must_pack=group == EDGE_DOCUMENTS,
+        group=group,
+    )
+    inputs = {"inputs": str(edge_folder(EDGES[group]))} if group else {}
+    planned = plan(list(settings), {"model": str(config), **inputs, **options}, here)
+    assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
+    return Ground(cells=planned.cells, model=model, options=options, group=group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A cell with or without a fault, and where it is logged."""
+
+    cell: Cell
+    logs: Path
+    fault: str = ""
+    traced: bool = True
+
+    @property
+    def world(self) -> World:
+        parallel = self.cell.spec.actor.parallel
+        return self.cell.num_processes, parallel.tp, parallel.ring
+
+
+def is_traceable(cell: Cell) -> bool:
+    """A trace tells rows by their place."""
+    return not cell.spec.inputs.reverse_rows
+
+
+def replay_all(runs: Sequence[Run], home: Path) -> None:
+    """One launch for each kind of world."""
+    worlds: dict[World, list[dict[str, Any]]] = {}
+    for run in runs:
+        trace = ["--trace"] if run.traced and is_traceable(run.cell) else []
+        arguments = [*command_line(run.cell.spec), *trace, "--log-folder", str(run.logs)]
+        worlds.setdefault(run.world, []).append({"arguments": arguments, "fault": run.fault})
+    for world, jobs in worlds.items():
+        run_jobs(jobs, world, home)
+
+
+def run_jobs(jobs: Sequence[Mapping[str, Any]], world: World, home: Path) -> None:
+    """Those of tests/helpers/fault_worker.py, in one launch."""
+    num_processes, tp, ring = world
+    table = home / f"jobs-{num_processes}-{tp}-{ring}.json"
+    table.write_text(json.dumps(jobs))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    worker = ["-m", "tests.helpers.fault_worker", str(table), str(tp), str(ring)]
+    command = [str(warm_bin() / "python"), *(torchrun if num_processes > 1 else []), *worker]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+def run_command(arguments: Sequence[str], fault: str) -> None:
+    """A command of `replay` in one process, with the fault."""
+    program = ["-m", "tests.helpers.faulty_command", fault or "none"]
+    subprocess.run([sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@dataclass(slots=True)
+class Campaign:
+    """The clean runs of some grounds, and what parity says of them, and of them with a fault."""
+
+    home: Path
+    grounds: Sequence[Ground]
+    faults: Sequence[Fault] = ()
+    traced: bool = True
+    _runs: dict[tuple[int, str, str], Run] = field(default_factory=dict)  # ground, cell, fault
+
+    def replay(self) -> None:
+        for number, ground in enumerate(self.grounds):
+            for cell in ground.cells:
+                self._add(number, cell, "")
+            for fault in self.faults:
+                if (fault.model, fault.options, fault.group) == (ground.model, ground.options, ground.group):
+                    self._add(number, ground.cell(fault.cell), fault.name)
+        replay_all(list(self._runs.values()), self.home)
+
+    def _add(self, number: int, cell: Cell, fault: str) -> None:
+        logs = self.home / str(number) / str(len(self._runs))
+        self._runs[number, cell.name, fault] = Run(cell=cell, logs=logs, fault=fault, traced=self.traced)
+
+    def place_of(self, fault: Fault) -> tuple[int, Cell]:
+        """Its ground's number, and the cell that has it."""
+        places = [(ground.model, ground.options, ground.group) for ground in self.grounds]
+        number = places.index((fault.model, fault.options, fault.group))
+        return number, self.grounds[number].cell(fault.cell)
+
+    def judged(self, number: int, cell: Cell, fault: str = "") -> JudgedCell:
+        """What parity says of `cell` in that ground, which has the fault."""
+        rows = [self._row(number, one, "") for one in self.grounds[number].cells if one.name != cell.name]
+        return MatrixJudge().result_of([*rows, self._row(number, cell, fault)]).cells[cell.name]
+
+    def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
+        """What parity names first, by the rule of `replay.parity.traced_rerun`."""
+        equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
+        [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
+        return first_difference(
+            self._log(number, reference, ""),
+            self._log(number, cell, fault),
+            [self._log(number, one, "") for one in equivalents],
+        )
+
+    def _row(self, number: int, cell: Cell, fault: str) -> Row:
+        return Row(cell=cell, state=State.DONE, log=self._log(number, cell, fault))
+
+    def _log(self, number: int, cell: Cell, fault: str) -> Path:
+        return PastRun.read(self._runs[number, cell.name, fault].logs).folder
+
+
+def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
+    """One for each model, options and group, with the cells that the faults are put into."""
+    grounds: list[tuple[str, Mapping[str, Any], str, list[Setting]]] = []
+    for fault in faults:
+        known = [one for one in grounds if one[:3] == (fault.model, fault.options, fault.group)]
+        *_, settings = known[0] if known else (fault.model, fault.options, fault.group, list[Setting]())
+        if not known:
+            grounds.append((fault.model, fault.options, fault.group, settings))
+        if fault.cell not in settings:
+            settings.append(fault.cell)
+    return [ground_of(model, settings, home, options, group) for model, options, group, settings in grounds]

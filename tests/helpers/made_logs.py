@@ -1,0 +1,64 @@
+"""Logs with known numbers, written as a run writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replay.options import run_spec
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import summarize
+from replay.runlog.writer import Logbook
+from replay.runner.selection import Selection
+from replay.spec import RunSpec
+from tests.helpers.made_records import cost, record
+
+FACTS = {"weights": "random, seed 0", "zero_stage": 1}
+WORK = {"weights": "random, seed 0", "config": {"num_hidden_layers": 4, "vocab_size": 264}}
+SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="in recorded order")
+
+
+def passed(index: int, name: str, loss: float = 2.0, norm: float | None = 4.0, **changes: Any) -> PassRecord:
+    """A pass over the input `name`, whose two rows have log-probs of -10 and -20."""
+    values = {"source": f"{name}.pkl", "input_digest": name, "row_log_probs": [-10.0, -20.0]}
+    phases = {"forward": cost(0.25), "backward": cost(0.5, 2.0)}
+    return record(index, **{**values, "phases": phases, "loss": loss, "grad_norm": norm, **changes})
+
+
+def write_log(
+    folder: Path,
+    records: Sequence[PassRecord],
+    *,
+    typed: str = "",
+    facts: dict[str, Any] | None = None,
+    work: dict[str, Any] | None = None,
+    memory_kind: str = "cuda allocator",
+    exit_code: int | None = 0,
+    spec: RunSpec | None = None,
+) -> Path:
+    """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end.
+
+    `spec` stands for options that were parsed before.
+    """
+    words = typed.split()
+    given = {
+        name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    spec = spec or run_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
+    folder.mkdir(parents=True)
+    ranks = sorted({one.rank for one in records})
+    books = [Logbook(folder, rank) for rank in ranks]
+    books[0].begin(
+        spec,
+        facts=FACTS | (facts or {}),
+        work=WORK | (work or {}),
+        inputs=SELECTION.described(),
+        memory_kind=memory_kind,
+        devices=["H200"] * len(ranks),
+    )
+    for one in records:
+        books[one.rank].write(one)
+    if exit_code is not None:
+        books[0].finish(summarize(records), exit_code=exit_code)
+    for book in books:
+        book.close()
+    return folder

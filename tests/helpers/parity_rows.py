@@ -1,0 +1,55 @@
+"""Rows of a parity run whose logs say what they are told to say."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay.options import run_spec
+from replay.parity.noise_floor import CellResult
+from replay.parity.plan import Cell, Role
+from replay.parity.results import MatrixJudge, MatrixResult
+from replay.parity.state import Row, State
+from replay.runlog.records import PassRecord
+from replay.spec import RunSpec
+from tests.helpers.made_logs import passed, write_log
+
+CONFIG = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
+
+
+NAMES = "wxyz"
+
+
+@dataclass
+class Made:
+    """Rows of a parity run whose logs say what they are told to say."""
+
+    home: Path
+    rows: list[Row]
+
+    def add(
+        self,
+        name: str,
+        factor: float = 1.0,
+        *,
+        varies: str = "",
+        reference: str = "ref",
+        dtype: str = "fp32",
+        role: Role = Role.CELL,
+        num_processes: int = 1,
+        records: list[PassRecord] | None = None,
+        spec: RunSpec | None = None,
+        **changes: Any,
+    ) -> None:
+        """A run whose losses are `factor` of the reference's."""
+        spec = spec or run_spec({"dtype": dtype})
+        own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
+        folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
+        role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role
+        cell = Cell(name=name, role=role, spec=spec, num_processes=num_processes, reference=reference, varies=varies)
+        self.rows.append(Row(cell=cell, state=State.DONE, log=folder))
+
+    def judged(self) -> MatrixResult:
+        return MatrixJudge().result_of(self.rows)
+
+    def verdict_of(self, name: str) -> CellResult:
+        return self.judged().cells[name].result

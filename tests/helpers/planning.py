@@ -1,0 +1,16 @@
+"""Plans of a matrix for a model and a machine that are made up."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import LlamaConfig
+
+from replay.parity.matrix import Setting
+from replay.parity.plan import Here, Plan, plan
+
+CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
+
+
+def planned(settings: Sequence[Setting], common: dict[str, Any] | None = None, **here: Any) -> Plan:
+    facts = {"device": "cpu", "num_devices": 2, "num_inputs": 8, "config": CONFIG, "must_pack": False}
+    return plan(settings, common or {}, Here(**(facts | here)))

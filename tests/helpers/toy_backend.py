@@ -1,0 +1,146 @@
+"""A backend in one file, for tests: a plain model on every rank, in fp32, whose gradients are averaged by hand.
+
+`python -m tests.helpers.toy_backend COMMANDS.json` is tests/helpers/replay_worker.py with it, and
+`python -m tests.helpers.toy_backend replay ...`
+is `replay` with it.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from actor_init.actor import action_log_probs
+from actor_init.attention.kernels import kernel_name
+from actor_init.backends import BACKENDS
+from actor_init.backends.declaration import Asked, Declaration, Training
+from actor_init.compiling import compile_blocks
+from actor_init.inputs.packing import ActorInputs
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.optimizer import Progress, make_optimizer, make_schedule
+from actor_init.saving.huggingface import write_model
+from actor_init.spec import ActorSpec, Compile, Dtype
+from actor_init.weights import OnProgress, unheard
+from actor_init.world import World
+
+
+def complaint(spec: Asked, device_type: str) -> str | None:
+    return None if spec.dtype is Dtype.FP32 else f"toy computes in fp32, not in {spec.dtype}. Try: --dtype fp32"
+
+
+DECLARATION = Declaration(
+    name="toy",
+    engine="tests.helpers.toy_backend:ToyBackend",
+    help="a plain model, for tests",
+    complaint=complaint,
+    trainings=(Training(is_standard=False),),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToyBackend:
+    spec: ActorSpec
+    model: PreTrainedModel
+    source: ModelSource
+    optimizer: Optimizer | None
+    schedule: LambdaLR | None
+    attention: str
+
+    @classmethod
+    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+        attention = kernel_name(spec, world.device, source.config)
+        model = build_on_meta(source.config, attention=attention, dtype=torch.float32)
+        materialise(model, source.weights, world.device, on_progress=on_progress)
+        if spec.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.compile is Compile.BLOCKS:
+            compile_blocks(block for _, block in blocks_of(model))
+        optimizer = make_optimizer(spec, model.parameters())
+        schedule = make_schedule(spec, optimizer) if optimizer else None
+        return cls(spec=spec, model=model, source=source, optimizer=optimizer, schedule=schedule, attention=attention)
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        self.model.train(trains)
+        return action_log_probs(self.model, inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss / self.spec.num_accumulated / dist.get_world_size())
+
+    def end_window(self, *, step: bool) -> float:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        max_norm = self.spec.max_norm if step and self.spec.max_norm else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        if step:
+            assert self.optimizer is not None
+            assert self.schedule is not None
+            self.optimizer.step()
+            self.schedule.step()
+        self.model.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def facts(self) -> Mapping[str, str | int]:
+        return {
+            "backend": self.spec.backend,
+            "num_parameters": self.model.num_parameters(),
+            "zero_stage": self.spec.resolved_zero_stage,
+            "attention_kernel": self.attention,
+            "optimizer": self.spec.optimizer.value,
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Summed here, on a copy: `end_window` sums what backward left."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.clone()
+                dist.all_reduce(gradient)
+                yield name, gradient
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def save_model(self, folder: Path) -> None:
+        write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)
+
+    def save_state(self, folder: Path) -> None:
+        raise AssertionError("the declaration has no states, and --save-state is refused")
+
+    def load_state(self, folder: Path) -> None:
+        raise AssertionError("the declaration has no states, and --load-state is refused")
+
+    def progress(self) -> Progress:
+        return Progress.of(self.schedule)
+
+    def close(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+def main() -> int:
+    BACKENDS[DECLARATION.name] = DECLARATION
+    if sys.argv[1] == "replay":
+        from replay.cli import main as replay
+
+        return replay(sys.argv[2:])
+    from tests.helpers.replay_worker import main as replays
+
+    return replays()
+
+
+if __name__ == "__main__":
+    code = main()
+    from replay.cli import leave
+
+    leave(code)

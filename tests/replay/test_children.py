@@ -1,0 +1,276 @@
+"""Runs in processes of their own: forked from one that has their imports, on GPUs of their own, ended when over."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from replay.processes.launch import visible_gpus
+from replay.processes.pool import Task, _Running, run_child, run_children
+from replay.runlog.reader import PastRun
+from tests.helpers.commands import ROOT
+
+WAIT = "time.sleep(0.01)"
+
+
+class Programs:
+    """Puts a program of a test in the place of `replay`, and makes tasks of it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._monkeypatch = folder, monkeypatch
+
+    def write(self, *lines: str) -> Path:
+        path = self._folder / "program.py"
+        path.write_text("\n".join(["import os, sys, time", "first = sys.argv[1]", *lines]))
+        self._monkeypatch.setattr("replay.processes.pool.PROGRAM", path)
+        return path
+
+    def task(self, name: str, *arguments: str, num_processes: int = 1, limit: float = 60.0) -> Task:
+        return Task(
+            arguments=[name, *arguments],
+            num_processes=num_processes,
+            logs=self._folder / "logs",
+            output=self._folder / "out" / name,
+            limit=limit,
+        )
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path, monkeypatch)
+
+
+def test_what_is_imported_already_is_no_state_of_any_run(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "sys.argv[2:]",
+        "__name__",
+        "'deepspeed' in sys.modules and 'replay.runner.session' in sys.modules",
+        "sys.modules['torch'].distributed.is_initialized()",
+        "len(os.listdir('/proc/self/task'))",  # threads
+        "os.getsid(0) == os.getpid()",
+        "sys.stdin.read()",
+        "__import__('multiprocessing').get_start_method(allow_none=True)",
+        "os.path.basename(os.getcwd())",
+        "[os.environ.get(name) for name in ('OURS', 'DS_ACCELERATOR', 'PYTHONPATH')]",
+    ]
+    programs.write(f"print([{', '.join(asked)}])")
+    for name in ("DS_ACCELERATOR", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    for value in ("before", "after"):
+        (tmp_path / value).mkdir()
+        monkeypatch.setenv("OURS", value)
+        monkeypatch.chdir(tmp_path / value)
+        child = run_child(programs.task(value, "--x"))
+        assert (child.exit_code, child.error) == (0, "")
+        logs = str(child.logs)
+        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", None, value, [value, None, None]]
+        assert child.output.read_text() == f"{told}\n"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("ends", "exit_code", "error"),
+    [
+        ("sys.exit(2)", 2, "exit code 2"),
+        ("print('replay: rank 0: no such thing', file=sys.stderr); os._exit(1)", 1, "no such thing"),
+        ("raise KeyError('x')", 1, "exit code 1"),
+        ("os.kill(os.getpid(), 9)", -9, "ended by SIGKILL"),
+    ],
+)
+def test_it_says_how_it_ended(programs: Programs, ends: str, exit_code: int, error: str) -> None:
+    programs.write(ends)
+    child = run_child(programs.task("x"))
+    assert child.exit_code == exit_code
+    assert child.error.startswith(error)
+
+
+def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(programs: Programs, tmp_path: Path) -> None:
+    """The first rank waits for ever once it has said who it is."""
+    programs.write(
+        "said = sys.argv[2] + '/' + os.environ['RANK']",
+        "own = [str(os.getpid()), os.environ['WORLD_SIZE'], os.environ['MASTER_PORT']]",
+        "open(said + '.tmp', 'w').write(' '.join(own))",
+        "os.rename(said + '.tmp', said)",
+        f"while os.environ['RANK'] == '0' or not os.path.exists(sys.argv[2] + '/0'): {WAIT}",
+        "sys.exit(2)",
+    )
+    task = programs.task("two", str(tmp_path), num_processes=2, limit=30.0)
+    child = run_child(task)
+    assert child.exit_code == 2
+    assert child.seconds < task.limit  # which is not what ended it
+    [[pid, size, port], [_, *same]] = [(tmp_path / name).read_text().split() for name in "01"]
+    assert (size, [size, port]) == ("2", same)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.processes.pool.GRACE", 0.1)
+    programs.write(
+        "import signal",
+        "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))",
+        "print(os.getpid(), flush=True)",
+        f"while True: {WAIT}",
+    )
+    child = run_child(programs.task("deaf", limit=2.0))
+    assert child.exit_code is None
+    pid, heard = child.output.read_text().split()
+    assert heard == "heard"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(programs: Programs, tmp_path: Path) -> None:
+    """Each of the first three waits for the other two; the fourth, which has to wait for room, never ends."""
+    programs.write(
+        "open(sys.argv[2] + '/' + first, 'w').close()",
+        f"while first == '3' or len(set(os.listdir(sys.argv[2])) & {{'0', '1', '2'}}) < 3: {WAIT}",
+    )
+    asked: list[int] = []
+
+    def tasks() -> Iterator[tuple[int, Task]]:
+        for number in range(4):
+            asked.append(number)
+            yield number, programs.task(str(number), str(tmp_path), limit=60.0 if number < 3 else 0.5)
+
+    ended = []
+    for number, child in run_children(tasks(), at_once=3):
+        ended.append((number, child.exit_code))
+        assert len(asked) >= 3
+    assert sorted(ended) == [(0, 0), (1, 0), (2, 0), (3, None)]
+
+
+def test_each_run_sees_gpus_that_the_fewest_others_see(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None ends before all three have begun, or one's GPUs would be free again."""
+    out = tmp_path / "out"
+    programs.write(
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])",
+        f"while not all(os.path.exists(f'{out}/{{n}}') and os.path.getsize(f'{out}/{{n}}') for n in 'abc'): {WAIT}",
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7,6")
+    tasks = [(name, programs.task(name, num_processes=size)) for name, size in (("a", 1), ("b", 2), ("c", 1))]
+    assert [child.exit_code for _, child in run_children(tasks, at_once=3, gpus=visible_gpus(3))] == [0, 0, 0]
+    assert [sorted(set((out / name).read_text().split())) for name in "abc"] == [["4"], ["5,7"], ["4"]]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(2) == ["0", "1"]
+
+
+def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, tmp_path: Path) -> None:
+    """On two GPUs one process each: the second may end once the first has, and the third needs both GPUs."""
+    programs.write(
+        f"os.chdir('{tmp_path}')",
+        "open(first + '.began', 'w').close()",
+        f"while first == 'a' and not os.path.exists('b.began'): {WAIT}",
+        f"while first == 'b' and not os.path.exists('go'): {WAIT}",
+        "if first == 'c' and not os.path.exists('b.ended'): sys.exit(3)",
+        "open(first + '.ended', 'w').close()",
+    )
+    tasks = [(name, programs.task(name, num_processes=size)) for name, size in (("a", 1), ("b", 1), ("c", 2))]
+    ended = []
+    for name, child in run_children(tasks, at_once=1, gpus=["0", "1"]):
+        ended.append((name, child.exit_code))
+        (tmp_path / "go").touch()
+    assert ended == [("a", 0), ("b", 0), ("c", 0)]
+
+
+def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the one that waits for room then: the first ends after that time."""
+    until = time.monotonic() + 60
+    programs.write()
+    tasks = [(name, programs.task(name)) for name in "ab"]
+    begin = _Running.of
+
+    def late(task: Task, gpus: Sequence[str]) -> _Running:
+        monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: until + 1))
+        return begin(task, gpus)
+
+    monkeypatch.setattr(_Running, "of", late)
+    assert [name for name, _ in run_children(tasks, at_once=1, until=until)] == ["a"]
+
+
+def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) -> None:
+    """Else another run of this machine may take it, or a connection of another's."""
+    programs.write(
+        "import socket, torch.distributed as dist",
+        "socket.create_connection(('localhost', int(os.environ['MASTER_PORT']))).close()",
+        "dist.init_process_group('gloo')",
+        "ranks = [None, None]",
+        "dist.all_gather_object(ranks, os.environ['RANK'])",
+        "os.write(1, f'{ranks}\\n'.encode())",
+        "dist.destroy_process_group()",
+    )
+    child = run_child(programs.task("x", num_processes=2))
+    assert child.exit_code == 0
+    assert child.output.read_text().endswith("['0', '1']\n" * 2)  # after what gloo says
+
+
+def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tmp_path: Path) -> None:
+    """The first one ends as soon as the second, which never does, has said who it is."""
+    long = tmp_path / "out" / "long"
+    programs.write("print(os.getpid())", f"while first == 'long' or not os.path.getsize('{long}'): {WAIT}")
+    running = run_children([(name, programs.task(name)) for name in ("long", "short")], at_once=2)
+    assert next(running)[0] == "short"
+    running.close()  # as for a KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(long.read_text()), 0)
+
+
+def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(programs: Programs, tmp_path: Path) -> None:
+    program = programs.write("print('torch' in sys.modules, sys.argv[1:])")
+    code = (
+        "import os, pathlib, sys, torch; from replay.processes import forkserver\n"
+        "torch.cuda._is_in_bad_fork = lambda: True\n"
+        "program, output, folder = map(pathlib.Path, sys.argv[1:])\n"
+        "forkserver._run(program, ['x', '--y'], dict(os.environ), output, folder)"
+    )
+    paths = [str(program), str(tmp_path / "output"), str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *paths], cwd=ROOT, check=True)
+    assert (tmp_path / "output").read_text() == "False ['x', '--y']\n"
+
+
+def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
+    arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
+    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=300)
+    child = run_child(task)
+    assert child.exit_code == 0, child.output.read_text()
+    by_hand = [sys.executable, "replay", *arguments, "--log-folder", str(tmp_path / "b")]
+    subprocess.run(by_hand, cwd=ROOT, check=True, capture_output=True)
+
+    def numbers(logs: Path) -> list[Any]:
+        return [(one.rank, one.source, one.loss, one.grad_norm) for one in PastRun.read(logs).records]
+
+    assert numbers(task.logs) == numbers(tmp_path / "b")
+    assert len(numbers(task.logs)) == 4
+
+
+@pytest.mark.gpu
+def test_what_is_forked_can_use_a_gpu(programs: Programs) -> None:
+    programs.write("print('deepspeed' in sys.modules)", "import torch", "print(torch.ones(2).cuda().sum().item())")
+    child = run_child(programs.task("x"))
+    assert child.output.read_text() == "True\n2.0\n"
+
+
+@pytest.mark.multi_gpu
+def test_ranks_that_are_forked_meet_on_their_gpus(programs: Programs) -> None:
+    programs.write(
+        "import torch",
+        "rank = int(os.environ['RANK'])",
+        "torch.cuda.set_device(rank)",
+        "torch.distributed.init_process_group('nccl')",
+        "number = torch.ones(1).cuda() + rank",
+        "torch.distributed.all_reduce(number)",
+        "os.write(1, f'{number.item()}\\n'.encode())",
+        "torch.distributed.destroy_process_group()",
+    )
+    child = run_child(programs.task("x", num_processes=2))
+    assert (child.exit_code, child.output.read_text()) == (0, "3.0\n3.0\n")

@@ -1,0 +1,146 @@
+"""What a diagnosis is made of, beside plain torch: differences, rows, chunked losses, curves."""
+
+import math
+import tomllib
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from actor_init.inputs.documents import documents_of
+from actor_init.inputs.packing import actor_inputs
+from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
+from replay.diagnose import reference_losses as losses_four_ways
+from replay.diagnose.gradients import difference, halves, of_peers, twice
+from replay.diagnose.overfit import Curve, goal_of_a_row
+from replay.diagnose.reference_losses import chunked_loss
+from replay.diagnose.row_batches import documents_alone, rows_of
+from tests.helpers.commands import ROOT
+
+INF = math.inf
+
+
+def batch_of(ids: Sequence[Sequence[int]], **changes: object) -> MicroBatch:
+    """Rows in which 0 is padding."""
+    sequences_BS = torch.tensor(ids)
+    return MicroBatch(
+        sequences_BS=sequences_BS,
+        attention_mask_BS=sequences_BS != 0,
+        trains=True,
+        origin=Origin(source="made"),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "worst"),
+    [
+        ({"a": [3.0, 4.0], "b": [0.0]}, 0.0),
+        ({"a": [3.0, 4.5], "b": [0.0]}, 0.1),
+        ({"a": [3.0, 4.0], "b": [0.0005]}, 0.1),  # relative to a thousandth of the whole norm: b has none
+        ({"a": [3.0, 4.0]}, INF),
+        ({"a": [3.0, 4.0], "b": [0.0], "c": [1.0]}, INF),
+        ({"a": [3.0, math.nan], "b": [0.0]}, INF),
+    ],
+)
+def test_a_difference_is_that_of_the_worst_parameter(found: dict[str, list[float]], worst: float) -> None:
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
+    named = {name: torch.tensor(values) for name, values in found.items()}
+    assert difference(named.items(), expected).relative == pytest.approx(worst, rel=1e-5)
+
+
+def test_gradients_that_are_all_zero_are_equal() -> None:
+    assert difference([("a", torch.zeros(2))], {"a": torch.zeros(2)}).relative == 0
+
+
+def test_peers_are_compared_with_the_first_of_their_data_rank() -> None:
+    assert of_peers([(0, 2.0), (0, 2.0), (1, 3.0), (1, 3.3)]) == pytest.approx(0.1)
+    assert of_peers([(0, 2.0), (1, 3.0)]) == 0
+    assert of_peers([(0, 2.0), (0, math.nan)]) == INF
+
+
+def test_rows_are_taken_with_all_that_belongs_to_them() -> None:
+    labels_BS = torch.tensor([[-100, 2, 3, -100], [-100, 5, -100, -100], [-100, -100, 8, 9]])
+    batch = batch_of([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]], labels_BS=labels_BS)
+    taken = rows_of(batch, [2, 0, 2])
+    assert taken.sequences_BS.tolist() == [[6, 7, 8, 9], [1, 2, 3, 0], [6, 7, 8, 9]]
+    assert taken.labels_BS is not None
+    assert taken.labels_BS.tolist() == labels_BS[[2, 0, 2]].tolist()
+    assert taken.attention_mask_BS.sum(dim=1).tolist() == [4, 3, 4]
+    assert [half.num_rows for half in halves(batch)] == [1, 2]
+    assert [half.num_rows for half in halves(rows_of(batch, [1]))] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5])},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "position_ids": torch.tensor([[0, 1, 2, 3, 4]])},
+    ],
+    ids=["borders", "positions", "both, positions that go on"],
+)
+def test_packed_documents_stay_apart_when_rows_are_repeated(extra: dict[str, torch.Tensor]) -> None:
+    doubled = twice(batch_of([[1, 2, 3, 4, 5]], extra_tensors=extra))
+    assert documents_of(doubled).lengths(doubled.attention_mask_BS).tolist() == [2, 3, 2, 3]
+
+
+def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
+    batch = batch_of(
+        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 0, 0]],
+        action_mask_BA=torch.tensor([[True, False, True], [True, True, True]]),
+    )
+    alone = [
+        (ids_1L[0, :-1][kept], label_1L[0, 1:][kept])
+        for ids_1L, _, label_1L in documents_alone(batch)
+        for kept in [label_1L[0, 1:] != IGNORED_LABEL]
+    ]
+    inputs = actor_inputs(batch, packing=True)
+    assert [ids for before, _ in alone for ids in before.tolist()] == inputs.input_ids[0, inputs.predictor_N].tolist()
+    assert [target for _, after in alone for target in after.tolist()] == inputs.target_ids_N.tolist() == [3, 5, 9]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses_four_ways, "TOKENS", 3)
+    monkeypatch.setattr(losses_four_ways, "WORDS", 7)
+    torch.manual_seed(0)
+    hidden_ND, head, target_N = torch.randn(8, 5), nn.Linear(5, 23, bias=bias), torch.randint(23, (8,))
+    logits_NV = head(hidden_ND)
+    expected = F.cross_entropy(
+        logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap), target_N, reduction="sum"
+    )
+    with torch.no_grad():
+        assert chunked_loss(hidden_ND, head, target_N, softcap) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "advice"),
+    [
+        ((5.0, 1.0, 0.09), ""),
+        ((0.15, 0.09), "still falling"),  # below 0.1, and not by half
+        ((5.0, 4.0, 3.0, 2.0, 1.0), "it is still falling. Try: --steps 16"),
+        ((5.0, 5.0, 5.0), "it hardly moves"),
+        ((5.0, 6.0, 9.0), "it rises: the steps are too large, or go the wrong way. Try: --learning-rate 0.001"),
+        ((5.0, 1.0, 4.0), "it fell to 1 and rose again"),
+        ((5.0, 2.0, 1.0, 1.0, 1.0), "it stands at 1"),
+        ((5.0, 30.0, math.nan), "it is nan at step 2: the steps are too large"),
+    ],
+)
+def test_the_shape_of_a_curve_says_what_to_look_at(losses: tuple[float, ...], advice: str) -> None:
+    check = Curve(losses=losses, goal=goal_of_a_row(losses[0]), learning_rate=0.01).check("one row learned")
+    assert check.fails is bool(advice)
+    assert advice in check.advice
+
+
+def test_tox_asks_for_markers_that_pytest_knows() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    markers = {line.partition(":")[0] for line in tool["pytest"]["ini_options"]["markers"]}
+    environments = tool["tox"]["env"]
+    assert set(environments) == set(tool["tox"]["env_list"]) == {"gpu-single", "gpu-multi", "gpu-overfit"}
+    for environment in environments.values():
+        [command] = environment["commands"]
+        assert command[command.index("-m", 3) + 1] in markers

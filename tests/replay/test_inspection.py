@@ -1,0 +1,216 @@
+"""What `replay inspect` finds in a folder."""
+
+import fcntl
+import io
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import capture.record.flight_recorder
+import capture.record.pass_store
+from actor_init.spec import UsageError
+from capture import capture_files, recording
+from capture.cli import main
+from capture.file_format.actor_config import ACTOR_CONFIG_NAME
+from capture.record.incidents import incident, write_incidents
+from replay.inspection import text as wording
+from replay.inspection.console import print_inspection
+from replay.inspection.folder_facts import Spread, inspect_folder
+from tests.helpers.doomed_jobs import TinyModel
+from tests.helpers.made_captures import damage, write_config, write_pass
+
+
+def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:
+    write_pass(tmp_path, rank=0, step=0, length=10, num_real=8, num_actions=3)
+    write_pass(tmp_path, rank=1, step=1, length=20, num_real=20, num_actions=4)
+    write_pass(tmp_path, rank=1, step=2, length=30, num_real=20, num_actions=5)
+    write_pass(tmp_path, rank=0, step=3, trains=False, num_rows=4, length=5, num_real=1, num_actions=2)
+    write_config(tmp_path)
+    facts = inspect_folder(tmp_path)
+    train, rollout = facts.kinds
+    assert (train.name, train.num_files, train.ranks) == ("train", 3, [0, 1])
+    assert train.rows == Spread(least=2, median=2, most=2)
+    assert train.row_length == Spread(least=10, median=20, most=30)
+    assert (train.padded_tokens, train.real_tokens, train.action_tokens) == (2 * 60, 2 * 48, 2 * 12)
+    assert (rollout.name, rollout.num_files, rollout.ranks) == ("rollout", 1, [0])
+    assert (rollout.padded_tokens, rollout.real_tokens, rollout.action_tokens) == (20, 4, 8)
+    assert facts.model == "llama, layers 2, hidden 64, vocabulary 1000"
+    assert facts.num_by_format == {"of format 1": 4}
+    assert facts.first_time == "2026-03-01T09:12:44.000000+00:00"
+    assert facts.last_time == "2026-03-01T09:12:47.000000+00:00"
+    assert facts.versions == ["torch 2.13.0"]
+    assert facts.damaged == []
+
+
+def test_damaged_files_are_named_with_the_reason(tmp_path: Path) -> None:
+    write_pass(tmp_path)
+    bad = write_pass(tmp_path, step=1)
+    damage(bad)
+    facts = inspect_folder(tmp_path)
+    [(path, reason)] = facts.damaged
+    assert path == bad
+    assert "truncated" in reason
+    assert facts.num_by_format == {"of format 1": 1, "damaged": 1}
+
+
+def test_a_folder_of_damaged_files_has_no_kinds(tmp_path: Path) -> None:
+    damage(write_pass(tmp_path))
+    facts = inspect_folder(tmp_path)
+    assert facts.kinds == []
+    assert facts.first_time is None
+
+
+def test_without_actor_json_the_model_is_to_be_named(tmp_path: Path) -> None:
+    write_pass(tmp_path)
+    assert "--model" in inspect_folder(tmp_path).model
+
+
+def test_a_damaged_actor_json_is_one_of_the_damaged_files(tmp_path: Path) -> None:
+    write_pass(tmp_path)
+    (tmp_path / ACTOR_CONFIG_NAME).write_text("{")
+    [(path, _)] = inspect_folder(tmp_path).damaged
+    assert path == tmp_path / ACTOR_CONFIG_NAME
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("absent", "does not exist"), ("file", "is a file"), ("empty", "no captures")]
+)
+def test_a_folder_without_captures_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=says):
+        inspect_folder(tmp_path / name)
+
+
+def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
+    write_pass(tmp_path, step=0, length=10)
+    write_pass(tmp_path, step=1, length=30, num_real=2)
+    long = write_pass(tmp_path, step=2, length=40, num_real=39)
+    empty = write_pass(tmp_path, step=3, num_real=0)
+    found = [
+        replace(incident("not finite", "loss", 3, "loss is nan"), files=[long.name], num_not_copied=1),
+        incident("signal", "SIGTERM", 3),
+    ]
+    write_incidents(tmp_path, found, num_others=4, rank=1, stamp="x")
+    facts = inspect_folder(tmp_path)
+    assert [(one.rank, one.incident.what) for one in facts.incidents] == [(1, "not finite"), (1, "signal")]
+    assert [(one.source, one.reason) for one in facts.longest] == [(long.name, "2 rows of 40, 78 tokens real")]
+    assert [one.reason for one in facts.odd] == ["93% is padding", "2 of 2 rows have no real token", "100% is padding"]
+    assert facts.odd[-1].source == empty.name
+    out = io.StringIO()
+    print_inspection(facts, out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("incident   rank 1, forward 3, ")
+    assert lines[0].endswith("not finite, loss: loss is nan; 1 file for it, 1 pass not on the host in time")
+    assert lines[1].endswith("signal, SIGTERM; 0 files for it")
+    assert lines[2] == "incident   4 more like these, for which nothing was written"
+    assert lines[-1].startswith(f"odd        {empty.name}")
+
+
+def test_an_incident_without_a_pass_is_worth_reading(tmp_path: Path) -> None:
+    write_incidents(tmp_path, [incident("exception", "loop", None, "broke")], num_others=0, rank=0, stamp="x")
+    facts = inspect_folder(tmp_path)
+    assert (facts.kinds, facts.damaged, len(facts.incidents)) == ([], [], 1)
+
+
+def test_a_damaged_record_of_incidents_is_one_of_the_damaged_files(tmp_path: Path) -> None:
+    write_pass(tmp_path)
+    (tmp_path / "incidents_rank0_x.json").write_text("{")
+    [(_, reason)] = inspect_folder(tmp_path).damaged
+    assert "incidents_rank0_x.json: cannot be read" in reason
+
+
+def spool_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
+    """What that process has in shared memory: a flight recorder of two passes."""
+    model = TinyModel()
+    with recording(model, folder, flight_recorder=2) as recorder:
+        for _ in range(2):
+            model(torch.ones(2, 4, dtype=torch.long))
+        recorder.flush()
+        [own] = [path for path in shared.iterdir() if f"-{os.getpid()}-" in path.name]
+        spool = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
+        shutil.copytree(own, spool)
+    return spool
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for module in (capture.record.flight_recorder, capture.record.pass_store):
+        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    return shared
+
+
+DEAD = 2**22 + 1  # more than Linux counts processes
+
+
+def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path: Path, shared: Path) -> None:
+    folder = tmp_path / "run"
+    spool = spool_of(DEAD, 1, folder, shared)
+    write_incidents(
+        folder,
+        [
+            incident("exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."),
+            incident("exception", "loop", 1, "RuntimeError: the optimizer broke"),
+        ],
+        num_others=0,
+        rank=0,
+        stamp="x",
+    )
+    facts = inspect_folder(folder)
+    assert not spool.exists()
+    assert facts.num_by_format == {"of format 1": 2}
+    lines = [text for _, text in wording.incidents(facts)]
+    assert lines[0].startswith("rank 1, forward 1, ")
+    assert lines[0].endswith(": died, without a word; 2 files for it")
+    assert "the optimizer broke" in lines[1]
+    assert "Connection closed by peer" in lines[2]
+
+
+def test_salvage_writes_what_a_killed_rank_had(
+    tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    spool_of(DEAD, 1, folder, shared)
+    assert main(["salvage", str(folder)]) == 0
+    assert capsys.readouterr().out == "salvaged   2 passes of processes that died\n"
+    assert (len(capture_files(folder)), list(shared.iterdir())) == (2, [])
+    assert main(["salvage", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
+    """One in another container, whose number no process has here: it holds the lock."""
+    folder = tmp_path / "run"
+    spool = spool_of(DEAD, 1, folder, shared)
+    write_pass(folder)
+    held = os.open(spool, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert inspect_folder(folder).incidents == []
+    assert len(list(spool.iterdir())) == 2
+    os.close(held)
+    assert [found.rank for found in inspect_folder(folder).incidents] == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_what_to_type(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    folder = tmp_path / "run"
+    spool = spool_of(DEAD, 1, folder, shared)
+    monkeypatch.setattr("replay.inspection.folder_facts.salvage", refuse)
+    out = io.StringIO()
+    print_inspection(inspect_folder(folder), out)
+    assert out.getvalue().startswith(
+        "incident   rank 1 died without an incident file, and the last passes are in this host's"
+    )
+    assert f"capture salvage {folder}" in out.getvalue().splitlines()[0]
+    assert spool.exists()

@@ -1,0 +1,427 @@
+"""`replay suite`: every configuration takes the same steps, and what ends in which verdict."""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from actor_init.spec import Dtype, UsageError
+from replay.cli import app, main
+from replay.processes.devices import Machine
+from replay.processes.pool import Child, Task
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import versions
+from replay.runner.selection import select
+from replay.spec import LossName
+from replay.suite.inputs import prepare_inputs
+from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
+from replay.suite.outcome import NoCurve, Status, outcomes
+from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from replay.suite.state import Suite
+from tests.helpers.made_captures import damage, write_passes
+from tests.helpers.made_logs import passed, write_log
+
+FALLING = [5.0, 4.75, 4.5, 4.25]
+VARIABLES = ("NUM_GPUS", "MAX_SAMPLES", "MODEL", "DATASET", "OUTPUT_DIR", "LOG_DIR", "TP_SIZE", "RING_SIZE")
+SKIPS = ("SKIP_DEEPSPEED", "SKIP_FSDP2", "SKIP_TP", "SKIP_RING")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES + SKIPS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def curve(losses: Sequence[float], inputs: str = "ab") -> Curve:
+    return Curve(
+        steps=[
+            Step(step=number, loss=loss, norm=1.0, seconds=number / 4, memory_bytes=number, inputs=list(inputs))
+            for number, loss in enumerate(losses, start=1)
+        ]
+    )
+
+
+def moved(*differences: float) -> Curve:
+    return curve([loss + difference for loss, difference in zip(FALLING, differences, strict=True)])
+
+
+def complaints(name: str, of: Curve, ddp: Curve | None = None, deepspeed: Curve | None = None) -> list[str]:
+    return compare_curves(
+        name, of, steps_an_epoch=2, ddp=ddp, deepspeed=deepspeed, is_standard=not name.endswith("autotp")
+    ).complaints
+
+
+# the plan
+
+
+@pytest.mark.parametrize(("num_devices", "has_gpus"), [(1, False), (2, False), (3, True), (4, True), (8, True)])
+def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ranks(
+    tmp_path: Path, num_devices: int, has_gpus: bool
+) -> None:
+    write_passes(tmp_path, {0: "tttt", 1: "ttttt"})
+    spec = SuiteSpec(steps=5)
+    plan = planned(spec, Machine(num_devices=num_devices, has_gpus=has_gpus))
+    inputs_a_step = num_inputs_a_step(plan)
+    steps: dict[str, list[list[Path]]] = {}
+    for one in (one for one in plan if not one.reason):
+        run = run_spec_of(one, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN)
+        ranks = [select(run.inputs, rank, one.num_data_ranks).inputs for rank in range(one.num_data_ranks)]
+        rounds = list(zip(*ranks, strict=True))
+        size = run.actor.num_accumulated
+        windows = [rounds[i : i + size] for i in range(0, len(rounds), size)]
+        steps[one.name] = [sorted(path for members in window for path in members) for window in windows]
+    assert len(steps["ddp"]) == 5
+    assert [len(step) for step in steps["ddp"]] == [inputs_a_step] * 5
+    assert all(taken == steps["ddp"] for taken in steps.values())
+
+
+def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes_for_it() -> None:
+    on_two = {one.name: one for one in planned(SuiteSpec(), Machine(num_devices=2, has_gpus=True))}
+    assert {one.name: one.reason for one in on_two.values() if one.reason} == {
+        "fsdp2-tp-ring": "needs 4 GPUs, this machine has 2"
+    }
+    on_cpu = {one.name: one for one in planned(SuiteSpec(), Machine(num_devices=2, has_gpus=False))}
+    assert (on_cpu["fsdp2-tp-ring"].num_processes, on_cpu["fsdp2-tp-ring"].reason) == (4, "")
+    of_four = planned(SuiteSpec(num_gpus=1), Machine(num_devices=1, has_gpus=True))
+    assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --num-gpus is 1"]
+
+
+def test_skipping_changes_no_other_configuration() -> None:
+    machine = Machine(num_devices=4, has_gpus=True)
+    whole = planned(SuiteSpec(), machine)
+    some = planned(SuiteSpec(skip=skipped(["ddp"], ["tp"])), machine)
+    assert {one.name for one in some if one.reason == "skipped"} == {
+        *("ddp", "fsdp2-tp", "fsdp2-tp-ring", "deepspeed-autotp")
+    }
+    assert [one for one in some if not one.reason] == [
+        one for one in whole if not skipped(["ddp"], ["tp"]) & {one.name}
+    ]
+    assert num_inputs_a_step(some) == num_inputs_a_step(whole) == 4
+
+
+# curves
+
+
+def test_a_step_is_its_micro_batches_on_all_data_ranks_and_its_slowest_ranks(tmp_path: Path) -> None:
+    losses = [[5.0, 4.0], [3.0, 2.0], [4.0, 3.0], [2.0, 1.0]]
+    records = [
+        passed(index, f"{index}{rank}", loss, norm=7.0 + index if index % 2 else None, rank=rank, seconds=1.0 + rank)
+        for index, ranks in enumerate(losses)
+        for rank, loss in enumerate(ranks)
+    ]
+    typed = "--step yes --grad-accumulation 2"
+    found = curve_of(PastRun.read(write_log(tmp_path / "log", records, typed=typed)))
+    assert found.losses == [3.5, 2.5]
+    assert [step.norm for step in found.steps] == [8.0, 10.0]
+    assert [step.seconds for step in found.steps] == [4.0, 4.0]
+    assert [step.inputs for step in found.steps] == [["00", "01", "10", "11"], ["20", "21", "30", "31"]]
+    assert {step.memory_bytes for step in found.steps} == {2 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps_an_epoch", "falls"),
+    [
+        ([5, 2, 4.9, 1.9], 2, True),  # each input's loss fell, though step 3 is above step 1's neighbour
+        ([2, 5, 2, 5], 2, False),  # the same losses over the same inputs
+        ([5, 4, 3, 2, 1, 0, 9, 9], 2, False),
+        ([5, 4, 3, 6], 4, False),  # no input comes twice: the last quarter against the first
+        ([5, 9, 9, 4], 4, True),
+    ],
+)
+def test_a_loss_falls_if_its_last_pass_over_the_inputs_is_below_the_first(
+    losses: list[float], steps_an_epoch: int, falls: bool
+) -> None:
+    complaint = curve(losses).why_it_does_not_fall(steps_an_epoch)
+    assert (complaint == "") is falls
+    assert ("on other inputs. Try: --steps 8" in complaint) is (steps_an_epoch == 4 and not falls)
+
+
+# the judgement
+
+
+@pytest.mark.parametrize(
+    ("name", "differences", "says"),
+    [
+        ("fsdp2", (0.0009, 0.01, 0.01, 0.01), []),
+        ("fsdp2", (0.002, 0, 0, 0), ["initial difference from ddp 0.002, bound 0.001"]),
+        ("fsdp2-tp", (0, 0.003, 0, 0.0005), []),
+        (
+            "fsdp2-tp",
+            (0, 0, 0.021, 0),
+            ["max difference from ddp 0.021, bound 0.02", "mean difference from ddp 0.0052"],
+        ),
+        ("fsdp2-tp", (0, 0.002, 0.002, -0.002), ["mean difference from ddp 0.0015, bound 0.001"]),
+        ("deepspeed-autotp", (0, 0.4, 0, 0.1), []),
+        ("deepspeed-autotp", (0, 0.3, 0.3, 0.3), ["mean difference from ddp 0.225, bound 0.15"]),
+        ("deepspeed-autotp", (0, 0.51, 0, 0), ["max difference from ddp 0.51, bound 0.5"]),
+    ],
+)
+def test_each_bound_on_the_distance_from_ddp_can_be_broken(
+    name: str, differences: tuple[float, ...], says: list[str]
+) -> None:
+    found = complaints(name, moved(*differences), ddp=curve(FALLING))
+    assert len(found) == len(says)
+    assert all(line.startswith(start) for line, start in zip(found, says, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "says"),
+    [
+        ("fsdp2", 1.049, []),
+        ("fsdp2", 1.051, ["5.10% from deepspeed, bound 5%"]),
+        ("fsdp2-ring", 0.949, ["5.10% from deepspeed, bound 5%"]),
+        ("deepspeed-autotp", 1.1, []),  # has bounds of its own
+    ],
+)
+def test_the_standard_configurations_stay_near_deepspeed_at_every_step(
+    name: str, scale: float, says: list[str]
+) -> None:
+    found = complaints(name, curve([*FALLING[:3], FALLING[3] * scale]), deepspeed=curve(FALLING))
+    assert [line for line in found if "fall" not in line] == says
+
+
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        (curve(FALLING[::-1]), "the loss does not fall: mean 4.37500 in the first 2 steps, 4.87500 in the last"),
+        (curve([5.0, 4.0, float("nan"), 3.0]), "the loss of step 3 is nan"),
+        (curve(FALLING, inputs="ac"), "step 1 was on other inputs than ddp's"),
+    ],
+)
+def test_a_curve_that_is_none_is_complained_of(of: Curve, says: str) -> None:
+    assert complaints("fsdp2-ring", of) == ([says] if "ddp" not in says else [])
+    assert says in complaints("fsdp2-ring", of, ddp=curve(FALLING))
+
+
+def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to_none() -> None:
+    plan = planned(SuiteSpec(skip=frozenset(["fsdp2"])), Machine(num_devices=4, has_gpus=True))
+    refusal = NoCurve(reason="cannot be had", is_refusal=True)
+    no_curves = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": NoCurve(reason="crashed")}
+    found = outcomes(plan, {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}, no_curves, steps_an_epoch=1)
+    assert {one.planned.name: (one.status, one.reason) for one in found} == {
+        "ddp": (Status.PASSED, ""),
+        "deepspeed": (Status.FAILED, ""),
+        "fsdp2": (Status.NOT_RUN, "skipped"),
+        "fsdp2-tp": (Status.FAILED, "cannot be had"),
+        "fsdp2-ring": (Status.FAILED, "crashed"),
+        "fsdp2-tp-ring": (Status.NOT_RUN, "not reached"),
+        "deepspeed-autotp": (Status.NOT_RUN, "cannot be had"),
+    }
+
+
+# the command
+
+
+def asked(*typed: str) -> SuiteSpec:
+    spec = app(["suite", *typed], standalone_mode=False).args[0]
+    assert isinstance(spec, SuiteSpec)
+    return spec
+
+
+def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES + SKIPS:
+        monkeypatch.setenv(name, "")
+    assert asked() == SuiteSpec()
+    values = ("4", "32", "models/m", "texts.jsonl", "out", "elsewhere", "4", "8")
+    for name, value in zip(VARIABLES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    expected = SuiteSpec(
+        num_gpus=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
+    )
+    assert asked() == expected
+    assert app(["suite"], standalone_mode=False).args[1] == Path("elsewhere")
+    assert asked("--tp", "2", "--dtype", "fp32") == SuiteSpec(
+        **{name: getattr(expected, name) for name in ("num_gpus", "max_samples", "model", "dataset", "output_dir")},
+        tp=2,
+        ring=8,
+        dtype=Dtype.FP32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "left"),
+    [
+        ("SKIP_DEEPSPEED", "1", {"ddp", "fsdp2", "fsdp2-tp", "fsdp2-ring", "fsdp2-tp-ring"}),
+        ("SKIP_FSDP2", "yes", {"ddp", "deepspeed", "deepspeed-autotp"}),
+        ("SKIP_TP", "true", {"ddp", "deepspeed", "fsdp2", "fsdp2-ring"}),
+        ("SKIP_RING", "on", {"ddp", "deepspeed", "fsdp2", "fsdp2-tp", "deepspeed-autotp"}),
+        ("SKIP_RING", "0", {one.name for one in CONFIGURATIONS}),
+    ],
+)
+def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, left: set[str]) -> None:
+    monkeypatch.setenv(variable, value)
+    assert {one.name for one in CONFIGURATIONS} - asked().skip == left
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables", "says"),
+    [
+        ("", {"NUM_GPUS": "two"}, "invalid value for '--num-gpus' (env var: 'NUM_GPUS')"),
+        ("", {"SKIP_TP": "maybe"}, "invalid value for '--skip-tp' (env var: 'SKIP_TP')"),
+        ("", {"TP_SIZE": "1"}, "invalid value for '--tp' (env var: 'TP_SIZE')"),
+        ("--skip zero", {}, "--skip zero is no configuration. Give one of ddp, deepspeed, fsdp2"),
+        ("--skip ddp", {"SKIP_FSDP2": "1", "SKIP_DEEPSPEED": "1"}, "every configuration is skipped."),
+        (
+            "--continue nowhere --steps 3",
+            {},
+            "--continue takes its options from the suite that was begun.",
+        ),
+        (
+            "--continue nowhere",
+            {"NUM_GPUS": "2"},
+            "--continue nowhere: nowhere/suite.json cannot be read: No such",
+        ),
+        ("--dataset nowhere", {}, "--dataset nowhere does not exist. Give a folder of captures"),
+        ("--dataset pyproject.toml", {}, "--dataset pyproject.toml is no folder of captures, .jsonl or .parquet."),
+    ],
+)
+def test_wrong_usage_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    variables: dict[str, str],
+    says: str,
+) -> None:
+    logs = [] if "--continue" in typed else ["--log-folder", str(tmp_path)]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["suite", *typed.split(), *logs]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"replay: {says}")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# inputs
+
+
+def test_as_many_training_passes_are_copied_as_fill_whole_steps(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path / "captures", {0: "rttr", 1: "tttr"})
+    spec = SuiteSpec(dataset=tmp_path / "captures", max_samples=4)
+    made = prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
+    assert made.num_inputs == 3
+    assert {path.name for path in made.folder.iterdir()} == {path.name for path in [*paths[0][1:3], paths[1][0]]}
+    again = prepare_inputs(spec, tmp_path / "more" / "inputs", 5)  # fewer than a step's: all there are
+    assert again.num_inputs == 4
+    with pytest.raises(UsageError, match="is not empty"):
+        prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
+
+
+def test_a_damaged_capture_is_refused_and_leaves_no_inputs(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path / "captures", {0: "tt"})
+    damage(paths[0][1])
+    with pytest.raises(UsageError, match="Try: capture check"):
+        prepare_inputs(SuiteSpec(dataset=tmp_path / "captures"), tmp_path / "out" / "inputs", 1)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# a run
+
+
+class HereRunner:
+    """In the place of `run_child`: a replay in this process, or what happens to it."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.happens: dict[str, BaseException | int] = {}
+
+    def __call__(self, task: Task) -> Child:
+        name = task.logs.name
+        self.started.append(name)
+        event = self.happens.pop(name, None)
+        if isinstance(event, BaseException):
+            raise event
+        task.output.write_text(f"replay: {name} says why\n")
+        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
+        return Child(exit_code=main(typed) if event is None else event, seconds=1.0, output=task.output, logs=task.logs)
+
+
+@pytest.fixture
+def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
+    made = HereRunner()
+    monkeypatch.setattr("replay.suite.runs.run_child", made)
+    return made
+
+
+SMALL = "--num-gpus 1 --steps 3 --max-samples 1 --dtype fp32 --skip-tp --skip-ring"
+
+
+def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
+    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.happens = {"deepspeed": 1, "fsdp2": KeyboardInterrupt()}
+    assert main(["suite", *SMALL.split(), "--log-folder", str(tmp_path)]) == 130
+    (folder,) = tmp_path.iterdir()
+    out = capsys.readouterr().out
+    assert "finished   ddp\n" in out
+    assert f"go on      replay suite --continue {folder}\n" in out
+    assert json.loads((folder / "suite.json").read_text())["status"] == "interrupted"
+    first = (folder / "ddp.jsonl").read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.runlog.reader.versions", lambda: versions() | {"torch": "1.0"})
+        assert main(["suite", "--continue", str(folder)]) == 2
+    assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
+    assert main(["suite", "--continue", str(folder)]) == 0
+    assert runner.started == ["ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
+    assert (folder / "ddp.jsonl").read_bytes() == first
+    assert (folder / "deepspeed.log.1").read_text() == "replay: deepspeed says why\n"
+    curves = {name: Suite.read(folder).curve(name) for name in ("ddp", "deepspeed", "fsdp2")}
+    for name, found in curves.items():
+        assert found is not None, name
+        assert len(found.losses) == 3
+        assert found.losses[2] < found.losses[1] < found.losses[0]
+        assert found.losses == pytest.approx(curves["ddp"].losses, rel=1e-5)  # type: ignore[union-attr]
+    values = json.loads((folder / "suite.json").read_text())
+    assert values["status"] == "passed"
+    assert values["configurations"]["fsdp2"]["difference_from_ddp"]["max"] < 1e-4
+    assert values["configurations"]["fsdp2-tp"] == {"status": "not run", "reason": "skipped"}
+    out = capsys.readouterr().out
+    assert "passed     2 of 5 standard configurations" in out
+
+
+def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
+    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.happens = {"ddp": 1, "deepspeed": 2}
+    assert main(["suite", *SMALL.split(), "--log-folder", str(tmp_path)]) == 1
+    (folder,) = tmp_path.iterdir()
+    out = capsys.readouterr().out
+    assert "failed     ddp: ddp says why\n" in out
+    assert "failed     deepspeed: deepspeed says why\n" in out
+    assert "note       ddp has no curve, so none was compared with it\n" in out
+    assert f"go on      replay suite --continue {folder}\n" in out
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl"]
+
+
+@pytest.mark.parametrize(("dtype", "falls"), [("bf16", True), ("fp32", True), ("bf16", False)])
+def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
+    tmp_path: Path,
+    runner: HereRunner,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    falls: bool,
+) -> None:
+    """Rounding does not explain a loss that does not fall."""
+    monkeypatch.setattr("replay.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
+    if not falls:
+        monkeypatch.setattr(Curve, "why_it_does_not_fall", lambda *_: "it does not fall")
+    assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "failed     fsdp2: initial difference from ddp 0, bound 0\n" in out
+    assert ("is near the bounds. Try: --dtype fp32\n" in out) is (dtype == "bf16" and falls)
+
+
+def test_what_the_plainest_configuration_refuses_is_refused_and_leaves_nothing(
+    tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.happens = {"ddp": 2}
+    typed = [*SMALL.split(), "--log-folder", str(tmp_path / "logs"), "--output-dir", str(tmp_path / "out")]
+    assert main(["suite", *typed]) == 2
+    assert capsys.readouterr().err == "replay: ddp says why\n"
+    assert [path for home, _, files in os.walk(tmp_path) for path in files] == []

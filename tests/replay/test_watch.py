@@ -1,0 +1,434 @@
+"""The watch where no fault matrix is needed: one process, Ctrl-C, its connections, what it leaves of a good run."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import distributed_c10d
+
+from actor_init.world import World
+from replay.cli import main
+from replay.watch import side_channel, stacks
+from replay.watch.blame import failed
+from replay.watch.failure_file import claim_failure
+from replay.watch.progress import Phase, Position, Tracker, last_position
+from replay.watch.side_channel import Peers
+from replay.watch.stacks import raised_in_collective
+from replay.watch.watcher import watching
+from tests.helpers.commands import BIN, LIMIT, ROOT
+from tests.helpers.failing_inputs import folder_of
+from tests.helpers.ports import free_port
+from tests.helpers.process_table import processes_with
+from tests.warm import warm_bin
+
+
+def start(home: Path, launcher: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *launcher.split(),
+            "--inputs",
+            str(folder_of(home, [20, 22, 24, 26], num_ranks=2)),
+            "--log-folder",
+            str(home / "logs"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_of(home: Path) -> dict[str, Any]:
+    [folder] = (home / "logs").iterdir()
+    run: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return run
+
+
+def until_the_fault(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("FAULT"):
+            return
+    raise AssertionError("".join(lines[-50:]))
+
+
+def test_a_single_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
+    with start(tmp_path, f"{warm_bin()}/python -u -m tests.helpers.faulty_replay blocked backward 0") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert "replay: no progress for 6 s in pass 2 on actor_inputs_rank0_" in output
+    assert "(2 rows, 48 tokens, 48 of them real), phase backward, at python3" in output
+    assert "tests/helpers/faulty_replay.py" in output
+    assert "Try: --timeout 60" in output.replace("try", "Try")
+    assert run_of(tmp_path)["failure"]["phase"] == "backward"
+    [stack] = (tmp_path / "logs").glob("*/rank0.stack.txt")
+    assert "in blocked" in stack.read_text()
+
+
+def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path) -> None:
+    with start(tmp_path, f"{warm_bin()}/python -u -m tests.helpers.faulty_replay blocked forward 0") as process:
+        until_the_fault(process)
+        process.terminate()
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "replay: rank 0 was ended from outside (SIGTERM) in pass 2 on actor_inputs_rank0_" in output
+    assert run_of(tmp_path)["status"] == "failed"
+
+
+def test_a_signal_that_the_launcher_passes_on_names_no_rank(tmp_path: Path) -> None:
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay blocked forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        until_the_fault(process)
+        process.terminate()
+        process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    failure = run_of(tmp_path)["failure"]
+    assert (failure["kind"], failure["rank"]) == ("terminated", None)
+
+
+def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
+    """The other rank waits twice as long as --timeout."""
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay"
+    launcher += " slow_and_going_on forward 1"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output[-4000:]
+    assert run_of(tmp_path)["status"] == "finished"
+
+
+def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> None:
+    """Such as one whose output nobody reads. The other has met nobody at the end, and no collective tells."""
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay blocked end 0"
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "rank 0 did not arrive: it has not reached the phase of the others (out of inputs)" in output, output[-4000:]
+
+
+def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> None:
+    """As under srun, which ends nobody."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    arguments = (
+        f"{warm_bin()}/python -u -m tests.helpers.faulty_replay stopped forward 1 --backend fsdp2 --max-inputs 2"
+    )
+    folder = folder_of(tmp_path, [20, 22, 24, 26], num_ranks=2)
+    ranks = [
+        subprocess.Popen(
+            [*arguments.split(), "--inputs", str(folder), "--log-folder", str(tmp_path / "logs")],
+            cwd=ROOT,
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.wait(LIMIT)
+    assert run_of(tmp_path)["failure"]["rank"] == 1
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
+    launcher = (
+        f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay network_cut forward 1"
+    )
+    with start(tmp_path, f"{launcher} --backend fsdp2") as process:
+        output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert "replay: a collective failed on rank" in output, output[-4000:]
+    assert "in a collective" in output
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
+    launcher = (
+        f"torchrun --nproc-per-node 2 -m tests.helpers.faulty_replay blocked forward {faulty_rank} --backend fsdp2"
+    )
+    with start(tmp_path, launcher) as process:
+        until_the_fault(process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert run_of(tmp_path)["status"] == "interrupted"
+    assert processes_with(str(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("one_world")
+def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = []
+
+    def noted(world: Any, folder: Any, timeout: float, **given: Any) -> Any:
+        timeouts.append(timeout)
+        return watching(world, folder, timeout, **given)
+
+    monkeypatch.setattr("replay.runner.session.watching", noted)
+    handlers = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    threads = threading.active_count()
+    arguments = ["--inputs", str(folder_of(tmp_path, [20, 22])), "--log-folder", str(tmp_path / "logs")]
+    assert main([*arguments, "--timeout", "33", "--uneven"]) == 0
+    assert timeouts == [33.0]
+    [folder] = (tmp_path / "logs").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.jsonl", "run.json"]
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers
+    assert threading.active_count() == threads
+
+
+class Clock:
+    """Stands still unless it is told to go on, and then waits until somebody has looked at it twice."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._looked = threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        self._looked.release()
+        return self._now
+
+    def pass_by(self, seconds: float) -> None:
+        self._now += seconds
+        while self._looked.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert self._looked.acquire(timeout=LIMIT)
+
+
+class FakeTime:
+    def __init__(self, clock: Clock) -> None:
+        self.monotonic = clock.monotonic
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
+    reports: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four parts of 50 s each, with --timeout 120."""
+    clock, said = Clock(), []
+    monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
+    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
+    monkeypatch.setattr("replay.watch.shutdown.Ending.speak", lambda _, failure, **given: said.append(failure.headline))
+    with watching(world, tmp_path, 120.0) as watch:
+        for _ in range(4):
+            clock.pass_by(50.0)
+            if reports:
+                watch.tracker.goes_on()
+    assert bool(said) != reports
+    assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
+
+
+def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
+    """As where all run out of memory in the same pass."""
+    position = Position(index=1, phase=Phase.FORWARD, source="a.pkl")
+    assert claim_failure(tmp_path, failed(1, position, "OutOfMemoryError"), "rank 1 failed")
+    assert not claim_failure(tmp_path, failed(0, position, "OutOfMemoryError"), "rank 0 failed")
+    assert (tmp_path / "failure.txt").read_text() == "rank 1 failed\n"
+    assert json.loads((tmp_path / "run.json").read_text())["failure"]["rank"] == 1
+
+
+def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, rank=3)
+    assert last_position(tmp_path, 3) == Position(index=-1, phase=Phase.OPENING)
+    tracker.begins(11, "a" * 240 + "ü.pkl")
+    tracker.has_read(2, 40, 38)
+    tracker.at(Phase.BACKWARD)
+    expected = Position(
+        index=11, phase=Phase.BACKWARD, source="a" * 240 + "ü.pkl", rows=2, padded_tokens=40, real_tokens=38
+    )
+    assert last_position(tmp_path, 3) == expected
+    tracker.has_passed(12, Phase.OUT_OF_INPUTS)
+    assert last_position(tmp_path, 3).described() == "phase out of inputs after 12 passes"
+
+
+def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None:
+    entered = {"data": 5}
+    tracker = Tracker(tmp_path, rank=0, entered=lambda: dict(entered))
+
+    def replay(index: int, forward: int, backward: int, place_in_window: int = 0) -> list[int]:
+        seen = []
+        tracker.begins(index, "a.pkl", place_in_window=place_in_window)
+        for phase, number in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+            tracker.at(phase)
+            entered["data"] += number
+            seen.append(tracker.num_unforeseen())
+        tracker.at(Phase.ENDING)
+        return [*seen, tracker.num_unforeseen()]
+
+    assert replay(0, forward=9, backward=2) == [0, 0, 0]
+    assert replay(1, forward=8, backward=2) == [0, 0, 0]
+    assert replay(2, forward=9, backward=2) == [0, 0, 0]
+    assert replay(3, forward=10, backward=3) == [1, 2, 2]
+    entered["ring"] = 1
+    assert tracker.num_unforeseen() == 3
+    assert replay(4, forward=20, backward=2, place_in_window=1) == [0, 0, 0]
+    tracker.begins(5, "a.pkl")
+    tracker.at(Phase.FORWARD)
+    entered["data"] += 99
+    assert tracker.num_unforeseen() == 89
+    tracker.at(Phase.ENDING)  # without a backward: no pass before went this way
+    assert tracker.num_unforeseen() == 0
+
+
+class Threads:
+    """A world whose ranks are threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._values: dict[int, Any] = {}
+        self._barrier = threading.Barrier(world_size)
+
+    def on_rank(self, rank: int) -> Any:
+        return _Thread(self, rank)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait(LIMIT)
+        values = [self._values[r] for r in range(self.world_size)]
+        self._barrier.wait(LIMIT)
+        return values
+
+
+class _Thread:
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.rank = rank
+        self.world_size = threads.world_size
+        self.gather: Callable[[Any], list[Any]] = lambda value: threads.exchange(rank, value)
+        self.from_first: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
+
+
+def connected(world_size: int) -> list[Peers]:
+    threads = Threads(world_size)
+    peers: dict[int, Peers] = {}
+
+    def connect(rank: int) -> None:
+        peers[rank] = Peers.connect(threads.on_rank(rank))
+
+    workers = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    return [peers[rank] for rank in range(world_size)]
+
+
+def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
+    first, second, third = connected(3)
+    assert [sorted(peers.by_rank) for peers in (first, second, third)] == [[1, 2], [0, 2], [0, 1]]
+    third.send({"kind": "first word"})
+    third.send({"kind": "second word"}, to=0)
+    third.close()
+    heard: list[Any] = []
+    while (2, None) not in heard:
+        heard += first.receive(LIMIT)
+    assert heard == [(2, {"kind": "first word"}), (2, {"kind": "second word"}), (2, None)]
+    assert sorted(first.by_rank) == [1]
+    heard = []
+    while (2, None) not in heard:
+        heard += second.receive(LIMIT)
+    assert heard == [(2, {"kind": "first word"}), (2, None)]
+    second.ring()
+    assert second.receive(LIMIT) == [(None, 0)]
+    first.close()
+    second.close()
+
+
+def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank of another run, or a port scanner."""
+    call = side_channel._call
+
+    def after_a_stranger(family: int, host: str, port: int, greeting: str) -> Any:
+        call(family, host, port, f"{'0' * 32} 1\n")
+        return call(family, host, port, greeting)
+
+    monkeypatch.setattr(side_channel, "_call", after_a_stranger)
+    first, second = connected(2)
+    second.send({"kind": "word"})
+    assert first.receive(LIMIT) == [(1, {"kind": "word"})]
+    first.close()
+    second.close()
+
+
+def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(side_channel, "_call", refused)
+    monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 1.0)
+    threads = Threads(2)
+    found: dict[int, Peers] = {}
+    workers = [
+        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    assert [found[rank].by_rank for rank in range(2)] == [{}, {}]
+    assert capsys.readouterr().err.count("a rank that dies or hangs will not be named") == 1
+    for peers in found.values():
+        peers.close()
+
+
+def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's own limit is 30 minutes."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    limits: list[timedelta] = []
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names={Group(): "data"}))
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    stacks.outlast(2 * 3600)
+    stacks.outlast(60)
+    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, distributed_c10d.default_pg_timeout]
+
+
+def calling(name: str) -> Callable[[Callable[[], None]], None]:
+    """A function of a file called `name` that calls what it is given."""
+    space: dict[str, Any] = {}
+    exec(compile("def call(inside): inside()", f"/lib/torch/{name}", "exec"), space)
+    call: Callable[[Callable[[], None]], None] = space["call"]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("files", "is_collective"),
+    [
+        (["distributed/distributed_c10d.py"], True),
+        (["distributed/_functional_collectives.py", "_ops.py"], True),
+        (["distributed/fsdp/_fully_shard/_fsdp_collectives.py", "optim/adamw.py"], False),
+        (["distributed/c10d_logger.py", "distributed/distributed_c10d.py", "my_hook.py"], False),
+        (["optim/adamw.py", "_ops.py"], False),
+        ([], False),
+    ],
+)
+def test_an_exception_is_a_collective_s_only_if_the_collective_raised_it(files: list[str], is_collective: bool) -> None:
+    def fail() -> None:
+        [][0]  # stands in for C++, which has no frame
+
+    call = fail
+    for name in reversed(files):
+        call = partial(calling(name), call)
+    with pytest.raises(IndexError) as caught:
+        call()
+    inside = last = caught.value.__traceback__
+    while last is not None and last.tb_next is not None:
+        inside, last = last, last.tb_next
+    assert inside is not None
+    inside.tb_next = None
+    assert raised_in_collective(caught.value) is is_collective
