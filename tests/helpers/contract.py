@@ -82,16 +82,6 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Reference:
-    return Reference(model_folder)
-
-
 def replayed(
     runs: Mapping[str, Sequence[str]],
     num_ranks: int,
