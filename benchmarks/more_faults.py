@@ -9,8 +9,11 @@ configurations over seeds and dtypes.
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role

@@ -15,11 +15,14 @@ difference.
 
 import argparse
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from replay.options import command_line
 from replay.parity.noise_floor import CellResult

@@ -9,6 +9,8 @@ from actor_init.spec import Dtype, UsageError
 from replay.options import Action
 from replay.suite.plan import SuiteSpec, skipped
 
+DEFAULTS = SuiteSpec()
+
 
 def suite(
     context: typer.Context,
@@ -22,12 +24,14 @@ def suite(
     ),
     model: str | None = typer.Option(None, envvar="MODEL", help="As of `replay`. For texts a folder with a tokenizer."),
     num_layers: int | None = typer.Option(None, min=1, help="Build only the first N transformer layers."),
-    dtype: Dtype = typer.Option(Dtype.BF16, help="Compute dtype; master weights are fp32."),  # noqa: B008
+    dtype: Dtype = typer.Option(DEFAULTS.dtype, help="Compute dtype; master weights are fp32."),  # noqa: B008
     gradient_checkpointing: bool = typer.Option(
-        False, "--gradient-checkpointing", help="Recompute each block's activations in backward."
+        DEFAULTS.gradient_checkpointing,
+        "--gradient-checkpointing",
+        help="Recompute each block's activations in backward.",
     ),
-    learning_rate: float = typer.Option(1e-4, min=0, help="Of AdamW."),
-    steps: int = typer.Option(20, min=2, help="Optimizer steps of each configuration."),
+    learning_rate: float = typer.Option(DEFAULTS.learning_rate, min=0, help="Of AdamW."),
+    steps: int = typer.Option(DEFAULTS.steps, min=2, help="Optimizer steps of each configuration."),
     max_samples: int | None = typer.Option(
         None,
         min=1,
@@ -37,8 +41,12 @@ def suite(
     num_gpus: int | None = typer.Option(
         None, min=1, envvar="NUM_GPUS", help="Use N GPUs, or N processes on a CPU. Default: all; 2 on a CPU."
     ),
-    tp: int = typer.Option(2, min=2, envvar="TP_SIZE", help="Ranks that share each layer's weights, where any do."),
-    ring: int = typer.Option(2, min=2, envvar="RING_SIZE", help="Ranks that share each packed row, where any do."),
+    tp: int = typer.Option(
+        DEFAULTS.tp, min=2, envvar="TP_SIZE", help="Ranks that share each layer's weights, where any do."
+    ),
+    ring: int = typer.Option(
+        DEFAULTS.ring, min=2, envvar="RING_SIZE", help="Ranks that share each packed row, where any do."
+    ),
     skip: list[str] = typer.Option(  # noqa: B008
         [], metavar="NAME", help="Leave out this configuration. May be given again."
     ),
@@ -50,7 +58,7 @@ def suite(
         None, envvar="OUTPUT_DIR", help="Where the folder inputs, on which all train, is made. Default: with the logs."
     ),
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
-    limit: float = typer.Option(1800.0, min=1, metavar="X", help="Seconds that one configuration may take."),
+    limit: float = typer.Option(DEFAULTS.limit, min=1, metavar="X", help="Seconds that one configuration may take."),
 ) -> Action:
     """Train the same model on the same inputs under each standard configuration, and judge the losses.
 

@@ -38,14 +38,14 @@ class Sighting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Blame:
     """The ranks that did not arrive where the others wait; none where that cannot be told."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
-def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
+def who_did_not_arrive(sightings: Sequence[Sighting]) -> Blame:
     """Find the ranks that the others wait for, by the first of these rules that sets some ranks apart from the others.
 
     1. Ranks that do not answer: their process is stopped, or its Python is held by native code.
@@ -63,29 +63,29 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Verdict:
     that arrived and waited.
     """
     if len(sightings) == 1:
-        return Verdict(ranks=(sightings[0].rank,), reason="it is the only rank")
-    rules: list[Callable[[Sequence[Sighting]], Verdict | None]] = [_silent, _ran_out, _more, _behind, _fewest, _outside]
+        return Blame(ranks=(sightings[0].rank,), reason="it is the only rank")
+    rules: list[Callable[[Sequence[Sighting]], Blame | None]] = [_silent, _ran_out, _more, _behind, _fewest, _outside]
     for rule in rules:
         if verdict := rule(sightings):
             return verdict
-    return Verdict(
+    return Blame(
         ranks=(), reason="all ranks are in the same phase, after equal or contradicting numbers of collectives"
     )
 
 
-def _apart(sightings: Sequence[Sighting], apart: Sequence[Sighting], reason: str) -> Verdict | None:
+def _apart(sightings: Sequence[Sighting], apart: Sequence[Sighting], reason: str) -> Blame | None:
     """Return a verdict if `apart` are some of the ranks and not all."""
     if not apart or len(apart) == len(sightings):
         return None
-    return Verdict(ranks=tuple(s.rank for s in apart), reason=reason)
+    return Blame(ranks=tuple(s.rank for s in apart), reason=reason)
 
 
-def _silent(sightings: Sequence[Sighting]) -> Verdict | None:
+def _silent(sightings: Sequence[Sighting]) -> Blame | None:
     silent = [s for s in sightings if not s.answers]
     return _apart(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
 
 
-def _ran_out(sightings: Sequence[Sighting]) -> Verdict | None:
+def _ran_out(sightings: Sequence[Sighting]) -> Blame | None:
     furthest = max((s.position.index for s in sightings if s.position.source is not None), default=-1)
     out = [s for s in sightings if s.position.phase is Phase.OUT_OF_INPUTS and s.position.index <= furthest]
     has = "it has" if len(out) == 1 else "they have"
@@ -93,7 +93,7 @@ def _ran_out(sightings: Sequence[Sighting]) -> Verdict | None:
     return _apart(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
 
 
-def _behind(sightings: Sequence[Sighting]) -> Verdict | None:
+def _behind(sightings: Sequence[Sighting]) -> Blame | None:
     earliest = min(s.position.place for s in sightings)
     behind = [s for s in sightings if s.position.place == earliest]
     ahead = [s for s in sightings if s.position.place != earliest]
@@ -108,13 +108,13 @@ def _behind(sightings: Sequence[Sighting]) -> Verdict | None:
     return _apart(sightings, behind, f"{reason}: the ranks reach different collectives")
 
 
-def _more(sightings: Sequence[Sighting]) -> Verdict | None:
+def _more(sightings: Sequence[Sighting]) -> Blame | None:
     failed = any(s.collective_failed for s in sightings)
     more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device or failed)]
     return _apart(sightings, more, "it entered a collective of its own: more of them than any pass before this one")
 
 
-def _fewest(sightings: Sequence[Sighting]) -> Verdict | None:
+def _fewest(sightings: Sequence[Sighting]) -> Blame | None:
     found: set[tuple[int, ...]] = set()
     for group in {group for s in sightings for group in s.collectives}:
         members = [s for s in sightings if group in s.collectives]
@@ -132,7 +132,7 @@ def _fewest(sightings: Sequence[Sighting]) -> Verdict | None:
     )
 
 
-def _outside(sightings: Sequence[Sighting]) -> Verdict | None:
+def _outside(sightings: Sequence[Sighting]) -> Blame | None:
     outside = [s for s in sightings if not s.in_collective]
     return _apart(sightings, outside, "the other ranks stand in a collective, and it does not")
 
