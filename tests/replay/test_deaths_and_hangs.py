@@ -5,6 +5,7 @@ Each case is a real run of two ranks with a fault in the second pass of one. Sev
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -163,7 +164,7 @@ def replayed(case: Case, home: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             process.terminate()
             output, _ = process.communicate(timeout=LIMIT)
-    struck = [float(line.split()[1]) for line in output.splitlines() if line.startswith("FAULT ")]
+    struck = [float(seconds) for seconds in re.findall(r"FAULT (\d+\.\d+)", output)]
     logs = list((home / "logs").iterdir())
     assert len(logs) == 1, output[-4000:]
     return Outcome(
