@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replay.runlog.records import PassRecord
-from replay.runner.selection import default_folder
 from tests.helpers.commands import ROOT
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
+from tests.helpers.made_captures import write_pass
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES
 from tests.warm import warm_bin
@@ -63,6 +63,10 @@ class Runs:
     home: Path
     models: dict[bool, Path]  # by whether its embeddings are tied
 
+    @property
+    def inputs(self) -> Path:
+        return self.home / "inputs"
+
     def model_of(self, strategy: str) -> Path:
         return self.models["tied" in strategy]
 
@@ -71,8 +75,8 @@ class Runs:
 
     def command(self, kind: str, world: str, strategy: str, rest: str, came: str = "") -> list[str]:
         logs = ["--log-folder", str(self.folder(f"log {kind}", world, strategy, came))]
-        where = ["--model", str(self.model_of(strategy)), *logs, "--quiet", "--warmup", "0"]
-        return [*STRATEGIES[strategy].split(), *where, *rest.split()]
+        where = ["--model", str(self.model_of(strategy)), "--inputs", str(self.inputs), *logs, "--quiet"]
+        return [*STRATEGIES[strategy].split(), *where, "--warmup", "0", *rest.split()]
 
     def records(self, kind: str, world: str, strategy: str, came: str = "") -> list[PassRecord]:
         return records_of(self.folder(f"log {kind}", world, strategy, came))
@@ -103,6 +107,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         config = AutoConfig.for_model("llama", tie_word_embeddings=tied, **SIZES)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(models[tied])
     made = Runs(home=tmp_path_factory.mktemp("runs"), models=models)
+    for number in range(12):
+        length, sizes = 40 + number, {"num_rows": 2, "num_actions": 30, "vocabulary": 264}
+        write_pass(made.inputs, rank=number % 2, step=number, length=length, num_real=length - number % 3, **sizes)
     for world, names in WORLDS.items():
         commands = []
         for name in names:
@@ -143,12 +150,12 @@ def dtype_of(strategy: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(strategy.split()[-1], torch.float32)
 
 
-def windows_of(records: list[PassRecord]) -> list[list[Path]]:
+def windows_of(records: list[PassRecord], inputs: Path) -> list[list[Path]]:
     """What all data ranks replayed in each pass."""
     sources: dict[int, dict[str, None]] = {}
     for record in records:
         sources.setdefault(record.index, {})[record.source] = None
-    return [[default_folder() / name for name in sources[index]] for index in sorted(sources)]
+    return [[inputs / name for name in sources[index]] for index in sorted(sources)]
 
 
 def numbers_of(records: list[PassRecord]) -> list[tuple[int, str, float | None, float | None]]:
@@ -169,7 +176,7 @@ def test_a_model_saved_as_it_was_opened_has_the_very_same_tensors(world: str, st
 def test_a_trained_model_has_the_tensors_of_a_plain_loop(world: str, strategy: str, runs: Runs) -> None:
     reference = Reference(runs.model_of(strategy))
     before = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
-    windows = windows_of(runs.records("first", world, strategy))
+    windows = windows_of(runs.records("first", world, strategy), runs.inputs)
     reference.trained(windows, learning_rate=LEARNING_RATE, max_norm=MAX_NORM, warmup_steps=WARMUP_STEPS)
     saved = opened_by_transformers(runs.folder("trained", world, strategy))
     for name, expected in reference.model.state_dict().items():
@@ -206,7 +213,7 @@ def test_going_on_with_other_ranks_is_what_a_plain_loop_does(
     came: str, saver: str, world: str, loader: str, runs: Runs
 ) -> None:
     first, moved = runs.records("first", came, saver), runs.records("moved", world, loader, came)
-    windows = windows_of(first) + windows_of(moved)
+    windows = windows_of(first, runs.inputs) + windows_of(moved, runs.inputs)
     assert len(windows) == 6
     expected = Reference(runs.model_of(saver)).trained(
         windows, learning_rate=LEARNING_RATE, max_norm=MAX_NORM, warmup_steps=WARMUP_STEPS

@@ -16,8 +16,8 @@ from replay.report.text import engine_text
 from replay.spec import RunSpec
 from replay.suite.plan import CONFIGURATIONS, configurations
 from tests.helpers.contract import (
-    EVERY,
     FEW,
+    MANY,
     STEPPING,
     Row,
     check_clipped_steps,
@@ -31,9 +31,9 @@ from tests.helpers.toy_backend import DECLARATION
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.toy_backend"
 TABLE = [
-    Row("toy", 1, True, True, False, 2, EVERY),
+    Row("toy", 1, True, True, False, 2, MANY),
     Row("toy", 1, False, False, True, 1, FEW),
-    Row("toy", 2, True, False, False, 2, EVERY),
+    Row("toy", 2, True, False, False, 2, MANY),
     Row("toy", 2, False, True, True, 1, FEW),
 ]
 
