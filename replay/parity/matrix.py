@@ -14,7 +14,7 @@ A key is an actor option of `replay` without its dashes, or `data`.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import combinations, product
 from pathlib import Path
@@ -200,33 +200,30 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
     faults between two options, and each value about equally often. Greedy: always takes the setting that adds the most
     pairs.
     """
-    left = dict(enumerate(settings))
-    rounds: list[list[int]] = []
-    while left:
-        rounds.append(_covering(left) or [*left])
-        for number in rounds[-1]:
-            del left[number]
-    return [settings[number] for one in rounds for number in one], len(rounds[0]) if rounds else 0
+    import torch  # not needed by `--help`
 
-
-def _covering(settings: Mapping[int, Setting]) -> list[int]:
-    pairs_of = {number: list(_pairs(one)) for number, one in settings.items()}
-    num_new = {number: len(pairs) for number, pairs in pairs_of.items()}  # pairs that no chosen setting covers
-    holders: dict[Any, list[int]] = {}
-    for number, pairs in pairs_of.items():
-        for pair in pairs:
-            holders.setdefault(pair, []).append(number)
-    chosen = []
-    while holders:
-        chosen.append(max(num_new, key=num_new.__getitem__))
-        for pair in pairs_of[chosen[-1]]:
-            for number in holders.pop(pair, ()):
-                num_new[number] -= 1
-    return chosen
-
-
-def _pairs(setting: Setting) -> Iterator[tuple[Any, Any]]:
-    return combinations(sorted(setting.items()), 2)
+    columns: dict[Any, int] = {}
+    pairs = [
+        [columns.setdefault(pair, len(columns)) for pair in combinations(sorted(one.items()), 2)] for one in settings
+    ]
+    has_pair = torch.zeros(len(settings), len(columns))
+    for number, one in enumerate(pairs):
+        has_pair[number, one] = 1
+    is_left = torch.ones(len(settings), dtype=torch.bool)
+    order: list[int] = []
+    num_covering = 0
+    while is_left.any():
+        uncovered = has_pair[is_left].any(dim=0).float()
+        if not uncovered.any():  # settings of one option
+            order += is_left.nonzero()[:, 0].tolist()
+            break
+        while uncovered.any():
+            num_new = (has_pair @ uncovered).masked_fill(~is_left, -1)
+            order.append(int(num_new.argmax()))  # the first of equals
+            is_left[order[-1]] = False
+            uncovered[pairs[order[-1]]] = 0
+        num_covering = num_covering or len(order)
+    return [settings[number] for number in order], num_covering or len(order)
 
 
 def typed(setting: Setting) -> dict[str, Any]:
