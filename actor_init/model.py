@@ -123,6 +123,11 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def count_parameters(config: PretrainedConfig) -> int:
+    """Count the elements of the model's parameters; a tied one counts once."""
+    return sum(p.numel() for p in build_on_meta(config, attention="eager", dtype=torch.float32).parameters())
+
+
 def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the transformer layers by qualified name: the model's largest nn.ModuleList.
 
@@ -145,7 +150,7 @@ def materialise(
 ) -> None:
     """Move what is on the meta device below `prefix` to `device` and fill it. Tied parameters stay tied.
 
-    Large models take minutes: `on_progress` is called for each module and each part of a parameter.
+    Large models take minutes: `on_progress` is called for each module, and with the size of each part of a parameter.
 
     Raises UsageError if neither the weights nor transformers' own init define a buffer's values.
     """
@@ -171,7 +176,7 @@ def materialise(
                 weights.fill(path + name, filled[name], on_progress)
         for name in buffers:
             _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
-        on_progress()
+        on_progress(0)
 
 
 def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:

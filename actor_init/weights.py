@@ -20,10 +20,10 @@ _CHUNKS = {"cpu": 1 << 15}
 _CHUNK = 1 << 24  # on other devices
 _MASK_32 = 0xFFFFFFFF
 
-OnProgress = Callable[[], None]  # called repeatedly during long work
+OnProgress = Callable[[int], None]  # called during long work with the number of elements filled since the last call
 
 
-def unheard() -> None:
+def unheard(num_filled: int) -> None:
     """Ignore progress: the default `OnProgress`."""
 
 
@@ -92,7 +92,7 @@ class RandomWeights:
             stop = min(start + chunk, flat.numel())
             index = torch.arange(start, stop, device=flat.device)
             flat[start:stop] = _uniform(index, keys, self.std).to(torch.bfloat16)
-            on_progress()
+            on_progress(stop - start)
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
@@ -170,7 +170,7 @@ class FolderWeights:
                 f"{list(parameter.shape)}. Give the config of these weights, or --random-weights"
             )
         parameter.detach().copy_(values)
-        on_progress()
+        on_progress(values.numel())
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:

@@ -170,9 +170,11 @@ def _salvage(parsed: argparse.Namespace) -> int:
 def _convert(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.convert import convert_folder
     from capture.importers import Project
+    from capture.progress_bar import ProgressBar
 
-    project = Project(parsed.project) if parsed.project else None
-    done = convert_folder(parsed.folder, parsed.target, project=project, num_rows=parsed.rows)
+    project, bar = Project(parsed.project) if parsed.project else None, ProgressBar()
+    done = convert_folder(parsed.folder, parsed.target, project=project, num_rows=parsed.rows, on_progress=bar.show)
+    bar.clear()
     share = done.num_bytes_after / done.num_bytes_before if done.num_bytes_before else 0
     print(
         f"converted  {len(done.written)} files to {parsed.target}, {share:.0%} of their size, each read back and equal"

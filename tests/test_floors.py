@@ -18,7 +18,7 @@ FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 # of the folders in a package, from the ground up: a file imports from its own floor's folder and from lower floors
 ROOMS = {
     "capture": (
-        ("file_format",),
+        ("file_format", "progress_bar"),
         ("record", "importers"),
         ("folder_tools", "search"),
         ("run", "integrations"),

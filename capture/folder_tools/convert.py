@@ -1,5 +1,6 @@
 """Convert older dumps and those of other projects into a folder of format 1."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,14 +28,20 @@ class Conversion:
 
 
 def convert_folder(
-    source: Path, target: Path, *, project: Project | None = None, num_rows: int | None = None
+    source: Path,
+    target: Path,
+    *,
+    project: Project | None = None,
+    num_rows: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Conversion:
     """Write every dump of `source`, a file or a folder, as format 1 into `target`, with a manifest.
 
     Each file is read back and compared before it counts.
 
-    project   project that wrote the dumps; None: told from each file
-    num_rows  rows of a micro-batch; None: as the dump has them
+    project      project that wrote the dumps; None: told from each file
+    num_rows     rows of a micro-batch; None: as the dump has them
+    on_progress  called before each dump with the number of dumps that are done, and of all
 
     What a dump does not say stays unknown, except its step, which is its number among its rank's files, and its time,
     which is that of the conversion. A time without a zone is taken for UTC. Raises CaptureError without a source, or
@@ -52,7 +59,8 @@ def convert_folder(
     refused: dict[str, str] = {}
     entries: dict[int, list[Entry]] = {}
     before = after = 0
-    for path in paths:
+    for number, path in enumerate(paths):
+        on_progress(number, len(paths))
         name = path.relative_to(folder).as_posix()
         try:
             for call in read_dump(path, name, project, num_rows):

@@ -44,7 +44,7 @@ def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) 
     gc.collect()  # frees the previous actor
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    backend = open_backend(spec, source, world, tracker.goes_on)
+    backend = open_backend(spec, source, world, lambda _: tracker.goes_on())
     try:
         yield Trial(backend=backend, spec=spec, source=source, world=world, tracker=tracker)
     finally:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from capture.progress_bar import ProgressBar
 from replay.parity import text as parity_wording
 from replay.parity.results import MatrixResult
 from replay.parity.state import ParityLog, Row, State
-from replay.report.table import ProgressBar, open_console, print_line, print_pairs, print_table
+from replay.report.table import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs
 
 
@@ -25,7 +26,7 @@ class ParityProgress:
         self._log = log
         print_pairs(self._out, parity_wording.header(log))
         print_line(self._out)
-        self._bar = ProgressBar(self._out)
+        self._bar = ProgressBar(self._out.file)
         self._num_settled = num_settled(log)  # before this invocation
 
     def ended(self, number: int, row: Row, result: MatrixResult) -> None:

@@ -1,18 +1,16 @@
 """Print tables and lines, on a terminal or into a file without control characters and wrapped rows."""
 
 import sys
-import time
 from typing import IO
 
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from replay.report.text import Columns, Pairs, duration, is_text, one_line
+from replay.report.text import Columns, Pairs, is_text, one_line
 
 PLAIN_WIDTH = 120
 NAME_WIDTH = 11
-BAR_WIDTH = 20
 STYLES = {  # by a line's name or first words
     **dict.fromkeys(("REPRODUCED", "EQUAL", "PASSED"), "green"),
     **dict.fromkeys(("DIFFERS", "FAILED", "WRONG", "failed", "damaged", "not finite", "incident"), "bold red"),
@@ -32,33 +30,6 @@ def open_console(file: IO[str] | None = None) -> RichConsole:
         markup=False,
         emoji=False,
     )
-
-
-class ProgressBar:
-    """Show progress and time left in one line that overwrites itself; prints nothing if output is no terminal."""
-
-    def __init__(self, out: RichConsole) -> None:
-        self._out = out
-        self._began = time.monotonic()
-
-    def show(self, num_done: int, num_all: int, text: str = "") -> None:
-        """Show how much is done. `rich.live` is not used: its refresh thread would disturb measurements."""
-        seconds = time.monotonic() - self._began
-        filled = BAR_WIDTH * num_done // max(num_all, 1)
-        left = f", {duration(seconds / num_done * (num_all - num_done))} left" if 0 < num_done < num_all else ""
-        self._overwrite(f"{'#' * filled:.<{BAR_WIDTH}} {num_done} of {num_all}{left}  {text}".rstrip())
-
-    def tick(self, text: str) -> None:
-        """Show the elapsed time of work of unknown length."""
-        self._overwrite(f"{text}, {duration(time.monotonic() - self._began)}")
-
-    def clear(self) -> None:
-        self._overwrite("")
-
-    def _overwrite(self, line: str) -> None:
-        if self._out.is_terminal:
-            width = self._out.width - 1
-            self._out.print(line[:width].ljust(width), end="\r", soft_wrap=True)
 
 
 def print_line(out: RichConsole, text: str = "", style: str = "") -> None:

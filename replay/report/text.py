@@ -43,14 +43,6 @@ def gibibytes(num_bytes: float | None) -> str:
     return f"{size:.{3 if size < 10 else 2}f}"
 
 
-def duration(seconds: float) -> str:
-    """Format seconds as `12 s`, `3 min` or `1 h 20 min`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
 def short_names(text: str) -> str:
     """Shorten each capture's name to its rank and number, `rank0 #4`, or to its rank and time of day."""
     return _CAPTURE.sub(lambda found: f"rank{found[1]} {f'#{int(found[3])}' if found[3] else found[2]}", text)

@@ -1,43 +1,12 @@
-"""Print a run. Output that is no terminal gets no control characters and no wrapped rows.
-
-    $ replay --max-inputs 3 | cat
-    model      inputs/sample/actor.json, 4 layers, 0.2187 M parameters; weights random, seed 0
-    backend    deepspeed, ZeRO stage 1, bf16, packed, attention sdpa, optimizer adamw
-    device     1 x CPU
-    inputs     3 inputs from inputs/sample, rank by rank in recorded order
-
-    pass 1 of 3: forward 307.3 ms, backward 540.3 ms, loss 5.64528, warm-up, actor_inputs_[...]_00000004.pkl
-    pass 2 of 3: forward 1,364.6 ms, backward 2,672.6 ms, loss 5.62902, actor_inputs_[...]_00000005.pkl
-    pass 3 of 3: forward 448.5 ms, backward 640.7 ms, loss 5.65852, actor_inputs_[...]_00000006.pkl
-
-    pass  input              rows  padded   real  forward ms  backward ms  forward GiB  backward GiB     loss  note
-       1  [...]_00000004.pkl    2     172    132       307.3        540.3        0.423         0.437  5.64528  warm-up
-       2  [...]_00000005.pkl    2   1,824  1,783     1,364.6      2,672.6        0.488         0.503  5.62902
-       3  [...]_00000006.pkl    2     896    499       448.5        640.7        0.480         0.481  5.65852
-
-    counted    2 of 3 passes; left out: 1 warm-up
-              median ms   p95 ms  peak GiB
-    forward       906.6  1,318.8     0.488
-    backward    1,656.7  2,571.0     0.503
-    pass        2,563.2  3,889.9     0.503
-    speed      445 real tokens/s
-    padding    16.1% of the inputs' tokens
-    slowest    4,037.3 ms, pass 2, rank 0, actor_inputs_[...]_00000005.pkl
-    peak       0.503 GiB, resident set (VmHWM), pass 2, rank 0, actor_inputs_[...]_00000005.pkl
-    left out   4 passes of the other kind (see --passes)
-    verdict    CANNOT TELL: nothing was recorded of what the job computed. [...]
-    log        logs/20261121-112435-replay
-
-File names are shortened in this example only. Columns for ranks, step, gradient norm and new graphs appear where there
-is something to show. On a terminal a progress bar replaces the line per pass. --quiet prints from `counted` on.
-"""
+"""Print a run: on a terminal with a progress bar and colours; elsewhere plain lines, which are not wrapped."""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.report.table import ProgressBar, open_console, print_line, print_pairs, print_table
+from capture.progress_bar import ProgressBar
+from replay.report.table import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
@@ -45,6 +14,7 @@ from replay.runner import text as wording
 from replay.runner.selection import Selection
 
 TICK_SECONDS = 0.25
+MILLION = 10**6
 
 
 class Console:
@@ -55,14 +25,21 @@ class Console:
         self._quiet = quiet
         self._full_names = full_names
         self._num_passes = 0
-        self._bar = ProgressBar(self._out)
+        self._bar = ProgressBar(self._out.file)
         self._next_tick = 0.0
+        self._num_filled = 0
 
-    def opening(self) -> None:
-        """Show that the actor is being opened. Called repeatedly while weights are filled."""
-        if not self._quiet and time.monotonic() >= self._next_tick:
+    @property
+    def has_bar(self) -> bool:
+        return self._out.is_terminal and not self._quiet
+
+    def opening(self, num_filled: int, num_parameters: int) -> None:
+        """Show that the actor is being opened, and that `num_filled` more of its parameters have their values."""
+        self._num_filled += num_filled
+        if self.has_bar and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK_SECONDS
-            self._bar.tick("opening the actor")
+            num_done = min(self._num_filled, num_parameters)  # some are filled twice
+            self._bar.show(num_done // MILLION, num_parameters // MILLION, "million parameters filled")
 
     def header(self, lines: Mapping[str, str], *, num_passes: int) -> None:
         """Print what the results belong to: model, weights, backend, device, inputs."""
@@ -71,14 +48,14 @@ class Console:
             self._bar.clear()
             print_pairs(self._out, list(lines.items()))
             print_line(self._out)
-        self._bar = ProgressBar(self._out)
+        self._bar = ProgressBar(self._out.file)
 
     def passed(self, ranks: Sequence[PassRecord]) -> None:
         """Print one pass of all ranks: in the progress bar on a terminal, otherwise as a line."""
         if self._quiet:
             return
         said, number = self._named(wording.progress(ranks)), ranks[0].index + 1
-        if self._out.is_terminal:
+        if self.has_bar:
             self._bar.show(number, self._num_passes, said)
         else:
             print_line(self._out, f"pass {number} of {self._num_passes}: {said}")

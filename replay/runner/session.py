@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import ModelSource, find_model, lasting_config
+from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
@@ -104,10 +104,12 @@ def _open(
 ) -> ReopenedActor:
     """Open the actor. If this raises a usage error, remove the log folder."""
 
-    def goes_on() -> None:
+    num_parameters = count_parameters(source.config) if console and console.has_bar else 0
+
+    def goes_on(num_filled: int) -> None:
         watch.tracker.goes_on()
         if console:
-            console.opening()
+            console.opening(num_filled, num_parameters)
 
     try:
         actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, goes_on)

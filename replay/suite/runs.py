@@ -11,7 +11,7 @@ from replay.options import command_line
 from replay.processes.pool import Task, run_child
 from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
-from replay.suite.console import print_suite, print_suite_lines
+from replay.suite.console import SuiteConsole
 from replay.suite.loss_curve import curve_of
 from replay.suite.outcome import NoCurve, Status, TrainingResult, outcomes
 from replay.suite.plan import DDP, Planned, run_spec_of
@@ -25,25 +25,26 @@ def run_suite(suite: Suite) -> int:
 
     Raises UsageError, and leaves no folder, if no configuration can run.
     """
-    print_suite_lines(suite_wording.header(suite))
+    console = SuiteConsole()
+    console.say(suite_wording.header(suite))
     no_curves: dict[str, NoCurve] = {}
+    wanted = [one for one in suite.plan if not one.reason and suite.curve(one.name) is None]
     try:
         with _sigterm_exits():
-            for one in suite.plan:
-                if one.reason or suite.curve(one.name) is not None:
-                    continue
-                print_suite_lines(suite_wording.begins(one, suite.inputs_a_step))
+            for number, one in enumerate(wanted):
+                console.say(suite_wording.begins(one, suite.inputs_a_step))
+                console.trained(number, len(wanted))
                 if no_curve := train(suite, one):
                     no_curves[one.name] = no_curve
-                print_suite_lines(suite_wording.ended(suite.curve(one.name), no_curve))
+                console.say(suite_wording.ended(suite.curve(one.name), no_curve))
     except (KeyboardInterrupt, SystemExit):
         suite.write("interrupted", _results(training_results(suite, no_curves)))
-        print_suite_lines(suite_wording.interrupted(suite))
+        console.say(suite_wording.interrupted(suite))
         raise
     results = training_results(suite, no_curves)
     has_failed = any(one.status is Status.FAILED for one in results)
     suite.write("failed" if has_failed else "passed", _results(results))
-    print_suite(suite_wording.table(results), suite_wording.verdict(suite, results))
+    console.finish(suite_wording.table(results), suite_wording.verdict(suite, results))
     return 1 if has_failed else 0
 
 

@@ -108,8 +108,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(models[tied])
     made = Runs(home=tmp_path_factory.mktemp("runs"), models=models)
     for number in range(12):
-        length, sizes = 40 + number, {"num_rows": 2, "num_actions": 30, "vocabulary": 264}
-        write_pass(made.inputs, rank=number % 2, step=number, length=length, num_real=length - number % 3, **sizes)
+        write_pass(
+            made.inputs,
+            rank=number % 2,
+            step=number,
+            length=40 + number,
+            num_real=40 + number - number % 3,
+            num_actions=30,
+            vocabulary=264,
+        )
     for world, names in WORLDS.items():
         commands = []
         for name in names:

@@ -59,20 +59,21 @@ def test_another_seed_and_another_name_give_other_values() -> None:
 
 def test_the_size_of_a_chunk_changes_no_value_and_each_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = torch.empty(40, 100), torch.empty(40, 100)
-    reports: list[None] = []
+    reports: list[int] = []
     RandomWeights(seed=0, std=0.02).fill("a", whole)
     monkeypatch.setattr("actor_init.weights._CHUNKS", {"cpu": 700})
-    RandomWeights(seed=0, std=0.02).fill("a", parts, lambda: reports.append(None))
+    RandomWeights(seed=0, std=0.02).fill("a", parts, reports.append)
     assert torch.equal(whole, parts)
     assert len(reports) == 6
+    assert sum(reports) == 40 * 100
 
 
 def test_every_module_that_is_filled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     source = find_model(ActorSpec(), CONFIG, "test")
     model = build_on_meta(source.config, attention="sdpa", dtype=torch.float32)
-    reports: list[None] = []
+    reports: list[int] = []
     monkeypatch.setattr(RandomWeights, "fill", lambda *_: False)
-    materialise(model, source.weights, CPU, on_progress=lambda: reports.append(None))
+    materialise(model, source.weights, CPU, on_progress=reports.append)
     assert len(reports) >= 3 * 9  # of each block the linear layers and norms
 
 

@@ -16,6 +16,7 @@ from capture import capture_files, read_micro_batch, write_actor_config
 from capture.cli import main
 from capture.file_format.capture_file import read_call, write_call
 from capture.file_format.micro_batch import Origin
+from capture.folder_tools.convert import convert_folder
 from replay.cli import main as replay_main
 from replay.runner.selection import default_folder
 from tests.helpers.dumps import a_dump
@@ -80,6 +81,13 @@ def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.Captur
     assert [batch.origin.step for batch in batches] == [0, 1, 0]
     assert main(["check", str(tmp_path / "new")]) == 0
     assert "no manifest" not in capsys.readouterr().out
+
+
+def test_convert_reports_how_many_dumps_are_done(tmp_path: Path) -> None:
+    dumps(tmp_path / "old")
+    seen = []
+    convert_folder(tmp_path / "old", tmp_path / "new", on_progress=lambda *numbers: seen.append(numbers))
+    assert seen == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:

@@ -213,6 +213,17 @@ def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
     ]
 
 
+def test_on_a_terminal_the_weights_that_are_filled_are_counted() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        console = Console(quiet=False, file=terminal)
+        console.opening(2_000_000, 8_000_000)
+        terminal.flush()
+        text = os.read(ours, 100_000)
+    os.close(ours)
+    assert re.match(rb"#####\.{15} 2 of 8, 0 s left  million parameters filled +\r", text)
+
+
 def test_the_facts_of_a_folder_are_a_table() -> None:
     kind = KindFacts(
         name="train",
