@@ -1,0 +1,41 @@
+"""Show progress and time left in one terminal line that overwrites itself."""
+
+import shutil
+import sys
+import time
+from typing import IO
+
+BAR_WIDTH = 20
+
+
+class ProgressBar:
+    """Print nothing if `file`, stdout by default, is no terminal."""
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self._file = sys.stdout if file is None else file
+        self._is_terminal = self._file.isatty()
+        self._began = time.monotonic()
+
+    def show(self, num_done: int, num_all: int, text: str = "") -> None:
+        """Show how much is done. `rich.live` is not used: its refresh thread would disturb measurements."""
+        seconds = time.monotonic() - self._began
+        filled = BAR_WIDTH * num_done // max(num_all, 1)
+        left = f", {duration(seconds / num_done * (num_all - num_done))} left" if 0 < num_done < num_all else ""
+        self._overwrite(f"{'#' * filled:.<{BAR_WIDTH}} {num_done:,} of {num_all:,}{left}  {text}".rstrip())
+
+    def clear(self) -> None:
+        self._overwrite("")
+
+    def _overwrite(self, line: str) -> None:
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._file.write(line[:width].ljust(width) + "\r")
+            self._file.flush()
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `12 s`, `3 min` or `1 h 20 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
