@@ -67,19 +67,20 @@ def compare(
     ),
     plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
     json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
+    full_names: bool = typer.Option(False, "--full-names", help="Print names of captures whole, not as `rank0 #4`."),
 ) -> Action:
     """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
 
     The runs must do the same work: the same model, weights, inputs and loss. Exit code 0: within the threshold; 1:
     beyond it; 2: not comparable, with the reason.
     """
-    return partial(_compare, logs, threshold, plot, json)
+    return partial(_compare, logs, threshold, plot, json, full_names)
 
 
-def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None) -> int:
+def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None, full_names: bool) -> int:
     from replay.compare.command import compare_logs
 
-    return compare_logs(logs, threshold, plot, json)
+    return compare_logs(logs, threshold, plot, json, full_names=full_names)
 
 
 COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, suite, diagnose, doctor)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # logs without traces are compared without torch
 MOST_RUNS = 26  # they are called by letters
 
 
-def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None) -> int:
+def compare_logs(
+    folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
+) -> int:
     """Return the exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
 
     Raises UsageError for logs that cannot be compared.
@@ -43,7 +45,7 @@ def compare_logs(folders: Sequence[Path], threshold: float, plot: Path | None, a
     if plot is not None:
         draw(plot, comparisons, names, threshold)
     written = [path for path in (plot, as_json) if path]
-    print_comparison(names, runs, differing, comparisons, threshold, parted, written=written)
+    print_comparison(names, runs, differing, comparisons, threshold, parted, written=written, full_names=full_names)
     return 0 if all(one.max_relative <= threshold for one in comparisons) else 1
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from replay.compare.differences import Comparison, Quantity
-from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
+from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds, short_names
 from replay.runlog.reader import PastRun
 from replay.tracing.trace_file import Kind
 
@@ -29,11 +29,12 @@ def setting_table(names: Sequence[str], differing: Mapping[str, Sequence[str]]) 
     return {"setting": list(differing), **{name: [row[i] for row in rows] for i, name in enumerate(names)}}
 
 
-def difference_table(names: Sequence[str], comparisons: Sequence[Comparison]) -> Columns:
+def difference_table(names: Sequence[str], comparisons: Sequence[Comparison], *, full_names: bool = False) -> Columns:
     """Make a row for each run and quantity; means are over what was matched."""
     named = zip(names[1:], comparisons, strict=True)
     rows = [(name, quantity) for name, one in named for quantity in (*one.results, *one.costs)]
     quantities = [quantity for _, quantity in rows]
+    sources = [quantity.source or "-" for quantity in quantities]
     return {
         "run": [name for name, _ in rows],
         "quantity": [f"{q.name} {UNITS[q.unit]}" if q.unit else q.name for q in quantities],
@@ -43,7 +44,7 @@ def difference_table(names: Sequence[str], comparisons: Sequence[Comparison]) ->
         "max diff": [_value(q, q.max_difference, "{:.3g}") for q in quantities],
         "mean diff": [_value(q, q.mean_difference, "{:.3g}") for q in quantities],
         "max relative": [f"{q.max_relative:.3g}" for q in quantities],
-        "at input": [q.source or "-" for q in quantities],
+        "at input": [source if full_names else short_names(source) for source in sources],
     }
 
 
@@ -80,8 +81,9 @@ def verdicts(names: Sequence[str], comparisons: Sequence[Comparison], threshold:
     return pairs
 
 
-def partings(names: Sequence[str], parted: "Parted") -> Pairs:
-    return [("first diff", f"{names[number + 1]}: {parting(one)}") for number, one in parted.items()]
+def partings(names: Sequence[str], parted: "Parted", *, full_names: bool = False) -> Pairs:
+    lines = [f"{names[number + 1]}: {parting(one)}" for number, one in parted.items()]
+    return [("first diff", line if full_names else short_names(line)) for line in lines]
 
 
 def parting(one: "FirstDifference | None") -> str:

@@ -99,6 +99,17 @@ within     B: loss by 0.25, log-probs by 0, gradient norm by 0 at most, threshol
     )
 
 
+def test_captures_are_named_shortly_or_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "actor_inputs_rank0_20261122_012150_163029_00000004"
+    logs = [write_log(tmp_path / folder, [passed(0, name, loss)]) for folder, loss in (("a", 2.0), ("b", 2.01))]
+    compare(*logs)
+    short = capsys.readouterr().out
+    compare(*logs, "--full-names")
+    assert "rank0 #4" in short
+    assert name not in short
+    assert f"{name}.pkl" in capsys.readouterr().out
+
+
 def test_help_needs_neither_torch_nor_rich() -> None:
     probe = (
         "import sys; from replay.cli import main; code = main(['compare', '--help']); "
