@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import rank_and_world_size
@@ -87,9 +88,19 @@ def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[st
 
             stack.callback(Search(is_wanted, found).end)
             job.run()
+    except Exception as error:
+        _repeat_for_torchrun(error)
+        raise
     finally:
         if rank_and_world_size()[0] == 0:
             print(_summary(recordings, trained, module_name), file=sys.stderr)
+
+
+def _repeat_for_torchrun(error: Exception) -> None:
+    """Have torchrun print the job's traceback below its own `capture FAILED`, as it would for a job with `@record`."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        get_error_handler().record_exception(error)
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:

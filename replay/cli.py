@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from actor_init.spec import UsageError
 from replay.options import Action, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
+from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.spec import RunSpec
 from replay.subcommands import COMMANDS
 
@@ -179,6 +180,7 @@ def _one_line(text: str) -> str:
 def _say(message: str) -> None:
     where = f"rank {_rank()}: " if _rank() > 0 else ""
     print(f"replay: {where}{message}", file=sys.stderr, flush=True)
+    repeat_for_torchrun(f"replay: {where}{message}")
 
 
 def _rank() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from actor_init.world import World
+from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.watch.blame import Failure
 from replay.watch.failure_file import claim_failure
 from replay.watch.side_channel import Peers
@@ -35,11 +36,12 @@ class Ending:
         if claim_failure(self.folder, failure, text):
             sys.stdout.flush()
             print(text, file=sys.stderr, flush=True)
-            self.peers.send({"kind": "ended", "first": first, "exit_code": exit_code})
-        self.follow(first, exit_code)
+            self.peers.send({"kind": "ended", "first": first, "exit_code": exit_code, "text": text})
+        self.follow(first, exit_code, text)
 
-    def follow(self, first: int, exit_code: int) -> NoReturn:
+    def follow(self, first: int, exit_code: int, text: str) -> NoReturn:
         """Write the stacks and end. Rank `first` ends before the others, for launchers name the first to end."""
+        repeat_for_torchrun(text)
         self.stacks.write()
         write_flight_recorder(self.folder, self.world.rank, self.world.device)
         self.peers.send({"kind": "done"})

@@ -169,7 +169,7 @@ class Watch:
                 if message["exit_code"]:  # the same error, or Ctrl-C, is on its way to this rank's main thread
                     self._grace_ends = time.monotonic() + LEAVE_SECONDS
             case "ended":
-                self._ending.follow(message["first"], message["exit_code"])
+                self._ending.follow(message["first"], message["exit_code"], message["text"])
 
     def _begin_grace(self) -> None:
         if self._grace_ends is None:

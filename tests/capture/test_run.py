@@ -55,10 +55,12 @@ def _every_search_ends() -> Iterator[None]:
     assert nn.Module.__call__ is original_call
 
 
-def captured_run(folder: Path, script: str, *typed: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
+def captured_run(
+    folder: Path, script: str, *typed: str, cold: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """`capture run TYPED` in the folder of a script `job.py`."""
     (folder / "job.py").write_text(MODEL + textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable if cold else str(warm_bin() / "python"), "-m", "capture", "run", *typed]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
@@ -112,6 +114,21 @@ def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_p
     )
     assert "capture: 2 passes of Tiny, 3 left out by what to keep, in" in done.stderr
     assert len(capture_files(tmp_path / "loud")) == 2
+
+
+def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
+    script, file = "raise ValueError('broke')", tmp_path / "error.json"
+    captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: broke"
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: broke\n")
+
+
+def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:
+    script, file = "raise ValueError('broke')", tmp_path / "error.json"
+    file.write_text("the job's own")
+    captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
+    assert file.read_text() == "the job's own"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ def scripts(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def test_an_error_is_left_for_torchrun_to_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["--max-input", "5"]) == 2
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message.startswith("replay: unknown option --max-input. Did you mean --max-inputs?")
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [

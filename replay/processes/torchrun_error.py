@@ -1,0 +1,17 @@
+"""Have torchrun repeat this process's error at the end of what it prints when a process has failed."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+
+def repeat_for_torchrun(message: str) -> None:
+    """Write `message` where torchrun's agent looks for the error of a process; without torchrun do nothing.
+
+    The file's format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which itself can write
+    tracebacks only and whose import takes seconds. The deepspeed launcher has no such file.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": error}))
