@@ -1,5 +1,6 @@
 """`capture run`: the script notices nothing, and the model that it trains is found and recorded."""
 
+import json
 import os
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 """The command line: every way to start it, what it refuses and how, and its exit codes."""
 
+import json
 import os
 import shutil
 import subprocess
