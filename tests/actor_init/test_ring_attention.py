@@ -8,7 +8,7 @@ from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
 from tests.helpers.made_captures import write_pass
 from tests.helpers.reference import Reference
-from tests.helpers.sharded import ALL, COMMON, FEW, MODELS, Job, Outcome, replay_all, replay_jobs, save_models
+from tests.helpers.sharded import ALL, COMMON, FEW, MODELS, ONE, Job, Outcome, replay_all, replay_jobs, save_models
 
 LLAMA, QWEN3, GEMMA = "llama", "qwen3, norms on heads", "gemma3, sliding window, softcap"
 STANDING = [
@@ -22,10 +22,10 @@ STANDING = [
     Job(QWEN3, 4, f"--ring 2 --pad-to longest {FEW}", backend="deepspeed"),
     Job(GEMMA, 4, f"--tp 2 --ring 2 --sequence-parallel {FEW}"),
     *[Job(model, 4, f"--tp 2 --ring 2 --zero-stage 1 {FEW}", backend="deepspeed") for model in (QWEN3, GEMMA)],
-    Job(LLAMA, 2, "--ring 2 --compile --max-inputs 1"),
+    Job(LLAMA, 2, f"--ring 2 --compile {ONE}"),
 ]
-WRONG = [Job(LLAMA, 2, "--ring 2 --max-inputs 1", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
-UNSCALED = Job(LLAMA, 2, "--ring 2 --max-inputs 1", "ring_averaged")
+WRONG = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
+UNSCALED = Job(LLAMA, 2, f"--ring 2 {ONE}", "ring_averaged")
 
 
 @pytest.fixture(scope="module")

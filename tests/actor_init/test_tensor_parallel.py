@@ -35,6 +35,7 @@ from tests.helpers.sharded import (
     COMMON,
     FEW,
     MODELS,
+    ONE,
     SEVERAL_ROWS,
     SIZES,
     Job,
@@ -76,7 +77,7 @@ STANDING = [
     *standing_jobs(),
     Job("gemma", 2, f"--tp 2 --tp-plan builtin --sequence-parallel {FEW}"),
     Job("stablelm, no plan of its own", 2, f"--tp 2 --sequence-parallel {FEW}"),
-    Job("qwen3, norms on heads", 2, "--tp 2 --sequence-parallel --compile --max-inputs 1"),
+    Job("qwen3, norms on heads", 2, f"--tp 2 --sequence-parallel --compile {ONE}"),
 ]
 STEPPED = [  # AdamW hardly sees the size of a gradient
     *[Job(model, 2, STEPPING) for model in (TIED, GEMMA3)],
@@ -84,24 +85,24 @@ STEPPED = [  # AdamW hardly sees the size of a gradient
     *[Job(model, 2, f"{SGD_STEPPING} --sequence-parallel") for model in MODELS],
 ]
 WRONG = [
-    Job("llama", 2, "--tp 2 --max-inputs 1", "column_for_a_row"),
-    Job("gemma3, sliding window, softcap", 2, "--tp 2 --sequence-parallel --max-inputs 1", "column_for_a_row"),
-    Job("llama", 2, "--tp 2 --max-inputs 1", "different_inputs"),
-    Job("qwen2, biases", 2, "--tp 2 --sequence-parallel --max-inputs 1", "different_inputs"),
+    Job("llama", 2, f"--tp 2 {ONE}", "column_for_a_row"),
+    Job("gemma3, sliding window, softcap", 2, f"--tp 2 --sequence-parallel {ONE}", "column_for_a_row"),
+    Job("llama", 2, f"--tp 2 {ONE}", "different_inputs"),
+    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {ONE}", "different_inputs"),
 ]
 UNSUMMED = {  # and which gradients have to be found wrong, and no others
     **{
-        Job(model, 2, "--tp 2 --max-inputs 1", "head_norms_not_summed"): ("q_norm", "k_norm")
+        Job(model, 2, f"--tp 2 {ONE}", "head_norms_not_summed"): ("q_norm", "k_norm")
         for model in ("qwen3, norms on heads", "gemma3, sliding window, softcap")
     },
-    Job("qwen2, biases", 2, "--tp 2 --sequence-parallel --max-inputs 1", "sequence_norms_not_summed"): ("norm",),
+    Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {ONE}", "sequence_norms_not_summed"): ("norm",),
 }
 SEEN = [
-    Job(model, 2, f"--tp 2 --max-inputs 1 {flags}".strip(), shapes=True)
+    Job(model, 2, f"--tp 2 {ONE} {flags}".strip(), shapes=True)
     for model in ("llama", "llama, tied, biases, uneven", "gemma3, sliding window, softcap")
     for flags in ("", "--sequence-parallel")
 ]
-GATHERED = Job("llama", 2, "--tp 2 --max-inputs 1", "whole_logits", shapes=True)
+GATHERED = Job("llama", 2, f"--tp 2 {ONE}", "whole_logits", shapes=True)
 BF16 = [
     Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
 ]
