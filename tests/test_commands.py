@@ -19,7 +19,7 @@ COLD = [
 ]
 WARM = [
     "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
-    "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 5",
+    "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 2",
     "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",
     "deepspeed --num_gpus=1 replay --num-layers 2 --zero-stage 3 --max-inputs 5",
     "deepspeed --num_gpus=1 replay --shuffle-inputs --random-seed 123 --max-inputs 10",

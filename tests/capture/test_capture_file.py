@@ -174,7 +174,7 @@ def test_no_single_bit_flip_loads_as_something_else(tmp_path: Path) -> None:
     path = a_rich_file(tmp_path)
     data, whole = path.read_bytes(), read_micro_batch(path)
     num_head_bits = 8 * 128  # the head's own checksum cannot cover the head: all of its bits
-    some_bits = random.Random(5).sample(range(num_head_bits, 8 * len(data)), 10_000 - num_head_bits)
+    some_bits = random.Random(5).sample(range(num_head_bits, 8 * len(data)), 4_000 - num_head_bits)
     num_errors = 0
     for position in (*range(num_head_bits), *some_bits):
         flipped = bytearray(data)
@@ -183,7 +183,7 @@ def test_no_single_bit_flip_loads_as_something_else(tmp_path: Path) -> None:
             num_errors += 1
         else:
             assert_same(batch, whole)
-    assert num_errors > 9_800
+    assert num_errors > 3_900
 
 
 def test_no_truncated_file_loads(tmp_path: Path) -> None:
