@@ -94,10 +94,10 @@ class VectorInit:
             for key, parameter in meta.items():
                 setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
             self._model._init_weights(module)
-        found: Tensor = module.get_parameter(own_name).detach()
+        values: Tensor = module.get_parameter(own_name).detach()
         for key, parameter in meta.items():
             setattr(module, key, parameter)
-        return found
+        return values
 
 
 def lasting_config(config: PretrainedConfig) -> dict[str, Any]:

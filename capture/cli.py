@@ -145,16 +145,16 @@ def _wrong_usage(error: Exception) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     from capture.file_format.manifest import check_folder
 
-    found = check_folder(parsed.folder)
-    print(f"good       {len(found.good)} files")
-    if found.uncommitted:
-        reason = "no manifest" if not found.num_manifests else "in no manifest"
-        print(f"           {len(found.uncommitted)} of them {reason}: their recording was cut short, or is older")
-    for reason in found.damaged.values():
+    result = check_folder(parsed.folder)
+    print(f"good       {len(result.good)} files")
+    if result.uncommitted:
+        reason = "no manifest" if not result.num_manifests else "in no manifest"
+        print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short, or is older")
+    for reason in result.damaged.values():
         print(f"damaged    {reason}")
-    for name in found.missing:
+    for name in result.missing:
         print(f"missing    {name}")
-    return 0 if found.is_whole else 1
+    return 0 if result.is_whole else 1
 
 
 def _salvage(parsed: argparse.Namespace) -> int:

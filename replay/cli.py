@@ -159,8 +159,8 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
         message = f"unknown option {option}"
         if error.possibilities:
             return f"{message}. Did you mean {error.possibilities[0]}? {advice}"
-    if (found := re.fullmatch(r"No such command '(.+)'", message)) and Path(found[1]).exists():
-        advice = f"Try: replay --{'inputs' if Path(found[1]).is_dir() else 'input-file'} {found[1]}"
+    if (unknown := re.fullmatch(r"No such command '(.+)'", message)) and Path(unknown[1]).exists():
+        advice = f"Try: replay --{'inputs' if Path(unknown[1]).is_dir() else 'input-file'} {unknown[1]}"
     return f"{message[0].lower()}{message[1:]}. {advice}"
 
 

@@ -50,23 +50,23 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 def remove_stale_temporaries(folder: Path, rank: int) -> None:
     """Remove temporaries of this rank, and of files that ranks share, if their process is gone. Raises OSError."""
     for entry in list(os.scandir(folder)):
-        found = _TEMPORARY.match(entry.name)
-        if found is None or ((ranked := re.search(r"_rank(\d+)_", found["name"])) and int(ranked[1]) != rank):
+        match = _TEMPORARY.match(entry.name)
+        if match is None or ((ranked := re.search(r"_rank(\d+)_", match["name"])) and int(ranked[1]) != rank):
             continue
         try:
-            if _is_stale(found, entry, is_shared=ranked is None):
+            if _is_stale(match, entry, is_shared=ranked is None):
                 os.unlink(entry.path)
         except FileNotFoundError:  # another rank was quicker
             continue
 
 
-def _is_stale(found: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
-    if found["host"] != _HOST:
+def _is_stale(match: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
+    if match["host"] != _HOST:
         return not is_shared or time.time() - entry.stat().st_mtime > _OTHER_HOSTS_SECONDS
-    if int(found["pid"]) == os.getpid():
-        return found["token"] != _TOKEN
+    if int(match["pid"]) == os.getpid():
+        return match["token"] != _TOKEN
     try:
-        os.kill(int(found["pid"]), 0)
+        os.kill(int(match["pid"]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:

@@ -342,8 +342,8 @@ def capture_files(folder: str | Path) -> list[Path]:
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
 
-    found = (path for path in Path(folder).glob("*.pkl") if not path.name.startswith("."))
-    return sorted(found, key=lambda path: (rank_in_name(path), path.name))
+    paths = (path for path in Path(folder).glob("*.pkl") if not path.name.startswith("."))
+    return sorted(paths, key=lambda path: (rank_in_name(path), path.name))
 
 
 def rank_in_name(path: Path) -> int:

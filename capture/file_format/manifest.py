@@ -102,25 +102,25 @@ def check_folder(folder: Path) -> FolderCheck:
     """Read every file and compare it with the manifests. Raises CaptureError without a folder."""
     present = capture_files(folder)
     manifests = sorted(folder.glob("manifest_rank*.json"))
-    found = FolderCheck(num_manifests=len(manifests))
+    result = FolderCheck(num_manifests=len(manifests))
     entries: dict[str, Entry] = {}
     for path in manifests:
         try:
             entries |= {entry.name: entry for entry in read_manifest(path)}
         except CaptureError as error:
-            found.damaged[path.name] = str(error)
+            result.damaged[path.name] = str(error)
     for path in present:
         try:
             actual = entry_of(path, read_call(path))
         except (CaptureError, OSError) as error:
-            found.damaged[path.name] = str(error)
+            result.damaged[path.name] = str(error)
             continue
         committed = entries.get(path.name)
         if committed is None:
-            found.uncommitted.append(path.name)
+            result.uncommitted.append(path.name)
         elif (committed.num_bytes, committed.crc32) != (actual.num_bytes, actual.crc32):
-            found.damaged[path.name] = f"{path.name}: reads, but is not the file that the manifest has"
+            result.damaged[path.name] = f"{path.name}: reads, but is not the file that the manifest has"
             continue
-        found.good.append(path.name)
-    found.missing.extend(sorted(entries.keys() - {path.name for path in present}))
-    return found
+        result.good.append(path.name)
+    result.missing.extend(sorted(entries.keys() - {path.name for path in present}))
+    return result

@@ -61,11 +61,11 @@ class OptimizerStep:
             written = json.loads(text)
             gradients = written.pop("gradients")
             plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
-            found = cls(gradients=None if gradients is None else ParameterSamples.of_text(gradients, source), **plain)
-            found.check()
+            step = cls(gradients=None if gradients is None else ParameterSamples.of_text(gradients, source), **plain)
+            step.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None
-        return found
+        return step
 
     def check(self) -> None:
         """Check the kinds of all values. Raises ValueError."""
@@ -113,15 +113,15 @@ def merged(one: OptimizerStep, other: OptimizerStep) -> OptimizerStep:
 
 def distinct(settings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Merge groups of the same settings, and add up their parameters."""
-    found: list[dict[str, Any]] = []
+    kinds: list[dict[str, Any]] = []
     for group in settings:
-        for other in found:
+        for other in kinds:
             if {**other, "num_parameters": 0} == {**group, "num_parameters": 0}:
                 other["num_parameters"] += group["num_parameters"]
                 break
         else:
-            found.append(dict(group))
-    return tuple(found)
+            kinds.append(dict(group))
+    return tuple(kinds)
 
 
 NUM_TOKENS = 64

@@ -51,13 +51,13 @@ class ParameterSamples:
         try:
             written = json.loads(text)
             samples = tuple(_sample(name, *parts) for name, parts in written["samples"].items())
-            found = cls(samples=samples, **{key: value for key, value in written.items() if key != "samples"})
+            samples_read = cls(samples=samples, **{key: value for key, value in written.items() if key != "samples"})
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: these are no samples of parameters: {text[:80]}") from None
-        counts = (found.num_parameters, found.num_frozen, *found.left_out.values())
-        if type(found.is_sharded) is not bool or not all(type(count) is int for count in counts):
+        counts = (samples_read.num_parameters, samples_read.num_frozen, *samples_read.left_out.values())
+        if type(samples_read.is_sharded) is not bool or not all(type(count) is int for count in counts):
             raise CaptureError(f"{source}: these are no samples of parameters: {text[:80]}")
-        return found
+        return samples_read
 
 
 def _sample(name: Any, dtype: Any, shape: Any, start: Any, values: Any) -> Sample:

@@ -29,8 +29,8 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
     """
     if target.exists():
         raise CaptureError(f"{target} exists already. Give another name, or delete it")
-    found = check_folder(folder)
-    if not found.is_whole:
+    checked = check_folder(folder)
+    if not checked.is_whole:
         raise CaptureError(f"{folder} is not whole. Try: capture check {folder}")
     extra = [folder / ACTOR_CONFIG_NAME, *sorted(folder.glob("manifest_rank*.json"))]
     extra = [path for path in extra if path.exists()]
@@ -41,7 +41,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as package:
             for path in extra:
                 package.write(path, f"{target.stem}/{path.name}")
-            for name in found.good:
+            for name in checked.good:
                 path = folder / name
                 room = max_bytes - _size_so_far(package) - path.stat().st_size - _OVERHEAD_BYTES - 2 * len(name)
                 if room < 0:
@@ -56,7 +56,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
     except BaseException:
         os.unlink(temporary)
         raise
-    return Package(path=target, num_bytes=num_bytes, num_files=len(chosen), left_out=found.good[len(chosen) :])
+    return Package(path=target, num_bytes=num_bytes, num_files=len(chosen), left_out=checked.good[len(chosen) :])
 
 
 _OVERHEAD_BYTES = 1024  # for a file's two headers and the end of the directory

@@ -63,20 +63,20 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     config = read_actor_config(source)
     if config is not None:
         write_actor_config(target, _without_paths(config), None)
-    found = Redaction()
+    redaction = Redaction()
     entries: dict[int, list[Entry]] = {}
     for path in paths:
         try:
-            call = _redacted(read_call(path), tokens, config, found.blanked)
+            call = _redacted(read_call(path), tokens, config, redaction.blanked)
             copy = call.write(target)
         except CaptureError as error:
-            found.refused[path.name] = str(error)
+            redaction.refused[path.name] = str(error)
             continue
         entries.setdefault(call.origin.rank or 0, []).append(entry_of(copy, call))
-        found.written.append(copy)
+        redaction.written.append(copy)
     for rank, committed in entries.items():
         write_manifest(target, committed, rank=rank, time=utc_time())
-    return found
+    return redaction
 
 
 def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:

@@ -53,8 +53,8 @@ def dump_files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise CaptureError(f"{source}: no such file or folder. Give a dump, or a folder of dumps")
-    found = (path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(source).parts))
+    paths = (path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(source).parts))
     return sorted(visible, key=lambda path: _by_number(path.relative_to(source).as_posix()))
 
 
@@ -94,8 +94,8 @@ def _step_of(path: Path) -> int | None:
 
     As in `step_000007.pkl`, `global_step_7_training_input.pkl`, `train_data_step7.jsonl`, `7/gen_batch.dp`.
     """
-    found = re.search(r"step_?(\d{1,15})", path.stem) or re.fullmatch(r"(\d{1,15})", path.parent.name)
-    return int(found[1]) if found else None
+    match = re.search(r"step_?(\d{1,15})", path.stem) or re.fullmatch(r"(\d{1,15})", path.parent.name)
+    return int(match[1]) if match else None
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:

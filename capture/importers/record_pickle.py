@@ -180,12 +180,12 @@ def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
                 return number
         return None
 
-    found: dict[tuple[str, str], Any] = {
+    names: dict[tuple[str, str], Any] = {
         ("numpy", "ndarray"): _recorder("numpy.ndarray"),
         ("numpy", "dtype"): dtype,
     }
     for core in ("numpy.core", "numpy._core"):
-        found[f"{core}.multiarray", "_reconstruct"] = lambda *arguments: Array()
-        found[f"{core}.multiarray", "scalar"] = scalar
-        found[f"{core}.numeric", "_frombuffer"] = from_buffer
-    return found
+        names[f"{core}.multiarray", "_reconstruct"] = lambda *arguments: Array()
+        names[f"{core}.multiarray", "scalar"] = scalar
+        names[f"{core}.numeric", "_frombuffer"] = from_buffer
+    return names

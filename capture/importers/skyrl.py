@@ -67,12 +67,12 @@ def skyrl_calls(data: bytes, source: str, num_rows: int | None, step: int | None
 
 
 def _tensor(described: Any, name: str, source: str) -> Tensor:
-    found: Any = None
+    tensor: Any = None
     match described:
         case {"format": "torch", "data": bytes(saved)}:
-            found = load_torch_zip(saved, source=source)
+            tensor = load_torch_zip(saved, source=source)
         case {"data": bytes(data), "shape": tuple(shape), "dtype": str(dtype)}:
-            found = Array(_NUMPY_CODES.get(dtype, ""), shape, data).tensor()
-    if not isinstance(found, Tensor):
+            tensor = Array(_NUMPY_CODES.get(dtype, ""), shape, data).tensor()
+    if not isinstance(tensor, Tensor):
         raise CaptureError(f"{source}: {name[:40]} was not saved as SkyRL saves a tensor")
-    return found
+    return tensor

@@ -31,8 +31,8 @@ class RankFiles:
         self._num_listed = 0
         remove_stale_temporaries(folder, rank)
         own = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
-        found = sorted(path for path in folder.iterdir() if own.fullmatch(path.name))
-        self._oldest_first = deque((path, self._charge(path.stat().st_size)) for path in found)
+        own_files = sorted(path for path in folder.iterdir() if own.fullmatch(path.name))
+        self._oldest_first = deque((path, self._charge(path.stat().st_size)) for path in own_files)
         self._num_bytes = sum(charge for _, charge in self._oldest_first)
         self._listed = self._listed_before() if keep.keep == "last" else set()
 

@@ -165,8 +165,8 @@ class EngineGradients:
 
 def num_skipped_steps(model: nn.Module | None) -> int:
     """Count the steps that DeepSpeed's engine left out because gradients overflowed."""
-    found = None if model is None else vars(model).get("skipped_steps")
-    return found if isinstance(found, int) else 0
+    skipped = None if model is None else vars(model).get("skipped_steps")
+    return skipped if isinstance(skipped, int) else 0
 
 
 def has_stepped(model: nn.Module | None) -> bool | None:

@@ -88,8 +88,8 @@ def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
         return
     named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
     for directory in sorted(SHARED_MEMORY.iterdir()):
-        found = named.fullmatch(directory.name)
-        if found is None or (rank is not None and int(found[1]) != rank) or _is_in_use(directory, int(found[2])):
+        match = named.fullmatch(directory.name)
+        if match is None or (rank is not None and int(match[1]) != rank) or _is_in_use(directory, int(match[2])):
             continue
         calls, num_cut_short = [], 0
         for path in sorted(directory.iterdir()):
@@ -97,7 +97,7 @@ def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
                 calls.append(_encoded(path))
             except CaptureError:
                 num_cut_short += 1
-        yield DeadSpool(rank=int(found[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
+        yield DeadSpool(rank=int(match[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
 
 
 def _encoded(path: Path) -> EncodedCall:

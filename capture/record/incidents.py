@@ -71,10 +71,10 @@ def incident_of(error: BaseException, where: str, forward: int | None) -> Incide
     """Describe an exception as texts alone: the exception itself holds its frames, and these the job's tensors."""
     is_out_of_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
     lines = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES).format()
-    found = incident(
+    made = incident(
         "out of memory" if is_out_of_memory else "exception", where, forward, f"{type(error).__name__}: {error}"
     )
-    return replace(found, traceback=scrubbed("".join(lines)))
+    return replace(made, traceback=scrubbed("".join(lines)))
 
 
 def is_news_to(listener: int, error: BaseException) -> bool:

@@ -154,8 +154,8 @@ class ParameterSampler:
         collected = _Collected()
         for slot in self._window:
             parameter = slot.parameter()
-            if parameter is not None and slot.name not in but and (found := find(slot, parameter)) is not None:
-                collected.add(slot.name, found[1], found[0])
+            if parameter is not None and slot.name not in but and (gradient := find(slot, parameter)) is not None:
+                collected.add(slot.name, gradient[1], gradient[0])
         return self._snapshot(collected) if collected.views else None
 
     @torch.inference_mode()

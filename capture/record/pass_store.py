@@ -90,15 +90,15 @@ class Store:
             case Incident():
                 self.note_incident(item)
 
-    def note_incident(self, found: Incident) -> None:
+    def note_incident(self, incident: Incident) -> None:
         """Write the passes that are held, and the incident beside them."""
-        kind = found.what, found.where
+        kind = incident.what, incident.where
         self._num_by_kind[kind] += 1
-        if self._num_by_kind[kind] > (MAX_SIGNALS_OF_A_KIND if found.is_signal else MAX_INCIDENTS_OF_A_KIND):
+        if self._num_by_kind[kind] > (MAX_SIGNALS_OF_A_KIND if incident.is_signal else MAX_INCIDENTS_OF_A_KIND):
             self._num_other_incidents += 1
             return
         names = [path.name for path in self._commit_held()]
-        self._incidents.append(replace(found, files=names, num_not_copied=self._num_not_copied))
+        self._incidents.append(replace(incident, files=names, num_not_copied=self._num_not_copied))
         self._num_not_copied = 0
         self._write_records()
 

@@ -285,17 +285,17 @@ class Recorder:
             self._writer.offer(taken, taken.num_bytes)
 
     def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
-        forward, found = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
+        forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
-            loss = found.get("loss")
+            loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._watch_steps(lambda window: window.watch_loss(forward, loss))
             if (few := self._taker.log_probs_of(output)) is not None:
-                found["token_log_probs"] = few
+                outputs["token_log_probs"] = few
             plain = dtypes_of(output, loss)
-        if (found or settings) and not is_capturing_graph(found):
-            self._writer.tell(Outputs.of(forward, found, plain, settings))
+        if (outputs or settings) and not is_capturing_graph(outputs):
+            self._writer.tell(Outputs.of(forward, outputs, plain, settings))
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None

@@ -95,13 +95,13 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
     place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "dtype": _name(local.dtype)}
     place |= {"held_as": "_local_tensor"}
     *rows, column = _unflattened(start, shape) if shape else [0]
-    found = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
+    positions = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
     columns = own[-1].tolist() if shape else [0]
     held = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
     held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # those that are neighbours here too
-    if not held or not all(found):
+    if not held or not all(positions):
         return Place(start=start, count=0, offset=0, stride=1, **place)
-    offset, stride = _in_strides([*(indices[0] for indices in found), held[0][1]][: len(shape)], local)
+    offset, stride = _in_strides([*(indices[0] for indices in positions), held[0][1]][: len(shape)], local)
     return Place(start=start + held[0][0], count=len(held), offset=offset, stride=stride, **place)
 
 
@@ -140,11 +140,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
-    found = []
+    indices_found = []
     for size in reversed(shape):
-        found.append(index % size)
+        indices_found.append(index % size)
         index //= size
-    return found[::-1]
+    return indices_found[::-1]
 
 
 def _in_strides(indices: Sequence[int], held: Tensor) -> Run:

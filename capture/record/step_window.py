@@ -48,18 +48,18 @@ class StepPart:
     def record(self) -> OptimizerStep:
         """Return the step as it is written, once all is on the host."""
         count = len(self.flat) - len(self.names)
-        found = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
-        found |= {name: float(value.item()) for name, value in self.others.items()}
+        values = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
+        values |= {name: float(value.item()) for name, value in self.others.items()}
         settings = [dict(group) for group in self.step.settings]
-        for name, value in found.items():
+        for name, value in values.items():
             if name.startswith(_SETTING):
                 group, key = name.removeprefix(_SETTING).split(" ", 1)
                 settings[int(group)][key] = value
         return replace(
             self.step,
-            shares=tuple(found.get(f"{_SHARE}{number}") for number in self.step.passes),
+            shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
             gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).parameter_samples(),
-            grad_norm=found.get(_NORM),
+            grad_norm=values.get(_NORM),
             settings=distinct(settings),
         )
 
@@ -165,23 +165,23 @@ class StepWindow:
     @torch.no_grad()
     def _part_of_engine(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
         """Describe the partitions that DeepSpeed steps on now."""
-        found = EngineGradients.now(wrapper, optimizer)
-        gradients = self._sampler.gradients_in(found.find, but=self._sampled)
+        gradients_held = EngineGradients.now(wrapper, optimizer)
+        gradients = self._sampler.gradients_in(gradients_held.find, but=self._sampled)
         if gradients is not None:
             self._sampled |= {name for name, _ in gradients.places}
-            gradients = replace(gradients, values=found.before_clipping(gradients.values))
+            gradients = replace(gradients, values=gradients_held.before_clipping(gradients.values))
         settings, tensors = settings_of(optimizer)
-        for group, count in zip(settings, found.num_parameters(), strict=False):
+        for group, count in zip(settings, gradients_held.num_parameters(), strict=False):
             group["num_parameters"] = count
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
-        if (norm := found.grad_norm) is not None:
+        if (norm := gradients_held.grad_norm) is not None:
             tensors[_NORM] = torch.tensor([norm], device="cpu") if isinstance(norm, float) else norm.reshape(1)
         step = OptimizerStep(
             number=self.number - 1,
             passes=tuple(self._passes),
             shares=(None,) * len(self._passes),
-            max_norm=found.max_norm,
-            is_unclipped=found.is_undone,
+            max_norm=gradients_held.max_norm,
+            is_unclipped=gradients_held.is_undone,
             optimizer=type(optimizer).__name__,
             settings=settings,
             has_state=has_stepped(self._sampler.model),

@@ -53,13 +53,15 @@ def _of_model(reference: PastRun, other: PastRun) -> list[str]:
     """Compare the keys that both configs have: others came with another version of transformers."""
     shared = sorted(reference.config.keys() & other.config.keys())
     keys = [key for key in shared if reference.config[key] != other.config[key]]
-    found = [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
+    reasons = [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
     if len(keys) > MOST_NAMED:
-        found.append(f"and {len(keys) - MOST_NAMED} more of the model's config")
+        reasons.append(f"and {len(keys) - MOST_NAMED} more of the model's config")
     if reference.weights != other.weights:
         theirs, ours = other.facts["weights"], reference.facts["weights"]
-        found.append(f"weights are {theirs}, not {ours}" if theirs != ours else f"weights are other ones, both {ours}")
-    return found
+        reasons.append(
+            f"weights are {theirs}, not {ours}" if theirs != ours else f"weights are other ones, both {ours}"
+        )
+    return reasons
 
 
 def _of_settings(reference: PastRun, other: PastRun) -> list[str]:
@@ -112,10 +114,10 @@ def settings(run: PastRun) -> dict[str, str]:
     asked: dict[str, Any] = {}
     for part in spec_to_dict(run.spec).values():
         asked |= {name: value for name, value in _flat(part).items() if name not in MEANS_NOTHING}
-    found = {name.replace("_", " "): _said(value) for name, value in {**asked, **run.facts}.items()}
+    shown = {name.replace("_", " "): _said(value) for name, value in {**asked, **run.facts}.items()}
     devices = [f"{run.devices.count(name)} x {name}" for name in dict.fromkeys(run.devices)]
     return {
-        **found,
+        **shown,
         "data ranks": str(run.num_data_ranks),
         "devices": ", ".join(devices),
         "memory": run.memory_kind,

@@ -158,39 +158,39 @@ def _farthest(source: str, place: int, references: Iterable[float], others: Iter
 
 
 def _losses(placed: Placed) -> list[Point]:
-    found = []
+    points = []
     for place, one, partner in placed:
         losses = ([peer.loss for peer in each.peers if peer.loss is not None] for each in (one, partner))
-        found.append(_farthest(one.source, place, *losses))
-    return found
+        points.append(_farthest(one.source, place, *losses))
+    return points
 
 
 def _log_probs(placed: Placed) -> list[Point]:
     """Make a point for each row."""
-    found: list[Point] = []
+    points: list[Point] = []
     for place, one, partner in placed:
         rows = (zip(*(peer.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
-        found.extend(_farthest(one.source, place, *row) for row in zip(*rows, strict=True))
-    return found
+        points.extend(_farthest(one.source, place, *row) for row in zip(*rows, strict=True))
+    return points
 
 
 def _token_log_probs(placed: Placed, reference: PastRun, other: PastRun) -> list[Point]:
     """Make a point for each pass: its farthest token, relative to the mean size of the pass's log-probs."""
     from replay.runlog.token_log_probs import farthest, read
 
-    found = []
+    points = []
     for place, one, partner in placed:
         runs = (reference.folder, one.peers), (other.folder, partner.peers)
         tokens = ([read(folder, peer.index, peer.rank) for peer in peers] for folder, peers in runs)
         size, other_size, apart, count = farthest(*tokens)
-        found.append(
+        points.append(
             Point(source=one.source, place=place, reference=size, other=other_size, apart=apart, num_values=count)
         )
-    return found
+    return points
 
 
 def _norms(pairs: Iterable[tuple[Window, Window]]) -> list[Point]:
-    return [_farthest(one.name, one.place, one.norms, partner.norms) for one, partner in pairs]
+    return [_farthest(one.name, one.last_pass, one.norms, partner.norms) for one, partner in pairs]
 
 
 def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other: PastRun) -> list[Point]:
@@ -200,14 +200,14 @@ def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other
     return [
         Point(
             source=one.name,
-            place=one.place,
-            reference=found.size,
-            other=found.other_norm,
-            name=found.name,
-            apart=found.apart,
+            place=one.last_pass,
+            reference=gradient.size,
+            other=gradient.other_norm,
+            name=gradient.name,
+            apart=gradient.apart,
         )
         for one, partner in pairs
-        for found in distances_between(read(reference.folder, one.index), read(other.folder, partner.index))
+        for gradient in distances_between(read(reference.folder, one.index), read(other.folder, partner.index))
     ]
 
 

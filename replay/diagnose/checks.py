@@ -93,8 +93,8 @@ def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[Che
             raise
         if show_traceback:
             traceback.print_exc()
-        found = f"{type(error).__name__}: {one_line(str(error))}"
-        broken.append(_verdict(name, passes=False, found=found, advice="--traceback shows where"))
+        text = f"{type(error).__name__}: {one_line(str(error))}"
+        broken.append(_passed_or_failed(name, passes=False, text=text, advice="--traceback shows where"))
 
 
 def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gradients]:
@@ -150,8 +150,8 @@ def _four_ways(loss: float, plain: PlainAnswer) -> Check:
         "--compile, and a config without dropout"
     )
     listed = ", ".join(f"{way} {value:.6g}" for way, value in losses.items())
-    found = f"{listed}; by {apart:.2g}, bound {LOSS_BOUND:g}" + f" ({plain.left_out})" * bool(plain.left_out)
-    return _verdict("loss, four ways", passes=apart <= LOSS_BOUND, found=found, advice=advice)
+    text = f"{listed}; by {apart:.2g}, bound {LOSS_BOUND:g}" + f" ({plain.left_out})" * bool(plain.left_out)
+    return _passed_or_failed("loss, four ways", passes=apart <= LOSS_BOUND, text=text, advice=advice)
 
 
 def _as_one_process(case: Case, whole: Gradients, plain: PlainAnswer) -> Check:
@@ -167,9 +167,9 @@ def _loss_on_peers(case: Case, losses: list[tuple[int, float]]) -> Check:
     if case.world.num_data_ranks == case.world.world_size:
         return Check(name=name, status=Status.NOT_RUN, found="no ranks share a micro-batch", advice="Try: --tp 2")
     apart = of_peers(losses)
-    found = f"loss by {apart:.2g} among ranks of one micro-batch, bound {PEERS_BOUND:g}"
+    text = f"loss by {apart:.2g} among ranks of one micro-batch, bound {PEERS_BOUND:g}"
     advice = "look at what tp and ring ranks are fed, and at what gathers their log-probs"
-    return _verdict(name, passes=apart <= PEERS_BOUND, found=found, advice=advice)
+    return _passed_or_failed(name, passes=apart <= PEERS_BOUND, text=text, advice=advice)
 
 
 def _gradient_on_ranks(case: Case, apart: Difference) -> Check:
@@ -211,12 +211,12 @@ def _equal(
 ) -> Check:
     bound = GRADIENT_BOUNDS[dtype]
     apart = relative(*losses) if losses else 0.0
-    found = f"loss by {apart:.2g}, bound {LOSS_BOUND:g}; " if losses else ""
+    text = f"loss by {apart:.2g}, bound {LOSS_BOUND:g}; " if losses else ""
     passes = apart <= LOSS_BOUND and gradient.relative <= bound
-    return _verdict(name, passes=passes, found=found + gradient.said(bound), advice=advice)
+    return _passed_or_failed(name, passes=passes, text=text + gradient.said(bound), advice=advice)
 
 
-def _verdict(name: str, *, passes: bool, found: str, advice: str) -> Check:
+def _passed_or_failed(name: str, *, passes: bool, text: str, advice: str) -> Check:
     if passes:
-        return Check(name=name, status=Status.OK, found=found)
-    return Check(name=name, status=Status.FAILED, found=found, advice=advice, needed=True)
+        return Check(name=name, status=Status.OK, found=text)
+    return Check(name=name, status=Status.FAILED, found=text, advice=advice, needed=True)

@@ -28,13 +28,13 @@ class Curve:
         return self.losses[-1] <= self.goal
 
     def check(self, name: str) -> Check:
-        found = (
+        text = (
             f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {counted(len(self.losses) - 1, 'step')}, "
             f"wanted {self.goal:.3g}, learning rate {self.learning_rate:.2g}"
         )
         if self.reached:
-            return Check(name=name, status=Status.OK, found=found)
-        return Check(name=name, status=Status.FAILED, found=found, advice=self._advice(), needed=True)
+            return Check(name=name, status=Status.OK, found=text)
+        return Check(name=name, status=Status.FAILED, found=text, advice=self._advice(), needed=True)
 
     def _advice(self) -> str:
         """Return what the shape of the curve suggests."""

@@ -54,18 +54,18 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
     """Return a check per variable that is set and has an effect here, and one that names others of its families."""
-    found = [_interface(name, environment[name]) for name in INTERFACES if environment.get(name)]
+    checks = [_interface(name, environment[name]) for name in INTERFACES if environment.get(name)]
     for name, effect in EFFECTS.items():
         if name in environment:
-            found.append(Check(name=name, status=Status.NOTE, found=shown(environment[name]), advice=effect))
+            checks.append(Check(name=name, status=Status.NOTE, found=shown(environment[name]), advice=effect))
     if left_over := [name for name in LAUNCHER if name in environment and "TORCHELASTIC_RUN_ID" not in environment]:
         advice = f"replay takes them for a launcher's. Try: unset {' '.join(left_over)}"
-        found.append(Check(name="launcher's", status=Status.NOTE, found=", ".join(left_over), advice=advice))
+        checks.append(Check(name="launcher's", status=Status.NOTE, found=", ".join(left_over), advice=advice))
     known = {*EFFECTS, *ELSEWHERE, *INTERFACES}
     if others := sorted(name for name in environment if name.startswith(PREFIXES) and name not in known):
         advice = "their effect here is unknown"
-        found.append(Check(name="also set", status=Status.NOTE, found=", ".join(others), advice=advice))
-    return found or [Check(name="variables", status=Status.OK, found="none is set that changes results")]
+        checks.append(Check(name="also set", status=Status.NOTE, found=", ".join(others), advice=advice))
+    return checks or [Check(name="variables", status=Status.OK, found="none is set that changes results")]
 
 
 def shown(value: str) -> str:

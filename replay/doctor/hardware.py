@@ -21,27 +21,29 @@ def devices(answer: Answer, driver: str) -> list[Check]:
         status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
         return [Check(name="devices", status=status, found=answer.error, advice="see packages", needed=True)]
     facts = answer.facts
-    found: list[Check] = []
+    checks: list[Check] = []
     if not facts["gpus"]:
-        found.append(_cpu())
+        checks.append(_cpu())
         if driver:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
             advice = (
                 "CUDA_VISIBLE_DEVICES is empty" if hidden else f"this torch is {facts['torch']}; a CUDA build of it"
             )
             why = f"driver {driver}, and torch sees no GPU"
-            found.append(Check(name="cuda", status=Status.BROKEN, found=why, advice=f"replays use the CPU: {advice}"))
-        return found
+            checks.append(Check(name="cuda", status=Status.BROKEN, found=why, advice=f"replays use the CPU: {advice}"))
+        return checks
     for index, (gpu, free) in enumerate(zip(facts["gpus"], facts["free_bytes"], strict=True)):
         text = f"{gpu['name']}, {gpu['bytes'] / GIB:.0f} GiB, {free / GIB:.0f} free, capability {gpu['capability']}"
         is_full = free < gpu["bytes"] / 10
         advice = "another process has its memory. Try: nvidia-smi" if is_full else ""
         status = Status.NOTE if is_full else Status.OK
-        found.append(Check(name=f"gpu {index}", status=status, found=text, advice=advice, needed=True))
-    found.append(Check(name="driver", status=Status.OK, found=f"{driver or 'unknown'}, torch for {facts['built_for']}"))
+        checks.append(Check(name=f"gpu {index}", status=status, found=text, advice=advice, needed=True))
+    checks.append(
+        Check(name="driver", status=Status.OK, found=f"{driver or 'unknown'}, torch for {facts['built_for']}")
+    )
     if len(facts["gpus"]) > 1:
-        found.append(_peers(facts["no_peers"]))
-    return found
+        checks.append(_peers(facts["no_peers"]))
+    return checks
 
 
 def _peers(lacking: Sequence[Sequence[int]]) -> Check:
@@ -65,11 +67,11 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
     if not folder.is_dir():
         return Check(name=str(folder), status=Status.NOTE, found="not there", advice="captures keep no ring in memory")
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
+    text = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
     if usage.free >= ROOM:
-        return Check(name=str(folder), status=Status.OK, found=found)
+        return Check(name=str(folder), status=Status.OK, found=text)
     advice = "several ranks of NCCL, data loaders and a capture's ring use it. Try: docker run --shm-size=8g"
-    return Check(name=str(folder), status=Status.NOTE, found=found, advice=advice)
+    return Check(name=str(folder), status=Status.NOTE, found=text, advice=advice)
 
 
 def log_folder(folder: Path) -> Check:
@@ -81,8 +83,8 @@ def log_folder(folder: Path) -> Check:
             file.write(bytes(4096))
             os.fsync(file.fileno())
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror}"
-        return Check(name="log folder", status=Status.BROKEN, found=found, advice=advice, needed=True)
+        text = f"{folder} cannot be written: {error.strerror}"
+        return Check(name="log folder", status=Status.BROKEN, found=text, advice=advice, needed=True)
     free = shutil.disk_usage(there).free
     is_full = free < ROOM
     return Check(
@@ -96,13 +98,13 @@ def log_folder(folder: Path) -> Check:
 
 def limits(*, on_cuda: bool) -> list[Check]:
     """Report limits of ulimit that are low for a replay."""
-    found: list[Check] = []
+    checks: list[Check] = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
         advice = f"many ranks or data loaders exhaust it. Try: ulimit -n {OPEN_FILES * 16}"
-        found.append(Check(name="ulimit -n", status=Status.NOTE, found=f"{files} open files", advice=advice))
+        checks.append(Check(name="ulimit -n", status=Status.NOTE, found=f"{files} open files", advice=advice))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if on_cuda and Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         advice = "NCCL over InfiniBand may fail. Try: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        found.append(Check(name="ulimit -l", status=Status.NOTE, found=f"{locked // 1024} KiB locked", advice=advice))
-    return found
+        checks.append(Check(name="ulimit -l", status=Status.NOTE, found=f"{locked // 1024} KiB locked", advice=advice))
+    return checks

@@ -41,12 +41,12 @@ PACKAGES = (
 def project() -> list[Check]:
     folder = Path(__file__).resolve().parents[2]
     try:
-        found = Check(name=PROJECT, status=Status.OK, found=f"{version(PROJECT)} in {folder}")
+        own = Check(name=PROJECT, status=Status.OK, found=f"{version(PROJECT)} in {folder}")
     except PackageNotFoundError:
         advice = f"its version requirements are unknown. Try: pip install -e {folder}"
-        found = Check(name=PROJECT, status=Status.NOTE, found=f"not installed, run from {folder}", advice=advice)
+        own = Check(name=PROJECT, status=Status.NOTE, found=f"not installed, run from {folder}", advice=advice)
     python = f"{platform.python_version()}, {sys.executable}"
-    return [found, Check(name="python", status=Status.OK, found=python)]
+    return [own, Check(name="python", status=Status.OK, found=python)]
 
 
 def required_ranges() -> dict[str, str]:
@@ -101,8 +101,8 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
         if not is_default and (not on_cuda if one.on_cuda else True):
             return Check(name=one.name, status=Status.NOT_NEEDED, found="not installed", advice=f"serves {one.serves}")
         cost = f"no {one.serves}. " if one.serves else ""
-        found = f"not installed{wanted and f', needed {wanted}'}"
-        return Check(name=one.name, status=Status.MISSING, found=found, advice=cost + install, needed=is_default)
+        text = f"not installed{wanted and f', needed {wanted}'}"
+        return Check(name=one.name, status=Status.MISSING, found=text, advice=cost + install, needed=is_default)
     try:
         number = version(one.name)
     except PackageNotFoundError:
@@ -117,8 +117,8 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
             needed=is_default,
         )
     if number[0].isdigit() and not is_within(number, wanted):
-        found = f"{number} is outside {wanted}"
-        return Check(name=one.name, status=Status.BROKEN, found=found, advice=install, needed=is_default)
+        text = f"{number} is outside {wanted}"
+        return Check(name=one.name, status=Status.BROKEN, found=text, advice=install, needed=is_default)
     return Check(name=one.name, status=Status.OK, found=f"{number}{wanted and f' ({wanted})'}", needed=is_default)
 
 

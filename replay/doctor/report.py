@@ -138,8 +138,8 @@ def _kernel_checks(
         asked = sdpa if name == "sdpa" else others.get(name)
         if asked is None:
             status = Status.NOT_NEEDED if not num_gpus else Status.MISSING
-            found = "for CUDA machines" if not num_gpus else "not installed"
-            yield Check(name=name, status=status, found=found)
+            text = "for CUDA machines" if not num_gpus else "not installed"
+            yield Check(name=name, status=status, found=text)
             continue
         others_than_this = "varlen or sdpa" if name == "flash" else "flash or sdpa" if name == "varlen" else "eager"
         cost = f"Try: replay --attention {others_than_this}"
@@ -155,7 +155,7 @@ def _process_checks(gloo: Answer, nccl: Answer | None, num_gpus: int) -> Iterato
     works = "2 processes add up"
     yield tried("gloo", gloo, works=works, cost=cost if not num_gpus else "no run of several ranks on the CPU")
     if nccl is None:
-        found = "for CUDA machines" if not num_gpus else "one GPU, nothing to try"
-        yield Check(name="nccl", status=Status.NOT_NEEDED, found=found)
+        text = "for CUDA machines" if not num_gpus else "one GPU, nothing to try"
+        yield Check(name="nccl", status=Status.NOT_NEEDED, found=text)
     else:
         yield tried("nccl", nccl, works=works, cost=f"{cost}. Try: NCCL_DEBUG=INFO replay --tp 2 --backend fsdp2")

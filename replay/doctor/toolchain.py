@@ -30,8 +30,8 @@ def launcher(name: str) -> Check:
     if not Path(python).exists():
         return Check(name=name, status=Status.BROKEN, found=f"{path}: its {python} is not there", advice=advice)
     if (prefix := _prefix(python)) != sys.prefix:
-        found = f"{path} belongs to another Python, {prefix or python}"
-        return Check(name=name, status=Status.BROKEN, found=found, advice=f"it would not start this one. {advice}")
+        text = f"{path} belongs to another Python, {prefix or python}"
+        return Check(name=name, status=Status.BROKEN, found=text, advice=f"it would not start this one. {advice}")
     return Check(name=name, status=Status.OK, found=path)
 
 
@@ -103,8 +103,8 @@ def _nvcc(*, on_cuda: bool, built_for: str | None) -> Check:
     number = release[1] if release else "of unknown version"
     if built_for and release and number.split(".")[0] != built_for.split(".")[0]:
         advice = f"{cost} Try: export CUDA_HOME to a toolkit of CUDA {built_for}"
-        found = f"{number}, {path}, and torch was built with {built_for}"
-        return Check(name="nvcc", status=Status.BROKEN, found=found, advice=advice)
+        text = f"{number}, {path}, and torch was built with {built_for}"
+        return Check(name="nvcc", status=Status.BROKEN, found=text, advice=advice)
     return Check(name="nvcc", status=Status.OK, found=f"{number}, {path}")
 
 

@@ -92,15 +92,15 @@ class MatrixJudge:
         """Return the noise; none before an equivalent that changes rounding has run."""
         group, dtype = ground
         equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
-        found: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
+        distances: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
         for row in equivalents:
             measured = self._compared(row.cell.name, row.cell.reference, done)
             for quantity, distance in measured.distances.items():
-                found.setdefault(quantity, {})[row.cell.name] = distance
+                distances.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in MEASURING for row in equivalents):
             return []
         ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
-        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in found.items()]
+        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in distances.items()]
 
     def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
         compared = self._compared(row.cell.name, row.cell.reference, done)

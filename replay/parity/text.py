@@ -32,11 +32,11 @@ def ended(number: int, row: Row, log: ParityLog, result: MatrixResult) -> str:
     3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s
     """
     judged = result.cells.get(row.cell.name)
-    found = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
+    distances = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
     error = [row.error] if row.state is not State.DONE else []
     took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
     verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else result_text(row, judged)
-    said = ", ".join([verdict, *found, *error, *took])
+    said = ", ".join([verdict, *distances, *error, *took])
     return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
 
 

@@ -32,6 +32,6 @@ class Check:
 
 def line(check: Check) -> str:
     """Return the printed line: status, name, finding, consequence and what to type."""
-    found = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
-    text = f"{check.status:<12} {check.name:<20} {found}{check.advice and f'; {check.advice}'}"
+    shown = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
+    text = f"{check.status:<12} {check.name:<20} {shown}{check.advice and f'; {check.advice}'}"
     return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))

@@ -45,7 +45,7 @@ def gibibytes(num_bytes: float | None) -> str:
 
 def short_names(text: str) -> str:
     """Shorten each capture's name to its rank and number, `rank0 #4`, or to its rank and time of day."""
-    return _CAPTURE.sub(lambda found: f"rank{found[1]} {f'#{int(found[3])}' if found[3] else found[2]}", text)
+    return _CAPTURE.sub(lambda match: f"rank{match[1]} {f'#{int(match[3])}' if match[3] else match[2]}", text)
 
 
 def one_line(text: str) -> str:

@@ -34,7 +34,7 @@ class Window:
 
     inputs: tuple[str, ...]  # sorted, because their order does not matter
     norms: Sequence[float]  # of every rank
-    place: int  # index of its last pass in the run
+    last_pass: int  # index of its last pass in the run
     index: int  # of its last pass, as each rank counts its own
 
     @property
@@ -59,7 +59,7 @@ def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[
                 open_inputs.append(peers[0].source)
         if norms := [record.grad_norm for record in ranks if record.grad_norm is not None]:
             inputs = tuple(sorted(open_inputs))
-            windows.append(Window(inputs=inputs, norms=norms, place=len(passes) - 1, index=ranks[0].index))
+            windows.append(Window(inputs=inputs, norms=norms, last_pass=len(passes) - 1, index=ranks[0].index))
             open_inputs = []
     return passes, windows
 

@@ -59,20 +59,20 @@ class Again:
         rounds = self.selection.rounds
         same_weights = SameWeights(self.source)
         runner = PassRunner(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
-        found: list[Pass] = []
+        replayed: list[Pass] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
                 record, error = runner.replay(index, path)
                 if error is not None:
                     raise error
-                found += self.world.gather((record, runner.recorded, runner.replayed))
+                replayed += self.world.gather((record, runner.recorded, runner.replayed))
         finally:
             actor.backend.close()
             del actor, runner
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        return found
+        return replayed
 
 
 def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:

@@ -123,8 +123,8 @@ def select(
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
     if spec.input_file is not None:
-        found = list(reader.read([_existing_file(spec.input_file)]))
-        rounds = [tuple(found * num_data_ranks)] * (len(found) * spec.epochs)
+        files = list(reader.read([_existing_file(spec.input_file)]))
+        rounds = [tuple(files * num_data_ranks)] * (len(files) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:

@@ -41,8 +41,10 @@ class Suite:
         """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs."""
         machine = Machine.here(spec.num_gpus)
         if not machine.is_here:
-            found = Machine.here().num_devices
-            raise UsageError(f"--num-gpus {spec.num_gpus}, but this machine has {found}. Try: --num-gpus {found}")
+            num_devices = Machine.here().num_devices
+            raise UsageError(
+                f"--num-gpus {spec.num_gpus}, but this machine has {num_devices}. Try: --num-gpus {num_devices}"
+            )
         inputs_a_step = num_inputs_a_step(planned(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
@@ -68,18 +70,18 @@ class Suite:
             raise UsageError(
                 f"--continue {folder}: {path} cannot be read: {reason}. Give a folder that a suite left in logs/"
             ) from error
-        found = cls(folder=folder.resolve(), spec=written.spec, machine=written.machine, inputs=written.inputs)
-        if not found.machine.is_here:
-            kind = "GPUs" if found.machine.has_gpus else "CPU processes"
-            begun_with = f"{found.machine.num_devices} {kind}"
+        suite = cls(folder=folder.resolve(), spec=written.spec, machine=written.machine, inputs=written.inputs)
+        if not suite.machine.is_here:
+            kind = "GPUs" if suite.machine.has_gpus else "CPU processes"
+            begun_with = f"{suite.machine.num_devices} {kind}"
             raise UsageError(f"the suite was begun with {begun_with}, which are not here. Try: replay suite")
-        if not found.inputs.folder.is_dir():
-            raise UsageError(f"--continue {folder}: its inputs in {found.inputs.folder} are gone. Try: replay suite")
-        runnable = [one.name for one in found.plan if not one.reason]
-        done = [name for name in runnable if found._curve_file(name).exists()]
+        if not suite.inputs.folder.is_dir():
+            raise UsageError(f"--continue {folder}: its inputs in {suite.inputs.folder} are gone. Try: replay suite")
+        runnable = [one.name for one in suite.plan if not one.reason]
+        done = [name for name in runnable if suite._curve_file(name).exists()]
         if done and len(done) < len(runnable):
-            PastRun.read(found._logs_of(done[0])).refuse_other_versions(found.folder)
-        return found
+            PastRun.read(suite._logs_of(done[0])).refuse_other_versions(suite.folder)
+        return suite
 
     @property
     def plan(self) -> list[Planned]:

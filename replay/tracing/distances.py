@@ -61,7 +61,7 @@ def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
     for one, partner in pairs:
         if one.peers[0].input_digest != partner.peers[0].input_digest:
             raise UsageError(f"{one.source} holds other tensors in {other.run.folder}, so that no rows match")
-    found = list(_of_tables(reference.parameters, other.parameters, group=0, source=None))
+    all_distances = list(_of_tables(reference.parameters, other.parameters, group=0, source=None))
     passes: dict[int, list[Distance]] = {}
     orders: dict[int, list[Key]] = {}
     steps = reference.run.spec.measure.step
@@ -77,8 +77,8 @@ def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
         )
         passes.setdefault(group, []).extend(tables)
     for group, ones in sorted(passes.items()):
-        found += _in_order(_farthest(ones), orders.get(group, []))
-    return found
+        all_distances += _in_order(_farthest(ones), orders.get(group, []))
+    return all_distances
 
 
 def _farthest(ones: Sequence[Distance]) -> list[Distance]:
@@ -115,8 +115,8 @@ def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
     for name, places, columns in ((FED, FED_PLACES, FED_COLUMNS), (PREDICTED, PREDICTED_PLACES, PREDICTED_COLUMNS)):
         both = list(product(a.tables(name, places), b.tables(name, places)))
         for number, column in enumerate(columns):
-            found = [_share_that_differs(one, partner, number) for one, partner in both]
-            yield distance(Key(Kind.INPUT, column, "fed"), *max(found))
+            shares = [_share_that_differs(one, partner, number) for one, partner in both]
+            yield distance(Key(Kind.INPUT, column, "fed"), *max(shares))
     others = set(b.order)
     goes_back = any(key.kind is Kind.GRADIENT for key in others)
     for key in a.order:

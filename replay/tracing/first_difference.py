@@ -55,12 +55,12 @@ def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] =
     """
 
     first, second = TracedRun.read(reference), TracedRun.read(other)
-    found = distances(first, second)
-    bounds = bounds_between(first, second, [TracedRun.read(path) for path in equivalents], found)
-    beyond = [place for place, one in enumerate(found) if not one.relative <= bounds[place]]
+    apart = distances(first, second)
+    bounds = bounds_between(first, second, [TracedRun.read(path) for path in equivalents], apart)
+    beyond = [place for place, one in enumerate(apart) if not one.relative <= bounds[place]]
     if not beyond:
         return None
-    one = found[beyond[0]]
+    one = apart[beyond[0]]
     return FirstDifference(
         kind=one.key.kind,
         name=one.key.name,
@@ -71,7 +71,7 @@ def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] =
         token=one.token,
         relative=one.relative,
         bound=bounds[beyond[0]],
-        num_following=len(found) - beyond[0] - 1,
+        num_following=len(apart) - beyond[0] - 1,
         num_following_beyond=len(beyond) - 1,
     )
 
@@ -108,13 +108,13 @@ def guessed(kind: Kind, drift: Drift, roundoff: float, *, same_dtype: bool) -> f
     return float((ROUNDINGS * roundoff + OF_A_SKETCH) * (1 + drift.num_layers) ** 0.5)
 
 
-def drifts(found: Sequence[Distance], layer_of: LayerOf) -> list[Drift]:
+def drifts(apart: Sequence[Distance], layer_of: LayerOf) -> list[Drift]:
     """Return the drift of each tensor, in the order in which they were executed."""
-    layers = [layer_of(one.key.name) for one in found]
+    layers = [layer_of(one.key.name) for one in apart]
     num_layers = 1 + max((layer for layer in layers if layer is not None), default=-1)
     drifted: list[Drift] = []
     passed, group = 0, -1
-    for one, layer in zip(found, layers, strict=True):
+    for one, layer in zip(apart, layers, strict=True):
         if one.group != group:
             passed, group = 0, one.group
         if one.key.kind in BACKWARD:
@@ -126,7 +126,7 @@ def drifts(found: Sequence[Distance], layer_of: LayerOf) -> list[Drift]:
 
 
 def bounds(
-    found: Sequence[Distance],
+    apart: Sequence[Distance],
     equivalents: Iterable[Sequence[Distance]],
     layer_of: LayerOf,
     *,
@@ -140,7 +140,7 @@ def bounds(
         floors[place] = max(floors.get(place, 0.0), one.relative)
     measured = {is_backward for (is_backward, _), floor in floors.items() if floor}
     made = []
-    for one, drift in zip(found, drifts(found, layer_of), strict=True):
+    for one, drift in zip(apart, drifts(apart, layer_of), strict=True):
         guess = guessed(one.key.kind, drift, roundoff, same_dtype=same_dtype)
         is_computed = one.key.kind is Kind.FORWARD or drift.is_backward
         if is_computed and drift.is_backward in measured:
@@ -152,7 +152,7 @@ def bounds(
 
 
 def bounds_between(
-    first: TracedRun, second: TracedRun, equivalents: Sequence[TracedRun], found: Sequence[Distance]
+    first: TracedRun, second: TracedRun, equivalents: Sequence[TracedRun], apart: Sequence[Distance]
 ) -> list[float]:
     """Return the bound of each distance between the first two runs.
 
@@ -161,7 +161,7 @@ def bounds_between(
     coarsest = _coarsest([first, second])
     telling = equivalents if _coarsest([first, *equivalents]) >= coarsest else []
     return bounds(
-        found,
+        apart,
         [distances(first, run) for run in telling],
         first.layer_of,
         roundoff=coarsest,

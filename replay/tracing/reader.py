@@ -94,7 +94,7 @@ class TracedRun:
 
     def end_of(self, window: Window) -> TraceFile:
         """Open the file that holds the gradients of parameters."""
-        return TraceFile.open(self.folder / pass_file(self.passes[window.place].peers[0].index, 0))
+        return TraceFile.open(self.folder / pass_file(self.passes[window.last_pass].peers[0].index, 0))
 
     def layer_of(self, name: str) -> int | None:
         """Return the layer of the module or parameter `name`; None outside of the transformer layers."""

@@ -83,13 +83,13 @@ class RunTrace:
 
     def _sketches(self, kind: Kind, what: str) -> dict[Key, Tensor]:
         """Sketch every parameter, or its gradient, on rank 0; the others help to gather them."""
-        found = {}
+        sketches = {}
         with torch.no_grad():
             tensors = self._backend.weights() if kind is Kind.PARAMETER else self._backend.gradients()
             for name, tensor in tensors:
                 if self._world.rank == 0:
-                    found[Key(kind, name, what)] = sketch_of_parameter(tensor).cpu()
-        return found
+                    sketches[Key(kind, name, what)] = sketch_of_parameter(tensor).cpu()
+        return sketches
 
     def write(self, index: int, source: str, *, num_columns: int) -> None:
         """Write the pass that was seen, which replayed a capture of rows of `num_columns` tokens."""

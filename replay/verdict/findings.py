@@ -164,8 +164,10 @@ def not_judged(name: str, recorded: float, why: str, replayed: float | None = No
 def findings_of(record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> list[Finding]:
     """Judge each claim of a pass but the gradient norm, which belongs to a window."""
     claims = [one for one in recorded.claims if one.name != GRAD_NORM and record.error is None]
-    found = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
-    return found + [one for claim in claims if (one := _root_mean_square(claim, record, replayed, setting)) is not None]
+    findings = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
+    return findings + [
+        one for claim in claims if (one := _root_mean_square(claim, record, replayed, setting)) is not None
+    ]
 
 
 def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, setting: Setting) -> Finding | None:
@@ -188,7 +190,7 @@ def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
 
 def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:
     """Judge a claim by the farthest of its values, each a mean over its tokens."""
-    found = []
+    findings = []
     for where, there, here, tokens in _pairs(claim, record, replayed):
         doubt = claim.doubt
         if claim.num_tokens is not None and list(claim.num_tokens) != _own_tokens(claim, record):
@@ -198,10 +200,10 @@ def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Rep
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
         apart = difference(there, here)
-        found.append(finding(claim.name, there, here, difference=apart, bound=bound, doubt=doubt, where=where))
-    if not found:
+        findings.append(finding(claim.name, there, here, difference=apart, bound=bound, doubt=doubt, where=where))
+    if not findings:
         return not_judged(claim.name, claim.values[0], claim.doubt or f"the replay has no such {claim.name}")
-    return replace(max(found, key=lambda one: one.share), num_values=len(found))
+    return replace(max(findings, key=lambda one: one.share), num_values=len(findings))
 
 
 def _own_tokens(claim: Claim, record: PassRecord) -> list[int]:

@@ -76,8 +76,8 @@ def window_findings(window: Sequence[Member], setting: Setting, number: int) -> 
 def _of_settings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
     if setting.steps is None or all(one.recorded.optimizer is None for one in window):
         return []
-    found = why_steps_differ(window, setting, number)
-    return [other_settings(found)] if found else []
+    differing = why_steps_differ(window, setting, number)
+    return [other_settings(differing)] if differing else []
 
 
 def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
@@ -91,20 +91,20 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
     why_not = _why_not_comparable(window, steps, setting)
     if why_not is not None or here is None:
         reason = why_not or "the replay ran no backward, or its window was cut short"
-        found = [not_judged(GRAD_NORM, there, reason, here) for _, there in noted[:1]]
+        findings = [not_judged(GRAD_NORM, there, reason, here) for _, there in noted[:1]]
         samples = _sampled(steps)
         if samples:
-            found.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
-        return found
+            findings.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
+        return findings
     doubt = _doubt(window, steps)
     weighting = _weighting(window, noted, here) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
     dtypes = [dtype for one in window for dtype in dtypes_of(one.recorded, setting)]
     gradient = _gradient(window)
-    found = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    found = [*_worst(found), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
-    return found if weighting is None else [*found, weighting]
+    findings = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
+    findings = [*_worst(findings), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
+    return findings if weighting is None else [*findings, weighting]
 
 
 def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
@@ -112,16 +112,16 @@ def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tup
     parts = [one.grad_norm for one in steps if one.is_part_of_norm and one.grad_norm is not None]
     if parts:
         return [(0, math.sqrt(sum(part * part for part in parts)))]
-    found: dict[int, float] = {}
+    norms: dict[int, float] = {}
     for one in window:
         rank = one.recorded.rank or 0
         claims = [claim.values[0] for claim in one.recorded.claims if claim.name == GRAD_NORM]
         step = one.recorded.optimizer
         if claims:
-            found[rank] = claims[0]
+            norms[rank] = claims[0]
         elif step is not None and step.grad_norm is not None:
-            found[rank] = step.grad_norm
-    return sorted(found.items())
+            norms[rank] = step.grad_norm
+    return sorted(norms.items())
 
 
 def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep], setting: Setting) -> str | None:
@@ -193,15 +193,15 @@ def job_weights(window: Sequence[Member]) -> list[float] | None:
         if (step := one.recorded.optimizer) is not None:
             for forward, share in zip(step.passes, step.shares, strict=True):
                 shares[one.recorded.rank or 0, forward] = share
-    found: list[float] = []
+    weights: list[float] = []
     for one in window:
         share = shares.get((one.recorded.rank or 0, one.recorded.step if one.recorded.step is not None else -1))
         if share is None:
             return None
         tokens = one.recorded.num_tokens
         divisor = one.recorded.divisor
-        found.append(share * (1.0 if divisor is None else tokens / divisor) / (one.recorded.world_size or 1))
-    return found
+        weights.append(share * (1.0 if divisor is None else tokens / divisor) / (one.recorded.world_size or 1))
+    return weights
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:
@@ -210,11 +210,11 @@ def _apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _gradient(window: Sequence[Member]) -> GradientSamples | None:
     """Return the replay's gradient, with all places that some rank of the job sampled."""
-    found = [one.replayed.gradient for one in window if one.replayed.gradient is not None]
-    if not found:
+    gradients = [one.replayed.gradient for one in window if one.replayed.gradient is not None]
+    if not gradients:
         return None
-    values = {(name, place): value for one in found for (name, place), value in one.values.items()}
-    return GradientSamples(norms=found[0].norms, sizes=found[0].sizes, values=values)
+    values = {(name, place): value for one in gradients for (name, place), value in one.values.items()}
+    return GradientSamples(norms=gradients[0].norms, sizes=gradients[0].sizes, values=values)
 
 
 def _norm(
@@ -284,7 +284,7 @@ def _elements(
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    found = []
+    findings = []
     for step in steps:
         for sample in step.gradients.samples if step.gradients is not None else ():
             name = _own(sample.name, gradient.norms)
@@ -295,7 +295,7 @@ def _elements(
             worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
             apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
             where = f"{name}, element {sample.start + worst}"
-            found.append(
+            findings.append(
                 finding(
                     GRADIENT,
                     sample.values[worst],
@@ -313,7 +313,7 @@ def _elements(
                 continue
             rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
             is_there = rms >= scale_of(gradient, name) > 0
-            found.append(
+            findings.append(
                 finding(
                     GRADIENT,
                     0.0,
@@ -325,9 +325,9 @@ def _elements(
                     counts=True,
                 )
             )
-    if not found:
+    if not findings:
         return []
-    return [replace(max(found, key=lambda one: one.share), num_values=len(found))]
+    return [replace(max(findings, key=lambda one: one.share), num_values=len(findings))]
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
@@ -353,6 +353,6 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
 
 
-def _worst(found: Sequence[Finding]) -> list[Finding]:
+def _worst(findings: Sequence[Finding]) -> list[Finding]:
     """Keep the farthest finding: all ranks have one norm."""
-    return [max(found, key=lambda one: one.share)] if found else []
+    return [max(findings, key=lambda one: one.share)] if findings else []

@@ -30,11 +30,11 @@ class OtherValue:
     name: str
     index: int  # in the flattened parameter
     recorded: float
-    found: float
+    replayed: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsFound:
+class WeightComparison:
     """What the samples of the job's weights tell about this model's weights.
 
     doubt  why equal samples do not prove equal weights; None: they do, as far as samples can
@@ -77,7 +77,7 @@ class Recorded:
     world_size: int | None
     trains: bool
     claims: Sequence[Claim]
-    weights: WeightsFound
+    weights: WeightComparison
     num_frozen: int  # parameters that the job did not train
     dtypes: Sequence[str]  # all that the job is known to have computed in; none where it is not known
     settings: Mapping[str, str] = field(default_factory=dict)  # versions and environment
@@ -87,7 +87,7 @@ class Recorded:
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
 
 
-def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightsFound) -> Recorded:
+def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightComparison) -> Recorded:
     """Read what a call recorded. `batch` is as captured, with its action mask; `loss` is what the replay computes."""
     return Recorded(
         rank=call.origin.rank,
@@ -116,7 +116,7 @@ def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
 
     With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that.
     """
-    found: list[Claim] = []
+    claims: list[Claim] = []
     if isinstance(value := call.outputs.get("loss"), float):
         doubt, tokens = _doubt_of_loss(call, batch, loss), None
         if doubt is None:
@@ -128,11 +128,11 @@ def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
         counted = None if tokens is None else [tokens]
         stored = call.outputs.get("loss_dtype")
         stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
-        found.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
-    if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in found):
+        claims.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
+    if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in claims):
         why = "the loss was noted by the loop, which may have another objective than the replay's"
-        found.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
-    return found
+        claims.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
+    return claims
 
 
 def _doubt_of_loss(call: Call, batch: MicroBatch, loss: LossName) -> str | None:
@@ -164,7 +164,7 @@ def _token_log_probs(call: Call) -> list[Claim]:
 
 
 def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
-    found: list[Claim] = []
+    claims: list[Claim] = []
     for kept_as in ("log_probs_row_sums", "output_row_sums"):
         sums = call.outputs.get(kept_as)
         if not isinstance(sums, list) or len(sums) != batch.num_rows:
@@ -174,13 +174,13 @@ def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
             tokens = batch.action_mask_BA.sum(dim=1).tolist()
         else:
             doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"
-        found.append(Claim(name=LOG_PROBS, values=sums, num_tokens=tokens, doubt=doubt))
+        claims.append(Claim(name=LOG_PROBS, values=sums, num_tokens=tokens, doubt=doubt))
         values = call.outputs.get(kept_as.replace("row_sums", "values"))
         shape = call.outputs.get(kept_as.replace("row_sums", "shape"))
         mask = batch.action_mask_BA
         if isinstance(values, list) and mask is not None and shape == list(mask.shape):
-            found.append(Claim(name=ACTION_TOKENS, values=values, doubt=doubt))
-    return found
+            claims.append(Claim(name=ACTION_TOKENS, values=values, doubt=doubt))
+    return claims
 
 
 def _grad_norms(call: Call) -> list[Claim]:

@@ -19,7 +19,7 @@ from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Setting, Status, findings_of, weights_that_stay
 from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import GRAD_NORM, Recorded, WeightsFound
+from replay.verdict.job_values import GRAD_NORM, Recorded, WeightComparison
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.tolerances import Floor
 
@@ -58,7 +58,7 @@ class Verdict:
     first: PassVerdict | None  # that differs, or is unsettled
     worst: Sequence[Finding]  # of each quantity that agrees or differs, the one nearest to its bound
     open: Sequence[Finding]  # of each quantity that was recorded and not judged, one with the reason
-    weights: WeightsFound | None  # of the first pass with other ones, else of all passes together
+    weights: WeightComparison | None  # of the first pass with other ones, else of all passes together
     environment: Mapping[str, tuple[str, str]]  # what differs: in the job, here
     dtypes: tuple[str, str]  # the bounds are the looser of these two
     floors: Mapping[str, Floor] = field(default_factory=dict)  # measured
@@ -90,7 +90,7 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
     outcomes = Counter(one.outcome for one in everything)
     order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
     outcome = next((one for one in order if outcomes[one]), Outcome.CANNOT_TELL)
-    others = [found for found in weights.values() if found.first is not None]
+    others = [comparison for comparison in weights.values() if comparison.first is not None]
     has_reason = outcome is Outcome.UNSETTLED or outcomes[Outcome.CANNOT_TELL] or not judged
     return Verdict(
         outcome=outcome,
@@ -139,7 +139,9 @@ def _member(
     )
 
 
-def _staying(window: Sequence[Member], members: Sequence[Member], weights: Mapping[int, WeightsFound]) -> list[Finding]:
+def _staying(
+    window: Sequence[Member], members: Sequence[Member], weights: Mapping[int, WeightComparison]
+) -> list[Finding]:
     """Report a bf16 model of the job's that is the same after a step that should have moved it."""
     last = window[-1].recorded
     step = last.optimizer
@@ -150,17 +152,17 @@ def _staying(window: Sequence[Member], members: Sequence[Member], weights: Mappi
     if not moves or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
         return []
     after = [one.recorded for one in members if one.recorded.optimizer_step == (last.optimizer_step or 0) + 1]
-    found = [weights[id(one)] for one in (*after[:1], last)]
-    if not after or not all(one.are_same for one in found):
+    checked = [weights[id(one)] for one in (*after[:1], last)]
+    if not after or not all(one.are_same for one in checked):
         return []
-    return [weights_that_stay(len(found[0].compared), rate)]
+    return [weights_that_stay(len(checked[0].compared), rate)]
 
 
 def _of_window(
     window: Sequence[Member],
     number: int,
     members: Sequence[Member],
-    weights: Mapping[int, WeightsFound],
+    weights: Mapping[int, WeightComparison],
     setting: Setting,
 ) -> PassVerdict | None:
     """Judge the gradient of one window; None where the job recorded nothing of it."""
@@ -169,43 +171,43 @@ def _of_window(
         return None
     last = window[-1]
     same = _merged([weights[id(one.recorded)] for one in window])
-    found = _outcome(findings, last, same, setting)
-    return replace(_verdict_on(last.record, found, findings), optimizer_step=last.recorded.optimizer_step or 0)
+    outcome = _outcome(findings, last, same, setting)
+    return replace(_verdict_on(last.record, outcome, findings), optimizer_step=last.recorded.optimizer_step or 0)
 
 
-def _verdict_on(record: PassRecord, found: tuple[Outcome, str | None], findings: Sequence[Finding]) -> PassVerdict:
-    outcome, reason = found
+def _verdict_on(record: PassRecord, judged: tuple[Outcome, str | None], findings: Sequence[Finding]) -> PassVerdict:
+    outcome, reason = judged
     return PassVerdict(
         index=record.index, source=record.source, rank=record.rank, outcome=outcome, reason=reason, findings=findings
     )
 
 
-def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightsFound]:
+def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightComparison]:
     """Put the samples together, by recorded pass. What was sampled between two steps of the job's optimizer is of the
     same weights, and so is what a sharded job's ranks sampled in one pass.
     """
-    by_step: dict[Any, list[WeightsFound]] = {}
+    by_step: dict[Any, list[WeightComparison]] = {}
     for _, recorded in known:
         by_step.setdefault(_same_weights_key(recorded), []).append(recorded.weights)
     merged = {key: _merged(members) if len(members) > 1 else members[0] for key, members in by_step.items()}
-    found: dict[int, WeightsFound] = {}
+    checked: dict[int, WeightComparison] = {}
     for _, recorded in known:
-        found[id(recorded)] = merged[_same_weights_key(recorded)]
+        checked[id(recorded)] = merged[_same_weights_key(recorded)]
         if recorded.weights.is_sharded and len(by_step[_same_weights_key(recorded)]) == 1:
-            found[id(recorded)] = _merged([recorded.weights])
+            checked[id(recorded)] = _merged([recorded.weights])
     steps = {id(recorded): recorded.step or 0 for _, recorded in known}
-    others = [(steps[key], name) for key, one in found.items() for name in one.differing]
-    return {key: _beside(one, steps[key], others) for key, one in found.items()}
+    others = [(steps[key], name) for key, one in checked.items() for name in one.differing]
+    return {key: _beside(one, steps[key], others) for key, one in checked.items()}
 
 
 def _after_steps(
-    weights: Mapping[int, WeightsFound],
+    weights: Mapping[int, WeightComparison],
     members: Sequence[Member],
     windows: Sequence[Sequence[Member]],
     setting: Setting,
-) -> dict[int, WeightsFound]:
+) -> dict[int, WeightComparison]:
     """Carry the weights on under --step: after each step that is the job's, they are the job's again."""
-    found = dict(weights)
+    checked = dict(weights)
     first = _merged([weights[id(one.recorded)] for one in windows[0]]) if windows else None
     ends = [window[-1].record.index for window in windows]
     reasons = [why_steps_differ(window, setting, number) for number, window in enumerate(windows)]
@@ -215,8 +217,8 @@ def _after_steps(
             continue
         reason = next((said[0] for said in reasons[:num_steps] if said), None)
         doubt = first.doubt if reason is None else reason
-        found[id(one.recorded)] = replace(first, doubt=doubt)
-    return found
+        checked[id(one.recorded)] = replace(first, doubt=doubt)
+    return checked
 
 
 def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
@@ -226,7 +228,7 @@ def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
     return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", id(recorded))
 
 
-def _beside(weights: WeightsFound, step: int, others: Sequence[tuple[int, str]]) -> WeightsFound:
+def _beside(weights: WeightComparison, step: int, others: Sequence[tuple[int, str]]) -> WeightComparison:
     """Judge a pass's weights in view of parameters that were not the job's in the pass of this or another step.
 
     Of those that this pass has no sample of: what was another one before is another one here too, unless something else
@@ -241,12 +243,12 @@ def _beside(weights: WeightsFound, step: int, others: Sequence[tuple[int, str]])
     return replace(weights, doubt=f"in another pass {unseen[0][1]} is not the job's, and this one has no sample of it")
 
 
-def _merged(members: Sequence[WeightsFound]) -> WeightsFound:
+def _merged(members: Sequence[WeightComparison]) -> WeightComparison:
     doubt = next((one.doubt for one in members if one.doubt is not None), None)
     compared = tuple(dict.fromkeys(name for one in members for name in one.compared))
     if doubt is None and not compared:
         doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
-    return WeightsFound(
+    return WeightComparison(
         compared=compared,
         differing=tuple(dict.fromkeys(name for one in members for name in one.differing)),
         num_parameters=max(one.num_parameters for one in members),
@@ -257,7 +259,7 @@ def _merged(members: Sequence[WeightsFound]) -> WeightsFound:
 
 
 def _outcome(
-    findings: Sequence[Finding], of: Member, weights: WeightsFound, setting: Setting
+    findings: Sequence[Finding], of: Member, weights: WeightComparison, setting: Setting
 ) -> tuple[Outcome, str | None]:
     record, recorded = of.record, of.recorded
     if record.error is not None:
@@ -308,24 +310,24 @@ def _reason(judged: Sequence[PassVerdict], outcome: Outcome) -> str:
 
 
 def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:
-    found: dict[str, Finding] = {}
+    worst: dict[str, Finding] = {}
     for one in judged:
         for finding in one.findings if one.outcome is not Outcome.CANNOT_TELL else ():
             if finding.difference is None or not (finding.agrees or finding.status is Status.DIFFERS):
                 continue
-            if finding.name not in found or finding.share > found[finding.name].share:
-                found[finding.name] = finding
-    return list(found.values())
+            if finding.name not in worst or finding.share > worst[finding.name].share:
+                worst[finding.name] = finding
+    return list(worst.values())
 
 
 def _open(judged: Sequence[PassVerdict]) -> list[Finding]:
     """List the first finding of each quantity that was recorded and not judged, in passes with the job's weights."""
-    found: dict[str, Finding] = {}
+    not_judged: dict[str, Finding] = {}
     for one in judged:
         for finding in one.findings if one.reason != OTHER_WEIGHTS else ():
             if finding.status in (Status.NOT_JUDGED, Status.UNSETTLED):
-                found.setdefault(finding.name, finding)
-    return list(found.values())
+                not_judged.setdefault(finding.name, finding)
+    return list(not_judged.values())
 
 
 def _environment(known: Sequence[Recorded], setting: Setting) -> dict[str, tuple[str, str]]:

@@ -26,13 +26,13 @@ def differences(step: OptimizerStep, spec: ActorSpec, number: int) -> list[str]:
     ours = {**OFF, **spec.optimizer_settings}
     if number < spec.lr_warmup_steps:
         ours["lr"] = spec.learning_rate * number / spec.lr_warmup_steps
-    found = list(dict.fromkeys(said for group in step.settings for said in _of_group(group, ours)))
+    differing = list(dict.fromkeys(said for group in step.settings for said in _of_group(group, ours)))
     if number == 0 and step.has_state:
-        found.append("moments of steps before in the job, none here")
+        differing.append("moments of steps before in the job, none here")
     theirs = step.max_norm
     if (theirs or None) != (spec.max_norm or None):
-        found.append(f"clipped to {_shown(theirs)} in the job, to {_shown(spec.max_norm)} here")
-    return found
+        differing.append(f"clipped to {_shown(theirs)} in the job, to {_shown(spec.max_norm)} here")
+    return differing
 
 
 def _of_group(group: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:

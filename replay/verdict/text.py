@@ -10,7 +10,7 @@ from collections import Counter
 
 from replay.report.text import Pairs, counted
 from replay.verdict.findings import Finding, Status
-from replay.verdict.job_values import WeightsFound
+from replay.verdict.job_values import WeightComparison
 from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
 
 SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
@@ -28,18 +28,20 @@ def verdict_lines(verdict: Verdict) -> Pairs:
     return lines
 
 
-def weights_line(found: WeightsFound) -> str:
+def weights_line(weights: WeightComparison) -> str:
     """Say what the samples of one pass tell about the weights."""
-    if (first := found.first) is not None:
-        share = f"{len(found.differing)} of {counted(len(found.compared), 'sampled parameter')}"
+    if (first := weights.first) is not None:
+        share = f"{len(weights.differing)} of {counted(len(weights.compared), 'sampled parameter')}"
         return (
             f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
-            f"{first.recorded:.6g} in the job, {first.found:.6g} here"
+            f"{first.recorded:.6g} in the job, {first.replayed:.6g} here"
         )
-    if not found.compared:
-        return found.doubt or "this rank holds no samples of the job's sharded weights"
-    doubt = "" if found.doubt is None else f", but {found.doubt}"
-    return f"as the job's in {len(found.compared)} of its {counted(found.num_parameters, 'parameter')}, sampled{doubt}"
+    if not weights.compared:
+        return weights.doubt or "this rank holds no samples of the job's sharded weights"
+    doubt = "" if weights.doubt is None else f", but {weights.doubt}"
+    return (
+        f"as the job's in {len(weights.compared)} of its {counted(weights.num_parameters, 'parameter')}, sampled{doubt}"
+    )
 
 
 def _explained(verdict: Verdict) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from actor_init.model import ModelSource, parameter_shapes
 from capture.file_format.parameter_samples import ParameterSamples, Sample
 from replay.report.text import counted
-from replay.verdict.job_values import OtherValue, WeightsFound
+from replay.verdict.job_values import OtherValue, WeightComparison
 from replay.verdict.tolerances import equal_but_for_dtype
 
 
@@ -26,9 +26,9 @@ class SameWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self._source.config)
 
-    def check(self, fingerprint: ParameterSamples | None) -> WeightsFound:
+    def check(self, fingerprint: ParameterSamples | None) -> WeightComparison:
         if fingerprint is None:
-            return WeightsFound(doubt="the capture holds no samples of the weights")
+            return WeightComparison(doubt="the capture holds no samples of the weights")
         compared: list[str] = []
         first: OtherValue | None = None
         differing: list[str] = []
@@ -38,14 +38,14 @@ class SameWeights:
             if name is None:
                 foreign.append(sample.name)
                 continue
-            found = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
-            if found is None:
+            here = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
+            if here is None:
                 continue
             compared.append(name)
-            other = first_other(sample, found)
+            other = first_other(sample, here)
             differing += [] if other is None else [name]
             first = first or other
-        return WeightsFound(
+        return WeightComparison(
             compared=tuple(compared),
             differing=tuple(differing),
             num_parameters=fingerprint.num_parameters,
@@ -79,13 +79,13 @@ class SameWeights:
         return None
 
 
-def first_other(sample: Sample, found: Tensor) -> OtherValue | None:
+def first_other(sample: Sample, replayed: Tensor) -> OtherValue | None:
     """Find the first value that differs: in one dtype exactly, in two beyond the precision of bf16."""
-    is_one_dtype = sample.dtype == str(found.dtype).removeprefix("torch.")
-    pairs = zip(sample.values, found.double().tolist(), strict=True)
+    is_one_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
+    pairs = zip(sample.values, replayed.double().tolist(), strict=True)
     for number, (recorded, here) in enumerate(pairs):
         if not (_equal(recorded, here) if is_one_dtype else equal_but_for_dtype(recorded, here)):
-            return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, found=here)
+            return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, replayed=here)
     return None
 
 

@@ -115,16 +115,16 @@ def _more(sightings: Sequence[Sighting]) -> Blame | None:
 
 
 def _fewest(sightings: Sequence[Sighting]) -> Blame | None:
-    found: set[tuple[int, ...]] = set()
+    laggards: set[tuple[int, ...]] = set()
     for group in {group for s in sightings for group in s.collectives}:
         members = [s for s in sightings if group in s.collectives]
         fewest = min(s.collectives[group] for s in members)
         fewer = tuple(s.rank for s in members if s.collectives[group] == fewest)
         if len(fewer) < len(members):
-            found.add(fewer)
-    if len(found) != 1:
+            laggards.add(fewer)
+    if len(laggards) != 1:
         return None
-    named = found.pop()
+    named = laggards.pop()
     return _apart(
         sightings,
         [s for s in sightings if s.rank in named],

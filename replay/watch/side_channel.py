@@ -73,10 +73,10 @@ class Peers:
                     connections.update(_answer(listener, token))
             except OSError as error:
                 trouble = f"rank {world.rank} at {address[1]}: {error}"
-        if found := [text for text in world.gather(trouble) if text]:
+        if errors := [text for text in world.gather(trouble) if text]:
             for connection in connections.values():
                 connection.close()
-            raise OSError("; ".join(found))
+            raise OSError("; ".join(errors))
         return cls({rank: Peer(rank, connection) for rank, connection in connections.items()})
 
     def send(self, message: Message, *, to: int | None = None) -> None:

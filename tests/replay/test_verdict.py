@@ -27,7 +27,7 @@ from replay.verdict.job_values import (
     Claim,
     OtherValue,
     Recorded,
-    WeightsFound,
+    WeightComparison,
 )
 from replay.verdict.judge import Outcome, Verdict, judge
 from replay.verdict.replayed_values import Replayed
@@ -288,9 +288,9 @@ def test_action_log_probs_are_compared_row_by_row(
 
 # the rules, on plain data
 
-SAME = WeightsFound(compared=("a", "b", "c"), num_parameters=3)
-OTHER = replace(SAME, differing=("a",), first=OtherValue(name="a", index=0, recorded=1.0, found=2.0))
-UNKNOWN = WeightsFound(doubt="the capture holds no samples of the weights")
+SAME = WeightComparison(compared=("a", "b", "c"), num_parameters=3)
+OTHER = replace(SAME, differing=("a",), first=OtherValue(name="a", index=0, recorded=1.0, replayed=2.0))
+UNKNOWN = WeightComparison(doubt="the capture holds no samples of the weights")
 SETTING = Setting(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
 RIGHT, WRONG, VAGUE = (
     Claim(name=LOSS, values=[1.5], num_tokens=[80]),
@@ -353,7 +353,7 @@ def test_a_pass_answers_for_parameters_that_it_has_no_sample_of(
     differing: tuple[str, ...], claim: Claim, outcome: Outcome, outcome_before: Outcome
 ) -> None:
     other = replace(OTHER, compared=("a", "b", "c"), differing=differing)
-    own = WeightsFound(compared=("a", "b"), num_parameters=3)
+    own = WeightComparison(compared=("a", "b"), num_parameters=3)
     for step, expected in ((1, outcome), (0, outcome_before)):
         found = judged(recorded(claim, weights=own, step=step), recorded(claim, weights=other, step=1 - step))
         assert found.passes[0].outcome is expected
@@ -402,8 +402,8 @@ def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
 
 def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
     """Each has a part of the parameters; one that differs on any rank is every rank's in that step."""
-    half = WeightsFound(compared=("b",), num_parameters=3, is_sharded=True)
-    none = WeightsFound(num_parameters=3, is_sharded=True)
+    half = WeightComparison(compared=("b",), num_parameters=3, is_sharded=True)
+    none = WeightComparison(num_parameters=3, is_sharded=True)
     wrong = replace(OTHER, is_sharded=True, compared=("a",))
     assert judged(recorded(WRONG, weights=half), recorded(WRONG, weights=none, rank=1)).counts == {Outcome.DIFFERS: 2}
     other = judged(recorded(RIGHT, weights=half), recorded(RIGHT, weights=wrong, rank=1), recorded(RIGHT, step=1))
