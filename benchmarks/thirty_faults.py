@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.runlog.reader import PastRun

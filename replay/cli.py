@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
-from replay.options import Action, command_line, run_spec, with_options
+from replay.option_parsing import Action, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.spec import RunSpec

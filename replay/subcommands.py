@@ -12,7 +12,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.diagnose.command import diagnose
-from replay.options import Action
+from replay.option_parsing import Action
 from replay.parity.command import parity
 from replay.suite.command import suite
 

@@ -43,7 +43,7 @@ QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one proce
     "test_logbook",
     "test_measuring",
     "test_noise",
-    "test_options",
+    "test_option_parsing",
     "test_packing",
     "test_recorder",
     "test_selection",

@@ -41,7 +41,7 @@ ROOMS = {
     ),
     "replay": (
         ("spec",),
-        ("options", "loss"),
+        ("option_parsing", "loss"),
         ("report",),
         ("processes",),
         ("runlog",),
@@ -56,9 +56,9 @@ ROOMS = {
 }
 ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
-    "typer": {"replay/cli.py", "replay/options.py", "replay/subcommands.py"}
+    "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
     | {f"replay/{name}/command.py" for name in ("diagnose", "parity", "suite")},
-    "rich": {"replay/report/table.py"},
+    "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
     "pydantic": {"actor_init/as_json.py"},
@@ -78,7 +78,7 @@ LIGHT = (
     ),
     *(f"actor_init/backends/{name}/__init__.py" for name in BACKENDS),
     *(f"actor_init/backends/deepspeed/{name}.py" for name in ("config", "states")),
-    *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/options.py", "replay/cli.py"),
+    *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/option_parsing.py", "replay/cli.py"),
     *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
     *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from replay.options import Toggle, spec_to_dict, toggles
+from replay.option_parsing import Toggle, spec_to_dict, toggles
 from replay.report.text import counted
 from replay.runlog.matching import Pass, Window
 from replay.runlog.reader import PastRun

@@ -6,7 +6,7 @@ from typing import IO, TYPE_CHECKING
 
 from replay.compare import text as compare_wording
 from replay.compare.differences import Comparison
-from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:  # logs without traces are compared without torch

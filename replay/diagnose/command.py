@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from replay.options import Action, Toggle, command_line, run_spec, with_options
+from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.spec import RunSpec
 

@@ -30,7 +30,7 @@ from capture.file_format.micro_batch import CaptureError, MicroBatch
 from replay.diagnose.checks import Case, examined
 from replay.diagnose.row_batches import rows_of
 from replay.loss import tokens_for
-from replay.options import spec_to_dict
+from replay.option_parsing import spec_to_dict
 from replay.report.check import Check, Status, line
 from replay.report.text import counted, engine_text
 from replay.runlog.writer import create_folder, versions

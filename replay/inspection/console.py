@@ -4,7 +4,7 @@ from typing import IO
 
 from replay.inspection import text as wording
 from replay.inspection.folder_facts import FolderFacts
-from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import damaged_files
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.options import Action, with_options
+from replay.option_parsing import Action, with_options
 
 
 @with_options

@@ -22,7 +22,7 @@ from typing import Any
 
 from actor_init.backends import BACKENDS, DEFAULT, names_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.options import Toggle, toggles
+from replay.option_parsing import Toggle, toggles
 
 Setting = Mapping[str, Any]  # option name to its value: a word of an enum, a number or a bool
 Table = Mapping[str, Sequence[Any]]
@@ -227,8 +227,9 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
 
 
 def typed(setting: Setting) -> dict[str, Any]:
-    """Return the setting as the command line would give it to `options.run_spec`. Raises UsageError for an invalid
-    value.
+    """Return the setting as the command line would give it to `option_parsing.run_spec`.
+
+    Raises UsageError for an invalid value.
     """
     by_field: dict[str, Toggle] = {}
     for toggle in toggles():

@@ -12,7 +12,7 @@ from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
-from replay.options import command_line, run_spec, toggles
+from replay.option_parsing import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.html import page
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of

@@ -18,7 +18,7 @@ from typing import Any, Self
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
-from replay.options import spec_from_dict, spec_to_dict
+from replay.option_parsing import spec_from_dict, spec_to_dict
 from replay.parity.plan import Cell, Plan, Role
 
 FORMAT = 2

@@ -4,7 +4,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.state import ParityLog, Row, State

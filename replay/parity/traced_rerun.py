@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.compare.text import parting
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell
 from replay.parity.results import MEASURING, MatrixResult

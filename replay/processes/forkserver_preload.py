@@ -17,7 +17,7 @@ MODULES = (
     *(library for one in BACKENDS.values() for library in one.libraries),
     "flash_attn",
     "replay.cli",
-    "replay.report.table",
+    "replay.report.printing",
     "replay.runner.session",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",

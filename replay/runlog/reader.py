@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from actor_init.as_json import from_json, parse_json
 from actor_init.spec import UsageError
-from replay.options import spec_from_dict
+from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
-from replay.options import command_line, spec_to_dict
+from replay.option_parsing import command_line, spec_to_dict
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
 from replay.spec import RunSpec

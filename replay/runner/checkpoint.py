@@ -19,7 +19,7 @@ from actor_init.saving.state_file import SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.runlog.writer import versions
 from replay.spec import RunSpec, StateSpec

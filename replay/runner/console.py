@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO
 
 from capture.progress_bar import ProgressBar
-from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import Dtype, UsageError
-from replay.options import Action
+from replay.option_parsing import Action
 from replay.suite.plan import SuiteSpec, skipped
 
 DEFAULTS = SuiteSpec()

@@ -3,7 +3,7 @@
 from typing import IO
 
 from capture.progress_bar import ProgressBar
-from replay.report.table import open_console, print_line, print_pairs, print_table
+from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, Pairs
 
 

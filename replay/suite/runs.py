@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from actor_init.spec import UsageError
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.processes.pool import Task, run_child
 from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording

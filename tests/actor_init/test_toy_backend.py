@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from actor_init.backends import BACKENDS
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.parity.matrix import Named, edge_settings, settings_of
 from replay.parity.plan import Here, Role, plan
 from replay.report.text import engine_text

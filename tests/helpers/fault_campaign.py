@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from replay.options import command_line
+from replay.option_parsing import command_line
 from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.parity.plan import Cell, Here, plan
 from replay.parity.results import MEASURING, JudgedCell, MatrixJudge

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.parity.results import MatrixJudge, MatrixResult

@@ -7,7 +7,7 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.parity.matrix import settings_of
 from replay.parity.plan import Cell, Here, Plan, Role, plan
 from tests.helpers.planning import CONFIG, planned

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from actor_init.spec import UsageError
 from replay import cli
 from replay.cli import main
-from replay.options import toggles
+from replay.option_parsing import toggles
 from replay.spec import RunSpec
 from tests.helpers.made_captures import damage, write_config, write_pass
 

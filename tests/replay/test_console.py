@@ -11,7 +11,7 @@ import pytest
 from actor_init.backends import BACKENDS
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
-from replay.report.table import open_console, print_pairs
+from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs, engine_text, gibibytes, milliseconds
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
 from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from actor_init.spec import UsageError
-from replay.options import spec_from_dict
+from replay.option_parsing import spec_from_dict
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, read_log, versions
 from replay.runner.selection import Selection

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.options import run_spec
+from replay.option_parsing import run_spec
 from replay.parity.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 
 TWO_TABLES = """

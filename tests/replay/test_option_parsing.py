@@ -7,7 +7,7 @@ import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import app
-from replay.options import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
 from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
 
 
