@@ -6,12 +6,14 @@ import time
 from pathlib import Path
 
 
-def repeat_for_torchrun(message: str) -> None:
+def repeat_for_torchrun(message: str, *, is_cause: bool = True) -> None:
     """Write `message` where torchrun's agent looks for the error of a process; without torchrun do nothing.
 
+    torchrun names the process of the earliest error as the root cause: one that ends because of another's is to date
+    its own later.
     The file's format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which itself can write
     tracebacks only and whose import takes seconds. The deepspeed launcher has no such file.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + (not is_cause))}}
         Path(path).write_text(json.dumps({"message": error}))

@@ -41,7 +41,7 @@ class Ending:
 
     def follow(self, first: int, exit_code: int, text: str) -> NoReturn:
         """Write the stacks and end. Rank `first` ends before the others, for launchers name the first to end."""
-        repeat_for_torchrun(text)
+        repeat_for_torchrun(text, is_cause=self.world.rank == first)
         self.stacks.write()
         write_flight_recorder(self.folder, self.world.rank, self.world.device)
         self.peers.send({"kind": "done"})
