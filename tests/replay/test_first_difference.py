@@ -148,7 +148,7 @@ def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["compare", *map(str, (traced(), traced("--no-packing"), wrong)), "--json", str(out)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first diff")]
     assert lines[0] == "first diff B: no traced tensor leaves its bound"
-    assert lines[1].startswith("first diff C: forward, model.layers.1.self_attn.o_proj input at actor_inputs_rank0_")
+    assert lines[1].startswith("first diff C: forward, model.layers.1.self_attn.o_proj input at rank0 #")
     assert "row 1 token 180: 0.01" in lines[1]
     first, second = (one["first_difference"] for one in json.loads(out.read_text())["comparisons"])
     assert first is None
