@@ -31,7 +31,9 @@ class World:
     @classmethod
     @contextmanager
     def from_env(cls, parallel: ParallelSpec) -> Iterator["World"]:
-        """Open the launcher's process group, or one of a single process; close it at the end.
+        """Open the launcher's process group, or one of a single process, and close it at the end.
+
+        A group that is open already, as in a worker of Ray Train, is used and left open.
 
         Uses CUDA with NCCL if there is a GPU, else the CPU with gloo. Raises UsageError if the launcher started more
         processes on this machine than it has GPUs, or a number that is not a multiple of tp x ring.
@@ -49,9 +51,10 @@ class World:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # number of collectives in NCCL's flight recorder
-        if "MASTER_ADDR" in os.environ:
+        is_own = not dist.is_initialized()
+        if is_own and "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
-        else:
+        elif is_own:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
@@ -61,7 +64,8 @@ class World:
             weights_mesh = init_device_mesh(device.type, weights_shape, mesh_dim_names=("shard", "tp"))
             yield cls(rank=rank, world_size=world_size, device=device, mesh=mesh, weights_mesh=weights_mesh)
         finally:
-            dist.destroy_process_group()
+            if is_own:
+                dist.destroy_process_group()
 
     @property
     def data_rank(self) -> int:

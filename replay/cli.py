@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,10 @@ from replay.subcommands import COMMANDS
 # the base class of typer's own errors; newer versions of typer vendor click, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 HEAD_START_SECONDS = 3.0
+
+
+class Launcher(StrEnum):
+    RAY = "ray"
 
 
 class PanelledHelp(TyperGroup):
@@ -60,6 +65,21 @@ def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
+    launcher: Launcher | None = typer.Option(  # noqa: B008
+        None,
+        metavar="ray",
+        rich_help_panel="Ranks",
+        help="Start the ranks on a Ray cluster (pip install 'micro-replay[ray]').",
+    ),
+    address: str | None = typer.Option(
+        None,
+        metavar="ADDRESS",
+        rich_help_panel="Ranks",
+        help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",
+    ),
+    workers: int | None = typer.Option(
+        None, min=1, metavar="N", rich_help_panel="Ranks", help="Ranks on the Ray cluster. Default: tp x ring."
+    ),
     **given: Any,
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
@@ -74,6 +94,11 @@ def replay(
                 f"Try: replay {context.invoked_subcommand} --help"
             )
         return None
+    if launcher is None and (address is not None or workers is not None):
+        option = "--address" if address is not None else "--workers"
+        raise UsageError(f"{option} is for a Ray cluster. Try: --launcher ray {option} ...")
+    if launcher is Launcher.RAY:
+        return partial(_replay_on_ray, run_spec(given), address, workers, show_traceback=traceback)
     return partial(_replay, run_spec(given), show_traceback=traceback)
 
 
@@ -83,6 +108,12 @@ def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
     from replay.runner.session import run
 
     return run(spec, show_traceback=show_traceback)
+
+
+def _replay_on_ray(spec: RunSpec, address: str | None, num_workers: int | None, *, show_traceback: bool) -> int:
+    from replay.on_ray.launch import run_on_ray
+
+    return run_on_ray(spec, main, address=address, num_workers=num_workers, show_traceback=show_traceback)
 
 
 for command in COMMANDS:

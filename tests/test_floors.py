@@ -48,7 +48,7 @@ ROOMS = {
         ("tracing", "watch", "verdict"),
         ("compare", "inspection", "doctor"),
         ("runner",),
-        ("diagnose", "parity", "suite"),
+        ("diagnose", "on_ray", "parity", "suite"),
         ("subcommands",),
         ("cli",),
         ("", "__main__"),

@@ -68,8 +68,10 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
     source = loaded_source(spec, find_source(spec), world)
     refuse_folders(spec.state, world)
-    folder = world.from_first(create_folder(spec.measure.log_folder, spec.measure.name) if world.rank == 0 else None)
     measure = spec.measure
+    name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
+    folder = measure.log_folder / name
+    folder.mkdir(parents=True, exist_ok=True)  # on nodes that share no disk with rank 0
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         console = Console(quiet=measure.quiet, full_names=measure.full_names) if world.rank == 0 else None
         actor = _open(spec, source, world, folder, watch, console)
