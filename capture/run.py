@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.machinery import SourceFileLoader
@@ -100,7 +100,8 @@ def _repeat_for_torchrun(error: Exception) -> None:
     """Have torchrun print the job's traceback below its own `capture FAILED`, as it would for a job with `@record`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        get_error_handler().record_exception(error)
+        with suppress(OSError):  # the job ends as it would
+            get_error_handler().record_exception(error)
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:
@@ -139,7 +140,8 @@ def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguag
             "of generation with a cache skipped": recorder.num_skipped,
         }
         more = "".join(f", {count} {what}" for what, count in others.items() if count)
-        return f"capture: {recorder.num_written} passes of {name}{more}, in {recorder.folder}"
+        passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
+        return f"capture: {passes} of {name}{more}, in {recorder.folder}"
     if module_name is not None:
         return f"capture: nothing recorded: no module of class {module_name} was called in this process"
     passed_over = ", ".join(sorted(trained.called_without_autograd))

@@ -174,6 +174,7 @@ class _RayRun:
             "inputs": self._inputs_to_ship(spec),
             "versions": versions(),
         }
+        os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
         trainer = TorchTrainer(
             replay_as_rank,
             train_loop_config=job,

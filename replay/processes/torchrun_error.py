@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -16,4 +17,5 @@ def repeat_for_torchrun(message: str, *, is_cause: bool = True) -> None:
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + (not is_cause))}}
-        Path(path).write_text(json.dumps({"message": error}))
+        with suppress(OSError):  # torchrun then says less, and the message has been printed
+            Path(path).write_text(json.dumps({"message": error}))

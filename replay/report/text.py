@@ -48,6 +48,11 @@ def short_names(text: str) -> str:
     return _CAPTURE.sub(lambda match: f"rank{match[1]} {f'#{int(match[3])}' if match[3] else match[2]}", text)
 
 
+def short_names_differ(names: Sequence[str]) -> bool:
+    """Do captures of different names have different short ones?"""
+    return len({short_names(name) for name in names}) == len(set(names))
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
 

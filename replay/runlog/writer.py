@@ -40,7 +40,7 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 
 def create_folder(logs: Path, name: str) -> Path:
     """Create a new folder `<time>-<name>` in `logs`, unique if runs start in the same second. Rank 0 must call this."""
-    if not name or Path(name).name != name:
+    if not name or Path(name).name != name or name == "..":
         raise UsageError(f"--name {name!r} is not a folder name. Give a name without slashes")
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     for attempt in count(1):

@@ -15,6 +15,7 @@ from replay.runner.selection import Selection
 
 TICK_SECONDS = 0.25
 MILLION = 10**6
+LONG_MILLIONS = 50  # of parameters; fewer are filled within a second or two
 
 
 class Console:
@@ -36,7 +37,8 @@ class Console:
     def opening(self, num_filled: int, num_parameters: int) -> None:
         """Show that the actor is being opened, and that `num_filled` more of its parameters have their values."""
         self._num_filled += num_filled
-        if self.has_bar and time.monotonic() >= self._next_tick:
+        is_long = num_parameters >= LONG_MILLIONS * MILLION
+        if self.has_bar and is_long and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK_SECONDS
             num_done = min(self._num_filled, num_parameters)  # some are filled twice
             self._bar.show(num_done // MILLION, num_parameters // MILLION, "million parameters filled")
@@ -84,7 +86,7 @@ class Console:
             print_line(out)
             print_table(out, wording.pass_table(records, full_names=self._full_names))
             print_line(out)
-        print_pairs(out, wording.counts(statistics))
+        print_pairs(out, wording.counts(statistics, all_damaged=bool(selection.damaged) and not records))
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
         summary = wording.summary(statistics, memory_kind) + wording.left_behind(selection)

@@ -21,7 +21,8 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
-from replay.report.text import Pairs, counted, engine_text, one_line
+from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
@@ -73,7 +74,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     folder = measure.log_folder / name
     folder.mkdir(parents=True, exist_ok=True)  # on nodes that share no disk with rank 0
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
-        console = Console(quiet=measure.quiet, full_names=measure.full_names) if world.rank == 0 else None
+        full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
+        console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open(spec, source, world, folder, watch, console)
         session = Session(
             world=world,
@@ -266,6 +268,12 @@ class Session:
         exit_code = 1 if failed or (is_refused and is_strict) else 0
         if isinstance(done.ended, KeyboardInterrupt):
             exit_code = INTERRUPTED
+        if failed:
+            damaged, broken = len(self.selection.damaged), [record for record in done.records if record.error]
+            repeat_for_torchrun(
+                f"replay: {counted(len(broken), 'pass')} failed and {counted(damaged, 'file')} "
+                f"{'is' if damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
+            )
         if self.console:
             statistics = summarize(done.records)
             self.logbook.finish(

@@ -74,12 +74,16 @@ def failures(records: Sequence[PassRecord]) -> Pairs:
     ]
 
 
-def counts(statistics: Statistics) -> Pairs:
+def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
     text = f"{statistics.num_counted} of {counted(statistics.num_passes, 'pass')}"
     if statistics.left_out:
         text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
-        way_out = "the run without --trace" if TRACED in statistics.left_out else "more inputs, or --warmup 0"
+        way_out = "more inputs, or --warmup 0"
+        if all_damaged:
+            way_out = "other inputs; `capture check FOLDER` says which files can be read"
+        elif TRACED in statistics.left_out:
+            way_out = "the run without --trace"
         text += f". No pass counted, so there are no statistics. Try: {way_out}"
     return [("counted", text)]
 

@@ -81,7 +81,7 @@ def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         plain = subprocess.run([sys.executable, *typed], cwd=path, capture_output=True, text=True, timeout=1800)
         assert done.stdout == plain.stdout
-        assert "capture: 1 passes of Tiny" in done.stderr
+        assert "capture: 1 pass of Tiny" in done.stderr
         assert plain.stderr == ""
     assert len(capture_files(tmp_path / "kept")) == 2
 
@@ -101,7 +101,7 @@ def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, say
     done = captured_run(tmp_path, f"Tiny()(ids)\n{ending}", "--to", "kept", "job.py")
     assert done.returncode == code
     assert says in done.stderr
-    assert "capture: 1 passes of Tiny" in done.stderr
+    assert "capture: 1 pass of Tiny" in done.stderr
     assert len(capture_files(tmp_path / "kept")) == 1
 
 
@@ -123,6 +123,12 @@ def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "ValueError: broke"
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: broke\n")
+
+
+def test_a_job_ends_as_it_would_where_nothing_can_be_left_for_torchrun(tmp_path: Path) -> None:
+    unwritable = str(tmp_path / "no folder" / "error.json")
+    done = captured_run(tmp_path, "raise ValueError('broke')", "job.py", TORCHELASTIC_ERROR_FILE=unwritable)
+    assert done.stderr.splitlines()[-1] == "ValueError: broke"
 
 
 def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:

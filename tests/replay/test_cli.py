@@ -49,6 +49,14 @@ def test_an_error_is_left_for_torchrun_to_repeat(tmp_path: Path, monkeypatch: py
     assert message.startswith("replay: unknown option --max-input. Did you mean --max-inputs?")
 
 
+def test_an_error_that_cannot_be_left_for_torchrun_is_said_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
+    assert main(["--max-input", "5"]) == 2
+    assert capsys.readouterr().err.startswith("replay: unknown option --max-input.")
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
@@ -199,7 +207,7 @@ def test_help_shows_every_option_whole_and_hides_local_rank(capsys: pytest.Captu
         "compare",
     ):
         assert text in out
-    for absent in ("local", "--parallel"):
+    for absent in ("--local", "--parallel"):
         assert absent not in out
 
 

@@ -12,7 +12,7 @@ from actor_init.backends import BACKENDS
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
-from replay.report.text import Pairs, engine_text, gibibytes, milliseconds
+from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runner.console import Console
@@ -217,11 +217,17 @@ def test_on_a_terminal_the_weights_that_are_filled_are_counted() -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         console = Console(quiet=False, file=terminal)
-        console.opening(2_000_000, 8_000_000)
+        console.opening(20_000_000, 80_000_000)
         terminal.flush()
         text = os.read(ours, 100_000)
     os.close(ours)
-    assert re.match(rb"#####\.{15} 2 of 8, 0 s left  million parameters filled +\r", text)
+    assert re.match(rb"#####\.{15} 20 of 80, 0 s left  million parameters filled +\r", text)
+
+
+def test_short_names_are_whole_where_two_captures_would_share_one() -> None:
+    one, other = (f"actor_inputs_rank0_{day}_012150_163029_00000004.pkl" for day in ("20261121", "20261122"))
+    assert short_names_differ([one, one])
+    assert not short_names_differ([one, other])
 
 
 def test_the_facts_of_a_folder_are_a_table() -> None:
