@@ -60,10 +60,11 @@ def suite(
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
     limit: float = typer.Option(DEFAULTS.limit, min=1, metavar="X", help="Seconds that one configuration may take."),
 ) -> Action:
-    """Train the same model on the same inputs under each standard configuration, and judge the losses.
+    """Train the same model on the same inputs under each configuration, and judge the losses.
 
-    ddp (the reference), deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring, fsdp2-tp-ring, deepspeed-autotp. Exit code 0:
-    each loss falls, and is within its bound of deepspeed's and ddp's; 1: one is not, or failed.
+    ddp is the reference; deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring and fsdp2-tp-ring are the standard ones;
+    deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
+    1: one is not, or failed.
     """
     if go_on is not None:
         typed = [name for name in context.params if _is_typed(context, name) and name != "go_on"]
