@@ -18,6 +18,7 @@ from replay.on_ray.node_files import Change, NodeFiles, write
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
 from replay.option_parsing import command_line
+from replay.report.text import counted
 from replay.runlog.writer import versions
 from replay.runner.selection import default_folder
 from replay.spec import RunSpec
@@ -30,7 +31,6 @@ DIED = 1  # exit code of a run whose ranks left none: they were killed, ended ea
 
 class Node(NamedTuple):
     id: str
-    host: str
     num_slots: int  # ranks that fit: GPUs, or CPUs where the cluster has no GPU
 
 
@@ -53,13 +53,13 @@ def run_on_ray(
     parallel = spec.actor.parallel
     num_workers = num_workers or parallel.tp * parallel.ring
     with _cluster(address, num_workers) as ray:
-        nodes, on_gpus = _nodes(ray)
-        _refuse_too_many(num_workers, nodes, on_gpus)
+        nodes, kind = _nodes(ray)
+        _refuse_too_many(num_workers, nodes, kind)
         if spill := _spill(parallel.tp * parallel.ring, nodes):
             print(f"replay: {spill}", file=sys.stderr)
         run = _RayRun(ray, nodes, Path(spec.measure.log_folder))
         try:
-            return run.run(spec, command, num_workers, on_gpus=on_gpus, show_traceback=show_traceback)
+            return run.run(spec, command, num_workers, on_gpus=kind == "GPU", show_traceback=show_traceback)
         finally:
             run.close()
 
@@ -107,25 +107,22 @@ def _refuse_silent(address: str) -> None:
 
 def _num_local_slots(num_workers: int) -> int:
     """Return how many CPUs a local cluster counts: without GPUs, ranks may share cores, as under torchrun."""
-    num_slots = max(os.cpu_count() or 1, MOST_RANKS_SHARING_CORES)
-    return min(max(os.cpu_count() or 1, num_workers), num_slots)
+    return max(os.cpu_count() or 1, min(num_workers, MOST_RANKS_SHARING_CORES))
 
 
-def _nodes(ray: Any) -> tuple[list[Node], bool]:
+def _nodes(ray: Any) -> tuple[list[Node], str]:
+    """Return the nodes that are alive, and what a rank takes on them: a GPU, or a CPU if the cluster has no GPU."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    on_gpus = any(node["Resources"].get("GPU") for node in alive)
-    kind = "GPU" if on_gpus else "CPU"
-    nodes = [Node(n["NodeID"], n["NodeManagerHostname"], int(n["Resources"].get(kind, 0))) for n in alive]
-    return nodes, on_gpus
+    kind = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
+    return [Node(node["NodeID"], int(node["Resources"].get(kind, 0))) for node in alive], kind
 
 
-def _refuse_too_many(num_workers: int, nodes: Sequence[Node], on_gpus: bool) -> None:
+def _refuse_too_many(num_workers: int, nodes: Sequence[Node], kind: str) -> None:
     num_slots = sum(node.num_slots for node in nodes)
     if num_workers > num_slots:
-        kind = "GPU" if on_gpus else "CPU"
         raise UsageError(
-            f"--workers {num_workers} needs as many {kind}s, and the cluster has {num_slots} on {len(nodes)} "
-            f"node{'s' * (len(nodes) > 1)}. Try: --workers {num_slots}"
+            f"--workers {num_workers} needs as many {kind}s, and the cluster has {num_slots} on "
+            f"{counted(len(nodes), 'node')}. Try: --workers {num_slots}"
         )
 
 
@@ -221,8 +218,7 @@ class _RayRun:
         elif change.name.startswith((OUT, ERR)) and "/" not in change.name:
             stream = sys.stdout if change.name.startswith(OUT) else sys.stderr
             printed = self._printed.get(change.name, 0)
-            whole_lines = change.data[max(0, printed - change.offset) :].rpartition(b"\n")[0:2]
-            said = b"".join(whole_lines)
+            said = b"".join(change.data[max(0, printed - change.offset) :].rpartition(b"\n")[:2])  # whole lines
             stream.write(said.decode(errors="replace").replace(home, str(self._logs)))
             stream.flush()
             self._printed[change.name] = printed + len(said)

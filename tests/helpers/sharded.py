@@ -94,6 +94,12 @@ class Outcome(NamedTuple):
         last = max(record.index for record in records) // accumulation
         return [[r for r in records if r.index // accumulation == number] for number in range(last + 1)]
 
+    def check(self) -> None:
+        self.check_inputs()
+        self.check_losses()
+        self.check_norms()
+        self.check_gradients()
+
     def check_inputs(self) -> None:
         """Ranks of one replica see the same micro-batch, and those of different ones different micro-batches."""
         tp, ring = self.job.parallel
