@@ -1,18 +1,16 @@
 """Documents that a trainer packed into one row are replayed as documents: each has the log-probs that it has alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.actor import action_log_probs
 from actor_init.inputs.documents import documents_of
 from actor_init.inputs.packing import actor_inputs
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
-from tests.helpers.reference import Reference
+from tests.helpers.reference import Reference, reference_of_a_small_llama
 
 LENGTHS = [5, 1, 7, 3]
 POSITIONS = [p for length in LENGTHS for p in range(length)]
@@ -21,12 +19,7 @@ BORDERS = [0, 5, 6, 13, 16]
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder: Path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes, **heads)).save_pretrained(folder)
-    return Reference(folder)
+    return reference_of_a_small_llama(tmp_path_factory.mktemp("model"))
 
 
 def batch_of(

@@ -1,16 +1,13 @@
 """Packed and padded rows give the log-probs that each row has alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.actor import action_log_probs
 from actor_init.inputs.packing import actor_inputs, padded_to
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
-from tests.helpers.reference import Reference
+from tests.helpers.reference import Reference, reference_of_a_small_llama
 
 NUM_TOKENS, NUM_ACTIONS = 12, 8
 
@@ -33,12 +30,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder: Path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes, **heads)).save_pretrained(folder)
-    return Reference(folder)
+    return reference_of_a_small_llama(tmp_path_factory.mktemp("model"))
 
 
 def batch_of(rows: list[str]) -> MicroBatch:

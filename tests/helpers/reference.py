@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
@@ -113,3 +113,12 @@ class Reference:
             optimizer.step()
             found.append((loss.item(), norm.item()))
         return found
+
+
+def reference_of_a_small_llama(folder: Path) -> Reference:
+    """Save a Llama of two layers and 97 tokens into `folder`."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes, **heads)).save_pretrained(folder)
+    return Reference(folder)
