@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
+from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.processes.torchrun_error import repeat_for_torchrun
@@ -27,10 +27,6 @@ from replay.subcommands import COMMANDS
 # the base class of typer's own errors; newer versions of typer vendor click, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 HEAD_START_SECONDS = 3.0
-
-
-class Launcher(StrEnum):
-    RAY = "ray"
 
 
 class PanelledHelp(TyperGroup):
@@ -65,21 +61,9 @@ def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
-    launcher: Launcher | None = typer.Option(  # noqa: B008
-        None,
-        metavar="ray",
-        rich_help_panel="Ranks",
-        help="Start the ranks on a Ray cluster (pip install 'micro-replay[ray]').",
-    ),
-    address: str | None = typer.Option(
-        None,
-        metavar="ADDRESS",
-        rich_help_panel="Ranks",
-        help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",
-    ),
-    workers: int | None = typer.Option(
-        None, min=1, metavar="N", rich_help_panel="Ranks", help="Ranks on the Ray cluster. Default: tp x ring."
-    ),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    workers: WorkersOption = None,
     **given: Any,
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
@@ -94,11 +78,8 @@ def replay(
                 f"Try: replay {context.invoked_subcommand} --help"
             )
         return None
-    if launcher is None and (address is not None or workers is not None):
-        option = "--address" if address is not None else "--workers"
-        raise UsageError(f"{option} is for a Ray cluster. Try: --launcher ray {option} ...")
-    if launcher is Launcher.RAY:
-        return partial(_replay_on_ray, run_spec(given), address, workers, show_traceback=traceback)
+    if (cluster := ray_options(launcher, address, workers)) is not None:
+        return partial(_replay_on_ray, run_spec(given), cluster, show_traceback=traceback)
     return partial(_replay, run_spec(given), show_traceback=traceback)
 
 
@@ -110,10 +91,10 @@ def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
     return run(spec, show_traceback=show_traceback)
 
 
-def _replay_on_ray(spec: RunSpec, address: str | None, num_workers: int | None, *, show_traceback: bool) -> int:
+def _replay_on_ray(spec: RunSpec, cluster: RayOptions, *, show_traceback: bool) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(spec, main, address=address, num_workers=num_workers, show_traceback=show_traceback)
+    return run_on_ray(spec, main, command_line(spec) + ["--traceback"] * show_traceback, cluster)
 
 
 for command in COMMANDS:
@@ -132,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = "--traceback" in typed
     try:
-        action = app(typed, prog_name="replay", standalone_mode=False)
+        action = app(typed, prog_name="replay", standalone_mode=False, obj=main)  # what ranks elsewhere call
     except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
         return _refuse(error, typed, show_traceback) if _rank() == 0 else 2
     if not callable(action):  # --help has been printed

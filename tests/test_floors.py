@@ -48,7 +48,8 @@ ROOMS = {
         ("tracing", "watch", "verdict"),
         ("compare", "inspection", "doctor"),
         ("runner",),
-        ("diagnose", "on_ray", "parity", "suite"),
+        ("on_ray",),
+        ("diagnose", "parity", "suite"),
         ("subcommands",),
         ("cli",),
         ("", "__main__"),
@@ -57,7 +58,7 @@ ROOMS = {
 ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {f"replay/{name}/command.py" for name in ("diagnose", "parity", "suite")},
+    | {f"replay/{name}/command.py" for name in ("diagnose", "on_ray", "parity", "suite")},
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},

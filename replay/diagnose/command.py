@@ -1,11 +1,13 @@
 """Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.spec import RunSpec
@@ -20,6 +22,7 @@ def _serves_diagnose(toggle: Toggle) -> bool:
 
 @partial(with_options, serves=_serves_diagnose)
 def diagnose(
+    context: typer.Context,
     steps: int = typer.Option(
         120, min=1, metavar="N", show_default=False, help="At most N steps for each thing to learn. (default: 120)"
     ),
@@ -28,6 +31,9 @@ def diagnose(
     ),
     json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    workers: WorkersOption = None,
     **given: Any,
 ) -> Action:
     """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
@@ -37,7 +43,16 @@ def diagnose(
     run = run_spec(given)
     own = ["--steps", str(steps), *(["--json", str(json)] if json else []), *["--traceback"] * traceback]
     own += ["--learning-rate", str(learning_rate)] if learning_rate is not None else []
-    return partial(_diagnose, run, steps, learning_rate, json, traceback, ["diagnose", *own, *command_line(run)])
+    command = ["diagnose", *own, *command_line(run)]
+    if (cluster := ray_options(launcher, address, workers)) is not None:
+        return partial(_diagnose_on_ray, run, context.obj, command, cluster)
+    return partial(_diagnose, run, steps, learning_rate, json, traceback, command)
+
+
+def _diagnose_on_ray(run: RunSpec, main: Callable[..., int], command: list[str], cluster: RayOptions) -> int:
+    from replay.on_ray.launch import run_on_ray
+
+    return run_on_ray(run, main, command, cluster)
 
 
 def _diagnose(

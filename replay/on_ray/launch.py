@@ -1,215 +1,82 @@
-"""Run a replay on the nodes of a Ray cluster: Ray Train starts its ranks, and its log comes home as it is written."""
+"""Run a replay, or another command of many ranks, on a Ray cluster: Ray Train starts the ranks."""
 
-import logging
 import os
-import shutil
-import socket
 import sys
-import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from actor_init.spec import UsageError
-from replay.on_ray.node_files import Change, NodeFiles, write
+from replay.on_ray.cluster import Cluster, cluster_at
+from replay.on_ray.command import RayOptions
+from replay.on_ray.node_agent import inputs_of
+from replay.on_ray.node_files import Change, write
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
-from replay.option_parsing import command_line
-from replay.report.text import counted
-from replay.runlog.writer import versions
-from replay.runner.selection import default_folder
 from replay.spec import RunSpec
 
 POLL_SECONDS = 0.5
-CONNECT_SECONDS = 5.0
-MOST_RANKS_SHARING_CORES = 8
 DIED = 1  # exit code of a run whose ranks left none: they were killed, ended each other, or died with their node
 
 
-class Node(NamedTuple):
-    id: str
-    num_slots: int  # ranks that fit: GPUs, or CPUs where the cluster has no GPU
-
-
 def run_on_ray(
-    spec: RunSpec,
-    command: Callable[[Sequence[str]], int],
-    *,
-    address: str | None,
-    num_workers: int | None,
-    show_traceback: bool,
+    spec: RunSpec, command: Callable[[Sequence[str]], int], arguments: Sequence[str], options: RayOptions
 ) -> int:
-    """Replay on a running cluster, or on one that is started here and stopped again. Returns the replay's exit code.
+    """Run a command on a running cluster, or on one that is started here and stopped again. Returns its exit code.
 
-    command      the function of the command line, which each rank calls with the arguments of `spec`
-    address      of the cluster, or `auto`; None: start a local one
-    num_workers  ranks; None: tp x ring
+    spec       what the arguments mean: it decides the number of ranks and the log folder
+    command    the function of the command line, which each rank calls with `arguments`
 
-    Raises UsageError without Ray, without a cluster at the address, or for more workers than it has GPUs or CPUs.
+    Raises UsageError without Ray, without a cluster at the address, or for more ranks than it has GPUs or CPUs.
     """
-    parallel = spec.actor.parallel
-    num_workers = num_workers or parallel.tp * parallel.ring
-    with _cluster(address, num_workers) as ray:
-        nodes, kind = _nodes(ray)
-        _refuse_too_many(num_workers, nodes, kind)
-        if spill := _spill(parallel.tp * parallel.ring, nodes):
+    num_model_ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
+    num_ranks = options.num_workers or num_model_ranks
+    with cluster_at(options.address, num_ranks) as cluster:
+        cluster.refuse_too_many(num_ranks, "--workers")
+        if spill := cluster.spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
-        run = _RayRun(ray, nodes, Path(spec.measure.log_folder))
-        try:
-            return run.run(spec, command, num_workers, on_gpus=kind == "GPU", show_traceback=show_traceback)
-        finally:
-            run.close()
-
-
-@contextmanager
-def _cluster(address: str | None, num_workers: int) -> Iterator[Any]:
-    """Connect to the cluster, or start one here; leave it, or stop it, at the end."""
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("--launcher ray needs Ray. Try: pip install 'micro-replay[ray]'") from None
-    if address not in (None, "auto"):
-        _refuse_silent(address)
-    num_cpus = None if address else _num_local_slots(num_workers)
-    try:
-        ray.init(
-            address=address or "local",
-            num_cpus=num_cpus,
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
-        raise UsageError(
-            f"--address {address}: {str(error).splitlines()[0]} Try: ray status, or no --address for a local cluster"
-        ) from None
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _refuse_silent(address: str) -> None:
-    """Raise UsageError if nobody listens at the address. Ray itself would try for a minute and more."""
-    host, _, port = address.rpartition(":")
-    if "/" in host or not host or not port.isdecimal():
-        raise UsageError(f"--address {address} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"--address {address}: no Ray cluster there: {error}. Try: ray status, or no --address for a local cluster"
-        ) from None
-
-
-def _num_local_slots(num_workers: int) -> int:
-    """Return how many CPUs a local cluster counts: without GPUs, ranks may share cores, as under torchrun."""
-    return max(os.cpu_count() or 1, min(num_workers, MOST_RANKS_SHARING_CORES))
-
-
-def _nodes(ray: Any) -> tuple[list[Node], str]:
-    """Return the nodes that are alive, and what a rank takes on them: a GPU, or a CPU if the cluster has no GPU."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    kind = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
-    return [Node(node["NodeID"], int(node["Resources"].get(kind, 0))) for node in alive], kind
-
-
-def _refuse_too_many(num_workers: int, nodes: Sequence[Node], kind: str) -> None:
-    num_slots = sum(node.num_slots for node in nodes)
-    if num_workers > num_slots:
-        raise UsageError(
-            f"--workers {num_workers} needs as many {kind}s, and the cluster has {num_slots} on "
-            f"{counted(len(nodes), 'node')}. Try: --workers {num_slots}"
-        )
-
-
-def _spill(num_model_ranks: int, nodes: Sequence[Node]) -> str | None:
-    """Say that the ranks of one model replica do not fit into a node."""
-    largest = max(node.num_slots for node in nodes)
-    if num_model_ranks <= largest:
-        return None
-    return f"tp x ring needs {num_model_ranks} ranks and no node has more than {largest}: they talk across nodes"
+        run = _RayRun(cluster, Path(spec.measure.log_folder))
+        return run.run(command, arguments, num_ranks)
 
 
 class _RayRun:
-    def __init__(self, ray: Any, nodes: Sequence[Node], logs: Path) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._ray = ray
+    def __init__(self, cluster: Cluster, logs: Path) -> None:
+        self._cluster = cluster
         self._logs = logs
-        self._home = Path(tempfile.gettempdir()) / f"replay-on-ray-{uuid.uuid4().hex[:12]}"
         self._exit_codes: dict[str, int] = {}
         self._printed: dict[str, int] = {}  # bytes of what each rank has said, by file
-        actor = ray.remote(num_cpus=0)(NodeFiles)
-        self._files = {
-            node: actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-                str(self._home / node.id)
-            )
-            for node in nodes
-        }
 
-    def run(
-        self,
-        spec: RunSpec,
-        command: Callable[[Sequence[str]], int],
-        num_workers: int,
-        *,
-        on_gpus: bool,
-        show_traceback: bool,
-    ) -> int:
+    def run(self, command: Callable[[Sequence[str]], int], arguments: Sequence[str], num_ranks: int) -> int:
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        homes = {node: str(self._cluster.home_on(node)) for node in self._cluster.agents}
         job = {
             "command": command,
-            "arguments": [*command_line(spec), *["--traceback"] * show_traceback],
-            "home": str(self._home),
+            "arguments": list(arguments),
+            "homes": homes,
             "folder": str(Path.cwd()),
-            "inputs": self._inputs_to_ship(spec),
-            "versions": versions(),
+            "inputs": {node: str(folder) for node, folder in self._cluster.ship(inputs_of(arguments)).items()},
         }
+        on_gpus = self._cluster.kind == "GPU"
         os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
         trainer = TorchTrainer(
             replay_as_rank,
             train_loop_config=job,
-            scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=on_gpus),
+            scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=on_gpus),
             torch_config=TorchConfig(backend="nccl" if on_gpus else "gloo"),
-            run_config=RunConfig(storage_path=str(self._home / "ray"), name="train"),
+            run_config=RunConfig(storage_path=str(self._cluster.home_on("ray")), name="train"),
         )
         failure = _Failure()
         training = threading.Thread(target=failure.guard, args=(trainer.fit,), daemon=True)
         training.start()
         while training.is_alive():
             training.join(POLL_SECONDS)
-            self._fetch()
-        self._fetch()
+            self._cluster.fetch(self._take)
+        self._cluster.fetch(self._take)
         if failure.error is not None and not self._exit_codes:
             print(f"replay: Ray Train: {str(failure.error).splitlines()[0]}", file=sys.stderr)
         return max(self._exit_codes.values(), default=DIED)
-
-    def close(self) -> None:
-        for files in self._files.values():
-            self._ray.kill(files)
-        shutil.rmtree(self._home, ignore_errors=True)
-
-    def _inputs_to_ship(self, spec: RunSpec) -> list[Any] | None:
-        """Put the inputs into Ray's object store if a node sees others where they are; None if all see them."""
-        folder = (spec.inputs.inputs or default_folder()).absolute()
-        paths = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-        sizes = {path.name: path.stat().st_size for path in paths}
-        if not any(self._ray.get([files.lacks.remote(str(folder), sizes) for files in self._files.values()])):
-            return None
-        return [self._ray.put({path.name: path.read_bytes() for path in paths})]
-
-    def _fetch(self) -> None:
-        """Bring home what the nodes have written: logs, what ranks print, exit codes."""
-        for node, files in self._files.items():
-            while changes := self._ray.get(files.news.remote()):
-                for change in changes:
-                    self._take(change, str(self._home / node.id))
 
     def _take(self, change: Change, home: str) -> None:
         """Paths of the node's folder become those of the driver's log folder in what is printed and in whole files."""
@@ -223,9 +90,7 @@ class _RayRun:
             stream.flush()
             self._printed[change.name] = printed + len(said)
         else:
-            if change.offset == 0 and change.name.endswith((".json", ".txt")):
-                change = change._replace(data=change.data.replace(home.encode(), str(self._logs).encode()))
-            write(change, self._logs)
+            write(change.with_paths(home, self._logs), self._logs)
 
 
 class _Failure:

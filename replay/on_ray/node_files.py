@@ -1,8 +1,8 @@
 """What ranks on one node write, as the driver of a Ray job gets it: a node may share no disk with the driver."""
 
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MOST_BYTES_AT_ONCE = 16 * 2**20
 OVERLAP_BYTES = 2**18  # sent again of a file that grew: a rank rewrites the latest line of its log
@@ -16,12 +16,18 @@ class Change(NamedTuple):
     data: bytes
     num_bytes: int  # of the whole file
 
+    def with_paths(self, home: str, here: Path) -> Self:
+        """Return it with paths below the node's folder `home` as paths below `here`, if it is the whole of a text."""
+        if self.offset or not self.name.endswith((".json", ".txt")):
+            return self
+        return self._replace(data=self.data.replace(home.encode(), str(here).encode()))
+
 
 class NodeFiles:
     """Reads what changes below a folder. It runs as a Ray actor on the node, so it outlives ranks that die there."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._seen: dict[str, tuple[int, int, int]] = {}  # by name: inode, modification time, bytes that were sent
 
     def news(self) -> list[Change]:
@@ -31,12 +37,12 @@ class NodeFiles:
         """
         changes: list[Change] = []
         left = MOST_BYTES_AT_ONCE
-        for path in sorted(self._folder.rglob("*")):
+        for path in sorted(self.folder.rglob("*")):
             if left <= 0:
                 break
             try:
                 facts = path.stat()
-                name = path.relative_to(self._folder).as_posix()
+                name = path.relative_to(self.folder).as_posix()
                 inode, modified, sent = self._seen.get(name, (0, 0, 0))
                 if not path.is_file() or ".tmp" in path.suffixes:
                     continue
@@ -54,10 +60,14 @@ class NodeFiles:
             self._seen[name] = (facts.st_ino, facts.st_mtime_ns, begin + len(data))
         return changes
 
-    def lacks(self, folder: str, sizes: Mapping[str, int]) -> bool:
-        """Does this node see other files, or none, where the driver has a folder of inputs?"""
-        here = Path(folder)
-        return any(not (here / name).is_file() or (here / name).stat().st_size != size for name, size in sizes.items())
+    def forget(self, name: str) -> None:
+        """Remove the file or folder `name`, and what is known of it."""
+        path = self.folder / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        self._seen = {seen: facts for seen, facts in self._seen.items() if not f"{seen}/".startswith(f"{name}/")}
 
 
 def write(change: Change, folder: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay.runlog.writer import versions
+from replay.on_ray.node_agent import with_inputs
 
 EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its number: `out0`
 
@@ -15,45 +15,23 @@ EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its 
 def replay(job: Mapping[str, Any]) -> None:
     """Run `job["command"]` with `job["arguments"]`; leave its output and exit code in files, for `NodeFiles` to send.
 
-    home      folder for what the ranks of this node write
-    folder    the driver's working folder, which becomes this rank's if the node has it
-    inputs    contents of the driver's folder of inputs by file name; None if every node sees that folder
-    versions  of the driver's packages
+    homes   by node, the folder for what ranks write there
+    folder  the driver's working folder, which becomes this rank's if the node has it
+    inputs  by node, the folder of the inputs that were sent there; none where a node sees the driver's folder
     """
     import ray
 
-    home = Path(job["home"]) / ray.get_runtime_context().get_node_id()
+    node, rank = ray.get_runtime_context().get_node_id(), os.environ["RANK"]
+    home = Path(job["homes"][node])
     home.mkdir(parents=True, exist_ok=True)
-    rank = os.environ["RANK"]
     arguments = [*job["arguments"], "--log-folder", str(home)]
+    if node in job["inputs"]:
+        arguments = with_inputs(arguments, Path(job["inputs"][node]))
+    if Path(job["folder"]).is_dir():
+        os.chdir(job["folder"])
     with _output(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
-        exit_code = 2
-        if not _say_other_versions(job["versions"], rank):
-            if Path(job["folder"]).is_dir():
-                os.chdir(job["folder"])
-            if job["inputs"] is not None:
-                arguments += ["--inputs", str(_shipped(ray.get(job["inputs"][0]), Path(f"{home}-inputs-{rank}")))]
-            exit_code = job["command"](arguments)
+        exit_code = job["command"](arguments)
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))
-
-
-def _say_other_versions(drivers: Mapping[str, str | None], rank: str) -> bool:
-    here = versions()
-    others = [f"{name} {here[name]}, not {version}" for name, version in drivers.items() if here[name] != version]
-    if others:
-        print(
-            f"replay: rank {rank}: {os.uname().nodename} has other versions than the driver: {'; '.join(others)}. "
-            "Try: one image for all nodes",
-            file=sys.stderr,
-        )
-    return bool(others)
-
-
-def _shipped(files: Mapping[str, bytes], folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action, with_options
 
 
@@ -41,6 +42,8 @@ def parity(
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."
     ),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
     **given: Any,
 ) -> Action:
     """Replay one folder under many configurations, and say which agree within measured noise.
@@ -49,7 +52,8 @@ def parity(
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
     limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
-    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, given)
+    ray = ray_options(launcher, address)
+    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, ray, given)
 
 
 def _parity(
@@ -58,6 +62,7 @@ def _parity(
     go_on: Path | None,
     limits_given: dict[str, Any],
     first_difference: bool,
+    ray: RayOptions | None,
     given: dict[str, Any],
 ) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -70,5 +75,5 @@ def _parity(
 
     limits = work.Limits(**limits_given)
     if go_on is not None:
-        return work.go_on(go_on, limits, trace=first_difference)
-    return work.begin(matrix or "quick", given, num_devices, limits, trace=first_difference)
+        return work.go_on(go_on, limits, trace=first_difference, ray=ray)
+    return work.begin(matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray)

@@ -12,6 +12,8 @@ from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from replay.on_ray.command import RayOptions
+from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.html import page
@@ -22,9 +24,8 @@ from replay.parity.shares import shares_of
 from replay.parity.state import FILE, ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
-from replay.processes.launch import visible_gpus
-from replay.processes.pool import Child, Task, run_children
-from replay.report.text import Pairs, counted
+from replay.processes.pool import Child, RunTasks, Task
+from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.runner.selection import edge_folder
@@ -44,28 +45,44 @@ class Limits:
     at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell at a time
 
 
-def begin(matrix: str, common: Mapping[str, Any], num_devices: int | None, limits: Limits, *, trace: bool) -> int:
+def begin(
+    matrix: str,
+    common: Mapping[str, Any],
+    num_devices: int | None,
+    limits: Limits,
+    *,
+    trace: bool,
+    ray: RayOptions | None,
+) -> int:
     """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
 
     `common` holds the replay options that were typed. Raises UsageError before anything has run.
     """
     _refuse_what_parity_sets(common)
     spec = run_spec(common)
-    here = _here(spec, num_devices)
+    with executor(ray) as where:
+        machine = where.machine(num_devices, "--num-devices")
+        log = _planned(matrix, common, spec, machine, num_devices)
+        return _work(log, where, machine, limits, trace=trace)
+
+
+def _planned(
+    matrix: str, common: Mapping[str, Any], spec: RunSpec, machine: Machine, num_devices: int | None
+) -> ParityLog:
+    here = _here(spec, machine)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
     settings = settings_of(matrix, here.num_devices, here.kernel)
     planned = together(
         [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
     )
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
-    log = ParityLog.begin(
+    return ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),
         planned,
         command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
         device=here.device,
         num_devices=here.num_devices,
     )
-    return _work(log, limits, trace=trace)
 
 
 def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Here) -> Iterator[Plan]:
@@ -100,25 +117,22 @@ def _of_edges(here: Here, folder: Path) -> Here:
     return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
 
 
-def go_on(folder: Path, limits: Limits, *, trace: bool) -> int:
+def go_on(folder: Path, limits: Limits, *, trace: bool, ray: RayOptions | None) -> int:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
     """
     log = ParityLog.read(folder)
-    if any(log.pending()):
-        _refuse_elsewhere(log)
-    return _work(log, limits, trace=trace)
-
-
-def _refuse_elsewhere(log: ParityLog) -> None:
-    """Raise UsageError on another kind of machine: new runs would be compared with runs made there."""
     machine = Machine(num_devices=log.num_devices, has_gpus=log.device == "cuda")
-    if not machine.is_here:
-        there, here = (
-            counted(one.num_devices, "GPU") if one.has_gpus else "a CPU" for one in (machine, Machine.here())
-        )
-        raise UsageError(f"--continue {log.folder} was begun on {there}, and here is {here}. Go on there")
+    with executor(ray) as where:
+        if any(log.pending()):
+            _refuse_elsewhere(log, machine, where)
+        return _work(log, where, machine, limits, trace=trace)
+
+
+def _refuse_elsewhere(log: ParityLog, machine: Machine, where: Executor) -> None:
+    """Raise UsageError on another kind of machine: new runs would be compared with runs made there."""
+    where.refuse_other(machine, log.folder)
     if done := [row.log for row in log.rows if row.log]:
         PastRun.read(done[0]).refuse_other_versions(log.folder)
 
@@ -129,17 +143,13 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
             raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
 
 
-def _here(spec: RunSpec, num_devices: int | None) -> Here:
-    """Describe this machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
+def _here(spec: RunSpec, machine: Machine) -> Here:
+    """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
     from replay.runner.selection import select
     from replay.runner.session import find_source
 
-    machine = Machine.here(num_devices)
-    if not machine.is_here:
-        num_gpus = Machine.here().num_devices
-        raise UsageError(f"--num-devices {num_devices}, and this machine has {num_gpus} GPUs. Give at most {num_gpus}")
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
     inputs = select(wanted, 0, 1).inputs
     if not inputs:
@@ -154,19 +164,20 @@ def _here(spec: RunSpec, num_devices: int | None) -> Here:
     )
 
 
-def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
+def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, trace: bool) -> int:
+    run, runs_alone = where.runner(log.folder, machine, limits.at_once), where.runs_alone(machine, limits.at_once)
+    until = math.inf if limits.total is None else time.monotonic() + limits.total
     judge, progress = MatrixJudge(), ParityProgress(log)
-    began = time.monotonic()
     # a SIGTERM, such as that of a time limit, ends the runs' processes too
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     differences: Pairs = []
     interrupted = False
     try:
         for are_references in (True, False):  # the others depend on the outcome of their references
-            for number, settled in _settle(log, are_references, limits, began):
+            for number, settled in _settle(log, are_references, limits.cell, partial(run, until=until), runs_alone):
                 progress.ended(number, settled, judge.result_of(log.rows))
         if trace:
-            differences.extend(Partings(log, limits.cell).of(judge.result_of(log.rows)))
+            differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -179,7 +190,9 @@ def _work(log: ParityLog, limits: Limits, *, trace: bool) -> int:
     return 0 if result.is_clean and result.cells and not failed else 1
 
 
-def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) -> Iterator[tuple[int, Row]]:
+def _settle(
+    log: ParityLog, are_references: bool, limit: float, run: RunTasks, ran_alone: bool
+) -> Iterator[tuple[int, Row]]:
     """Run pending rows, except those whose reference failed. Interrupted or out-of-time rows stay pending."""
     states = {row.cell.name: row.state for row in log.rows}
     runnable = []
@@ -192,12 +205,7 @@ def _settle(log: ParityLog, are_references: bool, limits: Limits, began: float) 
         elif reference is not State.PENDING:
             error = f"not run because its reference was not: {row.cell.reference}"
             yield number, log.settle(number, state=State.FAILED, error=error)
-    tasks = ((number, _task(log, number, row, limits.cell)) for number, row in runnable)
-    gpus = visible_gpus(log.num_devices) if limits.at_once and log.device == "cuda" else []
-    at_once = limits.at_once or 1
-    ran_alone = at_once * max(len(gpus), 1) == 1
-    until = math.inf if limits.total is None else began + limits.total
-    for number, child in run_children(tasks, at_once=at_once, gpus=gpus, until=until):
+    for number, child in run((number, _task(log, number, row, limit)) for number, row in runnable):
         state, error, folder = _outcome(child)
         row = log.settle(number, state=state, error=error, seconds=child.seconds, ran_alone=ran_alone, log=folder)
         yield number, row

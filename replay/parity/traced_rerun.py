@@ -14,7 +14,7 @@ from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell
 from replay.parity.results import MEASURING, MatrixResult
 from replay.parity.state import ParityLog
-from replay.processes.pool import Task, run_child
+from replay.processes.pool import RunTasks, Task, run_child
 from replay.runlog.reader import PastRun
 from replay.tracing.first_difference import FirstDifference, first_difference
 
@@ -22,8 +22,9 @@ from replay.tracing.first_difference import FirstDifference, first_difference
 class Partings:
     """Find the first difference of each differing run. References and equivalents are traced once and shared."""
 
-    def __init__(self, log: ParityLog, limit: float) -> None:
+    def __init__(self, log: ParityLog, limit: float, run: RunTasks) -> None:
         self._log = log
+        self._run_tasks = run
         self._limit = limit  # seconds per run
         self._rows = {row.cell.name: row for row in log.rows}
         self._traced: dict[tuple[str, int, int], Path] = {}
@@ -72,7 +73,7 @@ class Partings:
                 output=home / "output.txt",
                 limit=self._limit,
             )
-            child = run_child(task)
+            child = run_child(task, self._run_tasks)
             if child.exit_code != 0:
                 raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
             self._traced[key] = PastRun.read(home).folder

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from replay.report.text import counted
+
 PROCESSES_ON_A_CPU = 2
 
 
@@ -12,16 +14,16 @@ class Machine:
 
     @classmethod
     def here(cls, num_devices: int | None = None) -> "Machine":
-        """Return this machine with all its devices, or with `num_devices`, which may be more than it has: see
-        `is_here`.
-        """
+        """Return this machine with all its devices, or with `num_devices`, which may be more than it has."""
         import torch
 
         num_gpus = torch.cuda.device_count()
         return cls(num_devices=num_devices or num_gpus or PROCESSES_ON_A_CPU, has_gpus=num_gpus > 0)
 
+    def fits_into(self, other: "Machine") -> bool:
+        """Is the other of the same kind, with at least as many GPUs?"""
+        return self.has_gpus == other.has_gpus and (not self.has_gpus or self.num_devices <= other.num_devices)
+
     @property
-    def is_here(self) -> bool:
-        """Is this machine of the same kind, with at least as many GPUs?"""
-        here = Machine.here()
-        return self.has_gpus == here.has_gpus and (not self.has_gpus or self.num_devices <= here.num_devices)
+    def text(self) -> str:
+        return counted(self.num_devices, "GPU") if self.has_gpus else "a CPU"

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from replay.processes import forkserver as warm
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
@@ -69,9 +69,20 @@ class Task:
     limit: float
 
 
-def run_child(task: Task) -> Child:
-    """Run one task to its end. On Ctrl-C, or any other exception here, it is ended first."""
-    [(_, child)] = run_children([(None, task)], at_once=1)
+class RunTasks(Protocol):
+    """Runs tasks, here or elsewhere, and yields the result of each as it ends; none starts after `until` (monotonic).
+
+    On Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
+    """
+
+    def __call__(
+        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+    ) -> Generator[tuple[Key, Child], None, None]: ...
+
+
+def run_child(task: Task, run: RunTasks | None = None) -> Child:
+    """Run one task to its end, here or by `run`. On Ctrl-C, or any other exception here, it is ended first."""
+    [(_, child)] = (run or partial(run_children, at_once=1))([(None, task)])
     return child
 
 

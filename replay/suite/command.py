@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import Dtype, UsageError
+from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action
 from replay.suite.plan import SuiteSpec, skipped
 
@@ -59,6 +60,8 @@ def suite(
     ),
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
     limit: float = typer.Option(DEFAULTS.limit, min=1, metavar="X", help="Seconds that one configuration may take."),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
 ) -> Action:
     """Train the same model on the same inputs under each configuration, and judge the losses.
 
@@ -66,14 +69,16 @@ def suite(
     deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
     1: one is not, or failed.
     """
+    ray = ray_options(launcher, address)
     if go_on is not None:
-        typed = [name for name in context.params if _is_typed(context, name) and name != "go_on"]
+        where = ("go_on", "launcher", "address")
+        typed = [name for name in context.params if _is_typed(context, name) and name not in where]
         if typed:
             option = f"--{typed[0].replace('_', '-')}"
             raise UsageError(
                 f"--continue takes its options from the suite that was begun. Try: replay suite, with {option}"
             )
-        return partial(_continue_suite, go_on)
+        return partial(_continue_suite, go_on, ray)
     groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
     spec = SuiteSpec(
         dataset=dataset,
@@ -91,7 +96,7 @@ def suite(
         limit=limit,
         skip=skipped(skip, [group for group, is_given in groups.items() if is_given]),
     )
-    return partial(_suite, spec, log_folder)
+    return partial(_suite, spec, log_folder, ray)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -99,15 +104,21 @@ def _is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _suite(spec: SuiteSpec, log_folder: Path) -> int:
+def _suite(spec: SuiteSpec, log_folder: Path, ray: RayOptions | None) -> int:
+    from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite
     from replay.suite.state import Suite
 
-    return run_suite(Suite.begin(spec, log_folder))
+    with executor(ray) as where:
+        suite = Suite.begin(spec, log_folder, where)
+        return run_suite(suite, where.runner(suite.folder, suite.machine, None))
 
 
-def _continue_suite(folder: Path) -> int:
+def _continue_suite(folder: Path, ray: RayOptions | None) -> int:
+    from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite
     from replay.suite.state import Suite
 
-    return run_suite(Suite.read(folder))
+    with executor(ray) as where:
+        suite = Suite.read(folder, where)
+        return run_suite(suite, where.runner(suite.folder, suite.machine, None))

@@ -8,7 +8,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from replay.option_parsing import command_line
-from replay.processes.pool import Task, run_child
+from replay.processes.pool import RunTasks, Task, run_child
 from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
 from replay.suite.console import SuiteConsole
@@ -20,7 +20,7 @@ from replay.suite.state import Suite
 TERMINATED = 143
 
 
-def run_suite(suite: Suite) -> int:
+def run_suite(suite: Suite, run: RunTasks) -> int:
     """Run the suite and return 0 if every configuration that ran passed, else 1. Finished ones are not repeated.
 
     Raises UsageError, and leaves no folder, if no configuration can run.
@@ -34,7 +34,7 @@ def run_suite(suite: Suite) -> int:
             for number, one in enumerate(wanted):
                 console.say(suite_wording.begins(one, suite.inputs_a_step))
                 console.trained(number, len(wanted))
-                if no_curve := train(suite, one):
+                if no_curve := train(suite, one, run):
                     no_curves[one.name] = no_curve
                 console.say(suite_wording.ended(suite.curve(one.name), no_curve))
     except (KeyboardInterrupt, SystemExit):
@@ -48,7 +48,7 @@ def run_suite(suite: Suite) -> int:
     return 1 if has_failed else 0
 
 
-def train(suite: Suite, one: Planned) -> NoCurve | None:
+def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
     """Train one configuration and write its curve, or return why there is none.
 
     Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
@@ -69,7 +69,7 @@ def train(suite: Suite, one: Planned) -> NoCurve | None:
         output=output,
         limit=suite.spec.limit,
     )
-    child = run_child(task)
+    child = run_child(task, run)
     if error := child.error:
         is_refusal = child.is_refusal
         if is_refusal and one.name == DDP and suite.is_untouched:

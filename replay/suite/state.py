@@ -18,6 +18,7 @@ from typing import Any, Self
 from actor_init.as_json import from_json, parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
+from replay.on_ray.executor import Executor
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import create_folder
@@ -37,14 +38,9 @@ class Suite:
     inputs: SuiteInputs
 
     @classmethod
-    def begin(cls, spec: SuiteSpec, logs: Path) -> Self:
+    def begin(cls, spec: SuiteSpec, logs: Path, where: Executor) -> Self:
         """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs."""
-        machine = Machine.here(spec.num_gpus)
-        if not machine.is_here:
-            num_devices = Machine.here().num_devices
-            raise UsageError(
-                f"--num-gpus {spec.num_gpus}, but this machine has {num_devices}. Try: --num-gpus {num_devices}"
-            )
+        machine = where.machine(spec.num_gpus, "--num-gpus")
         inputs_a_step = num_inputs_a_step(planned(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
@@ -57,7 +53,7 @@ class Suite:
         return begun
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: Path, where: Executor) -> Self:
         """Read a suite. Raises UsageError if `folder` is not a suite that can continue here."""
         path = folder / SUITE_FILE
         try:
@@ -71,10 +67,7 @@ class Suite:
                 f"--continue {folder}: {path} cannot be read: {reason}. Give a folder that a suite left in logs/"
             ) from error
         suite = cls(folder=folder.resolve(), spec=written.spec, machine=written.machine, inputs=written.inputs)
-        if not suite.machine.is_here:
-            kind = "GPUs" if suite.machine.has_gpus else "CPU processes"
-            begun_with = f"{suite.machine.num_devices} {kind}"
-            raise UsageError(f"the suite was begun with {begun_with}, which are not here. Try: replay suite")
+        where.refuse_other(suite.machine, folder)
         if not suite.inputs.folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {suite.inputs.folder} are gone. Try: replay suite")
         runnable = [one.name for one in suite.plan if not one.reason]

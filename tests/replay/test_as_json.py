@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from actor_init.as_json import AnyFloat, from_json, parse_json, to_json
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import Dtype, UsageError
+from replay.on_ray.executor import ThisMachine
 from replay.parity.plan import Role
 from replay.parity.state import ParityLog, State
 from replay.processes.devices import Machine
@@ -146,7 +148,7 @@ def test_an_old_suite_goes_on(tmp_path: Path) -> None:
     values["inputs"]["folder"] = str(tmp_path)
     (folder / "suite.json").write_text(json.dumps(values))
     (folder / "fsdp2.jsonl").rename(folder / "finished.jsonl")
-    suite = Suite.read(folder)
+    suite = Suite.read(folder, ThisMachine())
     assert (suite.spec.dataset, suite.spec.skip) == (Path("texts.jsonl"), frozenset({"ddp", "fsdp2-tp"}))
     assert (suite.inputs.loss, suite.machine.num_devices) == (LossName.SFT, 2)
     curve = suite.curve("finished")
@@ -192,7 +194,7 @@ def curve_of(folder: Path) -> Curve | None:
             "cells.0.spec: --backend 'zero' is not allowed",
         ),
         ("parity/parity.json", ('"done"', '"finished"'), ParityLog.read, 'cells.0.state is "finished"'),
-        ("suite/suite.json", ('"bf16"', '"int8"'), Suite.read, 'spec.dtype is "int8"'),
+        ("suite/suite.json", ('"bf16"', '"int8"'), partial(Suite.read, where=ThisMachine()), 'spec.dtype is "int8"'),
         ("suite/fsdp2.jsonl", ("2.5", '"2.5"'), curve_of, 'line 1: loss is "2.5"; allowed is a valid number'),
         ("state/state.json", ('"tp": 1', '"tp": "1"'), SavedState.read, 'tp is "1"; allowed is a valid'),
         ("floor/rounding.json", ("1.5e-07", "true"), lambda f: _known(f, "0123456789ab"), "loss.value is true"),

@@ -5,15 +5,20 @@ Needs the extra `ray`. The cluster has two nodes on this machine.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from replay.cli import main
+from replay.on_ray.cells import Cells
+from replay.on_ray.cluster import cluster_at
 from replay.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
+from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from replay.runner.selection import default_folder
@@ -137,3 +142,75 @@ def test_a_local_cluster_is_started_and_stopped(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_log(tmp_path)[1]["status"] == "finished"
     assert processes_with("raylet") == before
+
+
+# many at once
+
+
+@pytest.fixture
+def cells(address: str, tmp_path: Path) -> Iterator[Cells]:
+    with cluster_at(address) as cluster:
+        yield Cells(cluster, tmp_path, module="tests.helpers.cell_program")
+
+
+def cell(root: Path, what: str, *more: str, num_processes: int = 1, limit: float = LIMIT) -> tuple[str, Task]:
+    logs = root / "cells" / what
+    return what, Task(
+        arguments=[what, *more], num_processes=num_processes, logs=logs, output=logs / "output.txt", limit=limit
+    )
+
+
+def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path) -> None:
+    tasks = [
+        cell(tmp_path, "killed"),
+        cell(tmp_path, "hang", limit=3.0),
+        cell(tmp_path, "worker lost"),
+        cell(tmp_path, "refused"),
+        *(cell(tmp_path, f"wait {number}") for number in range(3)),
+    ]
+    done = dict(cells(tasks))
+    assert {what: child.exit_code for what, child in done.items()} == {
+        "killed": -signal.SIGKILL,
+        "hang": None,
+        "worker lost": -signal.SIGKILL,
+        "refused": 2,
+        "wait 0": 0,
+        "wait 1": 0,
+        "wait 2": 0,
+    }
+    for what, child in done.items():
+        assert child.output.read_text().startswith(f"replay: rank 0: {what} in {child.logs / 'run'}\n")
+        assert (child.logs / "run" / "rank0.jsonl").read_text() == "- - - - -\n"
+    assert done["worker lost"].error == "the node of a rank, or the worker that ran it, was lost"
+    assert done["hang"].error.startswith("not finished within ")
+    assert processes_with("tests.helpers.cell_program") == []
+
+
+def test_ranks_of_a_cell_share_a_node_where_they_fit(cells: Cells, tmp_path: Path) -> None:
+    four, two = dict(cells([cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)])).values()
+    for child, size, local in ((four, 4, 2), (two, 2, 2)):
+        lines = [(child.logs / "run" / f"rank{rank}.jsonl").read_text().split() for rank in range(size)]
+        assert [line[:4] for line in lines] == [
+            [str(rank), str(rank % local), str(size), str(local)] for rank in range(size)
+        ]
+        assert len({line[4] for line in lines}) == 1
+        assert child.output.read_text().count("replay: rank ") == size
+
+
+def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
+    tasks = [cell(tmp_path, f"wait {number}", num_processes=4) for number in range(3)]
+    assert [what for what, _ in cells(tasks, until=time.monotonic())] in ([], ["wait 0"])
+
+
+def test_a_node_without_the_inputs_gets_them(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes are this machine, so the copies are asked for as if neither saw the folder."""
+    inputs = tmp_path / "inputs"
+    (inputs / "deep").mkdir(parents=True)
+    (inputs / "a.pkl").write_bytes(b"a")
+    (inputs / "deep" / "b.pkl").write_bytes(b"b")
+    cluster = cells._cluster
+    copies = cluster.ship(inputs)
+    assert copies == {}
+    gone = inputs.rename(tmp_path / "gone")
+    monkeypatch.setattr(Path, "is_dir", lambda path, is_dir=Path.is_dir: is_dir(path))
+    assert gone.is_dir()

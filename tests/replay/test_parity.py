@@ -1,6 +1,7 @@
 """`replay parity` as it is typed: what is run in which order, what is left when something fails, how it goes on."""
 
 import json
+import math
 import re
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
 from replay.cli import app
-from replay.parity import runs as parity
+from replay.on_ray import executor
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
@@ -110,17 +111,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> None:
-    """`run` is called in the place of `run_child`, and by what takes that of `run_children`."""
+    """`run` is called by what takes the place of `run_children`."""
 
     def one_by_one(
-        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str], until: float
+        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str], until: float = math.inf
     ) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
             if time.monotonic() <= until:
                 yield key, run(task)
 
-    monkeypatch.setattr(parity, "run_children", one_by_one)
-    monkeypatch.setattr(parting, "run_child", run)
+    monkeypatch.setattr(executor, "run_children", one_by_one)
 
 
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:

@@ -10,8 +10,9 @@ import pytest
 
 from actor_init.spec import Dtype, UsageError
 from replay.cli import app, main
+from replay.on_ray.executor import ThisMachine
 from replay.processes.devices import Machine
-from replay.processes.pool import Child, Task
+from replay.processes.pool import Child, RunTasks, Task
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import versions
 from replay.runner.selection import select
@@ -329,7 +330,7 @@ class HereRunner:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, task: Task) -> Child:
+    def __call__(self, task: Task, run: RunTasks) -> Child:
         name = task.logs.name
         self.started.append(name)
         event = self.happens.pop(name, None)
@@ -370,7 +371,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     assert runner.started == ["ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
     assert (folder / "ddp.jsonl").read_bytes() == first
     assert (folder / "deepspeed.log.1").read_text() == "replay: deepspeed says why\n"
-    curves = {name: Suite.read(folder).curve(name) for name in ("ddp", "deepspeed", "fsdp2")}
+    curves = {name: Suite.read(folder, ThisMachine()).curve(name) for name in ("ddp", "deepspeed", "fsdp2")}
     for name, found in curves.items():
         assert found is not None, name
         assert len(found.losses) == 3

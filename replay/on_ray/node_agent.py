@@ -1,0 +1,54 @@
+"""Send what ranks write on a node to the driver of a Ray job, take inputs from it, and say what is installed."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from replay.on_ray.node_files import NodeFiles
+from replay.runlog.writer import versions
+from replay.runner.selection import default_folder
+
+FOLDER, FILE = "--inputs", "--input-file"
+
+
+class NodeAgent(NodeFiles):
+    """A Ray actor pinned to a node. Its folder holds what ranks write, a folder beside it the inputs it received."""
+
+    @staticmethod
+    def folder_of_inputs(home: Path, name: str) -> Path:
+        return home.with_name(f"{home.name}-inputs") / name
+
+    def versions(self) -> dict[str, str | None]:
+        return versions()
+
+    def lacks(self, folder: str, sizes: Mapping[str, int]) -> bool:
+        """Does this node see other files, or none, where the driver has a folder of inputs?"""
+        here = Path(folder)
+        return any(not (here / name).is_file() or (here / name).stat().st_size != size for name, size in sizes.items())
+
+    def receive(self, name: str, file: str, data: bytes) -> None:
+        """Write one file of the inputs called `name`."""
+        path = self.folder_of_inputs(self.folder, name) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def leave(self) -> None:
+        """Remove all that this agent and the ranks have written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder_of_inputs(self.folder, ""), ignore_errors=True)
+
+
+def inputs_of(arguments: Sequence[str]) -> Path:
+    """Return the folder of the inputs that a replay with these arguments reads."""
+    for option, value in pairwise(arguments):
+        if option in (FOLDER, FILE):
+            return Path(value).absolute() if option == FOLDER else Path(value).absolute().parent
+    return default_folder()
+
+
+def with_inputs(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return the arguments with a copy of that folder in its place."""
+    if FILE in arguments:
+        return [*arguments, FILE, str(folder / Path(arguments[arguments.index(FILE) + 1]).name)]
+    return [*arguments, FOLDER, str(folder)]

@@ -1,0 +1,33 @@
+"""In the place of `replay` in a cell on Ray: says who it is, or does what it is told; needs no torch.
+
+`python -m tests.helpers.cell_program WHAT --log-folder FOLDER [--inputs FOLDER]`
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+if __name__ == "__main__":
+    what, *options = sys.argv[1:]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    run = Path(given["--log-folder"]) / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    rank = os.environ.get("RANK", "0")
+    (run / f"rank{rank}.jsonl").write_text(" ".join(os.environ.get(name, "-") for name in VARIABLES) + "\n")
+    print(f"replay: rank {rank}: {what} in {run}", flush=True)
+    if what == "read":
+        print(*sorted(path.name for path in Path(given["--inputs"]).iterdir()), flush=True)
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "hang":
+        signal.pause()
+    if what == "worker lost":
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    if what.startswith("wait "):
+        time.sleep(float(what.removeprefix("wait ")))
+    sys.exit(2 if what == "refused" else 0)
