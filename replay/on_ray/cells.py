@@ -142,15 +142,16 @@ class Cells:
         self._is_ending = True
         self._end([actor for actors in list(self._actors.values()) for actor in actors])
 
-    def _take(self, change: Change, home: str) -> None:
-        write(change.with_paths(home, self._root), self._root)
+    def _take(self, change: Change) -> None:
+        if change.is_whole_text:
+            change = change._replace(data=self._cluster.with_paths_here(change.data, self._root))
+        write(change, self._root)
 
     def _bring_home(self, task: Task) -> None:
         """Join what the task's ranks printed on several nodes, with paths as they are here; clear up on the nodes."""
         parts = [task.output, *sorted(task.output.parent.glob(f"{task.output.name}.node*"))]
         said = b"".join(part.read_bytes() for part in parts if part.is_file())
-        for node in self._cluster.agents:
-            said = said.replace(str(self._cluster.home_on(node)).encode(), str(self._root).encode())
+        said = self._cluster.with_paths_here(said, self._root)
         if task.output in self._lost:
             said += b"replay: the node of a rank, or the worker that ran it, was lost\n"
         task.output.parent.mkdir(parents=True, exist_ok=True)

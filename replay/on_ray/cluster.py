@@ -42,6 +42,7 @@ class Cluster:
         ]
         self._home = Path(tempfile.gettempdir()) / f"replay-on-ray-{uuid.uuid4().hex[:12]}"
         self._lost: set[str] = set()
+        self._originals: dict[str, Path] = {}  # folders of inputs, by their copies on nodes
 
     @property
     def num_slots(self) -> int:
@@ -117,10 +118,19 @@ class Cluster:
             data = self.ray.put(path.read_bytes())
             relative = path.relative_to(folder).as_posix()
             self.ray.get([self.agents[node].receive.remote(name, relative, data) for node in lacking])
-        return {node: NodeAgent.folder_of_inputs(self.home_on(node), name) for node in lacking}
+        copies = {node: NodeAgent.folder_of_inputs(self.home_on(node), name) for node in lacking}
+        self._originals |= {str(copy): folder for copy in copies.values()}
+        return copies
 
-    def fetch(self, take: Callable[[Change, str], None]) -> None:
-        """Bring home what the nodes have written: `take` gets each change, and the folder on the node it is below."""
+    def with_paths_here(self, said: bytes, root: Path) -> bytes:
+        """Return what was written on a node with the paths that it has here: below `root`, or of the inputs."""
+        homes = {str(self.home_on(node)): root for node in self.agents}
+        for there, here in (self._originals | homes).items():
+            said = said.replace(there.encode(), str(here).encode())
+        return said
+
+    def fetch(self, take: Callable[[Change], None]) -> None:
+        """Bring home what the nodes have written: `take` gets each change."""
         open_nodes = [node for node in self.agents if node not in self._lost]
         while open_nodes:
             news = {node: self.agents[node].news.remote() for node in open_nodes}
@@ -128,7 +138,7 @@ class Cluster:
             for node, changes in news.items():
                 try:
                     for change in (got := self.ray.get(changes)):
-                        take(change, str(self.home_on(node)))
+                        take(change)
                 except self.ray.exceptions.RayError:
                     self._lose(node)
                 else:

@@ -78,19 +78,20 @@ class _RayRun:
             print(f"replay: Ray Train: {str(failure.error).splitlines()[0]}", file=sys.stderr)
         return max(self._exit_codes.values(), default=DIED)
 
-    def _take(self, change: Change, home: str) -> None:
-        """Paths of the node's folder become those of the driver's log folder in what is printed and in whole files."""
+    def _take(self, change: Change) -> None:
         if change.name.startswith(EXIT_CODE):
             self._exit_codes[change.name] = int(change.data)
         elif change.name.startswith((OUT, ERR)) and "/" not in change.name:
             stream = sys.stdout if change.name.startswith(OUT) else sys.stderr
             printed = self._printed.get(change.name, 0)
             said = b"".join(change.data[max(0, printed - change.offset) :].rpartition(b"\n")[:2])  # whole lines
-            stream.write(said.decode(errors="replace").replace(home, str(self._logs)))
+            stream.write(self._cluster.with_paths_here(said, self._logs).decode(errors="replace"))
             stream.flush()
             self._printed[change.name] = printed + len(said)
         else:
-            write(change.with_paths(home, self._logs), self._logs)
+            if change.is_whole_text:
+                change = change._replace(data=self._cluster.with_paths_here(change.data, self._logs))
+            write(change, self._logs)
 
 
 class _Failure:

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 MOST_BYTES_AT_ONCE = 16 * 2**20
 OVERLAP_BYTES = 2**18  # sent again of a file that grew: a rank rewrites the latest line of its log
@@ -16,11 +16,9 @@ class Change(NamedTuple):
     data: bytes
     num_bytes: int  # of the whole file
 
-    def with_paths(self, home: str, here: Path) -> Self:
-        """Return it with paths below the node's folder `home` as paths below `here`, if it is the whole of a text."""
-        if self.offset or not self.name.endswith((".json", ".txt")):
-            return self
-        return self._replace(data=self.data.replace(home.encode(), str(here).encode()))
+    @property
+    def is_whole_text(self) -> bool:
+        return self.offset == 0 and self.name.endswith((".json", ".txt"))
 
 
 class NodeFiles:

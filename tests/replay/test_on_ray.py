@@ -5,12 +5,15 @@ Needs the extra `ray`. The cluster has two nodes on this machine.
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -87,11 +90,14 @@ def address() -> Iterator[str]:
         cluster.shutdown()
 
 
+def on_ray_command(address: str, typed: str, logs: Path) -> list[str]:
+    cluster = ["--launcher", "ray", "--address", address]
+    return [sys.executable, "-m", "replay", *cluster, *typed.split(), "--log-folder", str(logs)]
+
+
 def on_ray(address: str, typed: str, logs: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "replay", "--launcher", "ray", "--address", address, *typed.split()]
-    return subprocess.run(
-        [*command, "--log-folder", str(logs)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    command = on_ray_command(address, typed, logs)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def only_log(logs: Path) -> tuple[Path, dict[str, object], list[PassRecord]]:
@@ -187,7 +193,9 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
 
 
 def test_ranks_of_a_cell_share_a_node_where_they_fit(cells: Cells, tmp_path: Path) -> None:
-    four, two = dict(cells([cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)])).values()
+    four, two = dict(
+        cells([cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)])
+    ).values()
     for child, size, local in ((four, 4, 2), (two, 2, 2)):
         lines = [(child.logs / "run" / f"rank{rank}.jsonl").read_text().split() for rank in range(size)]
         assert [line[:4] for line in lines] == [
@@ -202,15 +210,89 @@ def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
     assert [what for what, _ in cells(tasks, until=time.monotonic())] in ([], ["wait 0"])
 
 
-def test_a_node_without_the_inputs_gets_them(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both nodes are this machine, so the copies are asked for as if neither saw the folder."""
-    inputs = tmp_path / "inputs"
-    (inputs / "deep").mkdir(parents=True)
-    (inputs / "a.pkl").write_bytes(b"a")
-    (inputs / "deep" / "b.pkl").write_bytes(b"b")
-    cluster = cells._cluster
-    copies = cluster.ship(inputs)
-    assert copies == {}
-    gone = inputs.rename(tmp_path / "gone")
-    monkeypatch.setattr(Path, "is_dir", lambda path, is_dir=Path.is_dir: is_dir(path))
-    assert gone.is_dir()
+def test_a_lost_node_ends_its_cells_alone(tmp_path: Path) -> None:
+    """Three ranks fit into the second node alone; it is lost while they wait."""
+    from ray.cluster_utils import Cluster
+
+    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = ray_cluster.add_node(num_cpus=3)
+    hang = cell(tmp_path, "hang", num_processes=3)
+
+    def lose_it() -> None:
+        while not hang[1].output.is_file() or hang[1].output.read_text().count("replay: rank ") < 3:
+            time.sleep(0.1)
+        ray_cluster.remove_node(second, allow_graceful=False)
+
+    loser = Thread(target=lose_it)
+    loser.start()
+    try:
+        with cluster_at(ray_cluster.address) as cluster:
+            run = Cells(cluster, tmp_path, module="tests.helpers.cell_program")
+            done = dict(run([hang, cell(tmp_path, "wait 0"), cell(tmp_path, "wait 0.1")]))
+            again = dict(run([cell(tmp_path, "wait 0.2")]))
+    finally:
+        loser.join()
+        ray_cluster.shutdown()
+    assert {what: child.exit_code for what, child in (done | again).items()} == {
+        "hang": -signal.SIGKILL,
+        "wait 0": 0,
+        "wait 0.1": 0,
+        "wait 0.2": 0,
+    }
+    assert done["hang"].error == "the node of a rank, or the worker that ran it, was lost"
+    assert processes_with("tests.helpers.cell_program") == []
+
+
+def test_nodes_that_do_not_see_the_inputs_get_them(address: str, tmp_path: Path) -> None:
+    """The driver alone has its folder of inputs: what is mounted in its namespace is not seen outside."""
+    source, inputs = default_folder(), tmp_path / "inputs"
+    inputs.mkdir()
+    command = on_ray_command(address, f"--inputs {inputs} --max-inputs 1 --step", tmp_path / "logs")
+    script = f"mount -t tmpfs none {inputs} && cp {shlex.quote(str(source))}/* {inputs} && exec {shlex.join(command)}"
+    done = subprocess.run(
+        ["unshare", *(["-m"] if os.geteuid() == 0 else ["-rm"]), "sh", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert list(inputs.iterdir()) == []
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"model      {inputs / 'actor.json'}, ")
+    assert only_log(tmp_path / "logs")[1]["status"] == "finished"
+
+
+MATRIX = """
+[[cells]]
+dtype = "fp32"
+packing = [true, false]
+"""
+
+
+def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path) -> None:
+    (tmp_path / "matrix.toml").write_text(MATRIX)
+    parity = [sys.executable, "-u", "-m", "replay", "parity", "--launcher", "ray", "--address", address]
+    matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--num-devices", "1", "--max-inputs", "2"]
+    with subprocess.Popen(
+        [*parity, *matrix, "--log-folder", str(tmp_path / "logs")], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        while not re.match(r"\d+ of \d+, ", driver.stdout.readline()):
+            assert driver.poll() is None
+        driver.kill()
+    (folder,) = (tmp_path / "logs").iterdir()
+    before = states_of(folder)
+    finished = [name for name, state in before.items() if state == "done"]
+    assert 0 < len(finished) < len(before)
+    done = subprocess.run(
+        [*parity, "--continue", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(states_of(folder).values()) == {"done"}
+    made = re.findall(r"^\d+ of \d+, (.+?): ", done.stdout, re.MULTILINE)
+    assert sorted(made) == sorted(before.keys() - set(finished))
+
+
+def states_of(folder: Path) -> dict[str, str]:
+    return {cell["name"]: cell["state"] for cell in json.loads((folder / "parity.json").read_text())["cells"]}
