@@ -14,6 +14,7 @@ from actor_init.spec import UsageError
 from replay.diagnose.command import diagnose
 from replay.option_parsing import Action
 from replay.parity.command import parity
+from replay.scan.command import scan
 from replay.suite.command import suite
 
 
@@ -83,4 +84,4 @@ def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path |
     return compare_logs(logs, threshold, plot, json, full_names=full_names)
 
 
-COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, suite, diagnose, doctor)
+COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, scan, suite, diagnose, doctor)

@@ -49,7 +49,7 @@ ROOMS = {
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "parity", "suite"),
+        ("diagnose", "parity", "scan", "suite"),
         ("subcommands",),
         ("cli",),
         ("", "__main__"),
@@ -58,7 +58,7 @@ ROOMS = {
 ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {f"replay/{name}/command.py" for name in ("diagnose", "on_ray", "parity", "suite")},
+    | {f"replay/{name}/command.py" for name in ("diagnose", "on_ray", "parity", "scan", "suite")},
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},

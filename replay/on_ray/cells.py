@@ -41,6 +41,10 @@ class Cells:
         self._is_ending = False
         self._lost: set[Path] = set()  # outputs of tasks whose node or worker was lost
 
+    @property
+    def num_running(self) -> int:
+        return len(self._actors)
+
     def __call__(self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf) -> Generator[tuple[Key, Child]]:
         """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
 

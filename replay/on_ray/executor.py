@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
 from replay.processes.launch import visible_gpus
-from replay.processes.pool import RunTasks, run_children
+from replay.processes.pool import RunHere, RunTasks
 from replay.report.text import counted
 
 
@@ -47,7 +46,7 @@ class ThisMachine:
 
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         gpus = visible_gpus(machine.num_devices) if at_once and machine.has_gpus else []
-        return partial(run_children, at_once=at_once or 1, gpus=gpus)
+        return RunHere(at_once=at_once or 1, gpus=gpus)
 
     def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
         return (at_once or 1) * (machine.num_devices if at_once and machine.has_gpus else 1) == 1

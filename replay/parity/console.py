@@ -29,10 +29,12 @@ class ParityProgress:
         self._bar = ProgressBar(self._out.file)
         self._num_settled = num_settled(log)  # before this invocation
 
-    def ended(self, number: int, row: Row, result: MatrixResult) -> None:
+    def ended(self, number: int, row: Row, result: MatrixResult, num_running: int) -> None:
         self._bar.clear()
         print_line(self._out, parity_wording.ended(number, row, self._log, result))
-        self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled)
+        num_failed = sum(row.state is State.FAILED for row in self._log.rows)
+        note = f"{num_running} running, {num_failed} failed"
+        self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
 
     def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
         """Print the noise, a row per run, failures and differences, and where the results are written."""

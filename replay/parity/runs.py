@@ -174,8 +174,8 @@ def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, 
     interrupted = False
     try:
         for are_references in (True, False):  # the others depend on the outcome of their references
-            for number, settled in _settle(log, are_references, limits.cell, partial(run, until=until), runs_alone):
-                progress.ended(number, settled, judge.result_of(log.rows))
+            for number, settled in _settle(log, are_references, limits.cell, run, until, runs_alone):
+                progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
         if trace:
             differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
@@ -191,7 +191,7 @@ def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, 
 
 
 def _settle(
-    log: ParityLog, are_references: bool, limit: float, run: RunTasks, ran_alone: bool
+    log: ParityLog, are_references: bool, limit: float, run: RunTasks, until: float, ran_alone: bool
 ) -> Iterator[tuple[int, Row]]:
     """Run pending rows, except those whose reference failed. Interrupted or out-of-time rows stay pending."""
     states = {row.cell.name: row.state for row in log.rows}
@@ -205,7 +205,8 @@ def _settle(
         elif reference is not State.PENDING:
             error = f"not run because its reference was not: {row.cell.reference}"
             yield number, log.settle(number, state=State.FAILED, error=error)
-    for number, child in run((number, _task(log, number, row, limit)) for number, row in runnable):
+    tasks = ((number, _task(log, number, row, limit)) for number, row in runnable)
+    for number, child in run(tasks, until=until):
         state, error, folder = _outcome(child)
         row = log.settle(number, state=state, error=error, seconds=child.seconds, ran_alone=ran_alone, log=folder)
         yield number, row

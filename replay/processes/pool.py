@@ -7,10 +7,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from replay.processes import forkserver as warm
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
@@ -75,6 +75,9 @@ class RunTasks(Protocol):
     On Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
     """
 
+    @property
+    def num_running(self) -> int: ...
+
     def __call__(
         self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
     ) -> Generator[tuple[Key, Child], None, None]: ...
@@ -82,23 +85,29 @@ class RunTasks(Protocol):
 
 def run_child(task: Task, run: RunTasks | None = None) -> Child:
     """Run one task to its end, here or by `run`. On Ctrl-C, or any other exception here, it is ended first."""
-    [(_, child)] = (run or partial(run_children, at_once=1))([(None, task)])
+    [(_, child)] = (run or RunHere(at_once=1))([(None, task)])
     return child
 
 
 def run_children(
-    tasks: Iterable[tuple[Key, Task]], *, at_once: int, gpus: Sequence[str] = (), until: float = math.inf
+    tasks: Iterable[tuple[Key, Task]],
+    *,
+    at_once: int,
+    gpus: Sequence[str] = (),
+    until: float = math.inf,
+    running: list[tuple[Any, "_Running"]] | None = None,
 ) -> Generator[tuple[Key, Child], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
     (monotonic).
 
     If `gpus` are given, as CUDA_VISIBLE_DEVICES names them, a task gets one per process, the least used ones, and up
-    to `at_once` processes share each. Otherwise a task sees what this process sees, and `at_once` tasks run. On
-    Ctrl-C, or any other exception here or in the caller's loop, running tasks are ended first.
+    to `at_once` processes share each. Otherwise a task sees what this process sees, and `at_once` tasks run. The list
+    `running` holds those that run, for a caller who wants to know. On Ctrl-C, or any other exception here or in the
+    caller's loop, running tasks are ended first.
     """
     waiting = iter(tasks)
     following = next(waiting, None)
-    running: list[tuple[Key, _Running]] = []
+    running = [] if running is None else running
     try:
         while True:
             while following is not None and time.monotonic() <= until:
@@ -120,6 +129,24 @@ def run_children(
                 wait_for_one([one.ranks for _, one in running])
     finally:
         end([rank for _, one in running for rank in one.ranks.processes], grace=GRACE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHere:
+    """Runs tasks on this machine; see `run_children`."""
+
+    at_once: int
+    gpus: Sequence[str] = ()
+    _running: list[tuple[Any, "_Running"]] = field(default_factory=list)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def __call__(
+        self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf
+    ) -> Generator[tuple[Key, Child], None, None]:
+        return run_children(tasks, at_once=self.at_once, gpus=self.gpus, until=until, running=self._running)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """`replay parity` as it is typed: what is run in which order, what is left when something fails, how it goes on."""
 
 import json
-import math
 import re
 import sys
 import time
@@ -16,11 +15,11 @@ import torch
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
 from replay.cli import app
-from replay.on_ray import executor
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
 from replay.parity.state import ParityLog, State
+from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
@@ -114,13 +113,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> N
     """`run` is called by what takes the place of `run_children`."""
 
     def one_by_one(
-        tasks: Iterable[tuple[Any, Task]], *, at_once: int, gpus: Sequence[str], until: float = math.inf
+        tasks: Iterable[tuple[Any, Task]], *, until: float, running: list[Any], **_: Any
     ) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
             if time.monotonic() <= until:
                 yield key, run(task)
 
-    monkeypatch.setattr(executor, "run_children", one_by_one)
+    monkeypatch.setattr(pool, "run_children", one_by_one)
 
 
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:

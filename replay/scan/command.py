@@ -1,0 +1,73 @@
+"""Declare the options of `replay scan`: its own, and those of a replay that it does not set itself."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
+from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.spec import RunSpec
+
+
+def _serves_scan(toggle: Toggle) -> bool:
+    """Does the option apply to scan? Each group begins from the same weights, so nothing is trained or saved."""
+    return toggle.part != "state" and toggle.field not in (
+        *("input_file", "uneven", "shuffle_inputs", "random_seed", "epochs", "learning_rate", "step"),
+        *("full_names", "quiet", "name"),
+    )
+
+
+@partial(with_options, serves=_serves_scan)
+def scan(
+    group: int = typer.Option(8, min=1, metavar="N", show_default=False, help="Inputs of one run. (default: 8)"),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Run what a folder of scan's lacks, and report all of it."
+    ),
+    group_timeout: float = typer.Option(
+        600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one group. (default: 600)"
+    ),
+    time_limit: float | None = typer.Option(
+        None, min=0.0, metavar="X", help="Start no group after X seconds; --continue goes on."
+    ),
+    at_once: int | None = typer.Option(
+        None, min=1, metavar="N", help="Groups at the same time on each GPU; on a CPU, N groups. (default: one group)"
+    ),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    **given: Any,
+) -> Action:
+    """Replay a folder in groups of inputs, each in its own processes: one that fails or hangs ends no other.
+
+    Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
+    """
+    ray = ray_options(launcher, address)
+    limits = (group_timeout, time_limit, at_once)
+    if go_on is not None:
+        if typed := [name for name, value in given.items() if value is not None]:
+            option = f"--{typed[0].replace('_', '-')}"
+            raise UsageError(f"--continue takes its options from that folder. Leave out {option}")
+        return partial(_go_on, go_on, limits, ray)
+    return partial(_scan, run_spec(given), group, limits, ray)
+
+
+def _scan(spec: RunSpec, size: int, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
+    from replay.scan import runs
+
+    _refuse_launcher()
+    return runs.begin(spec, size, runs.Limits(*limits), ray)
+
+
+def _go_on(folder: Path, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
+    from replay.scan import runs
+
+    _refuse_launcher()
+    return runs.go_on(folder, runs.Limits(*limits), ray)
+
+
+def _refuse_launcher() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("scan starts its own processes. Try: replay scan, without a launcher and its WORLD_SIZE")

@@ -1,0 +1,136 @@
+"""Run `replay scan`: replay a folder in groups of inputs, each in its own processes."""
+
+import math
+import shlex
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import UsageError
+from replay.on_ray.command import RayOptions
+from replay.on_ray.executor import Executor, executor
+from replay.option_parsing import command_line
+from replay.processes.pool import Child, Task
+from replay.report.text import counted, damaged_files
+from replay.runlog.writer import INTERRUPTED, RUN_FILE, create_folder, read_log
+from replay.runner.selection import select
+from replay.scan.console import ScanConsole
+from replay.scan.state import Group, ScanLog, State
+from replay.spec import RunSpec
+from replay.verdict.judge import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    group: float  # seconds
+    total: float | None  # seconds; no group is started after it
+    at_once: int | None  # groups on each GPU, or on a CPU, at the same time; None: one group at a time
+
+
+def begin(spec: RunSpec, size: int, limits: Limits, ray: RayOptions | None) -> int:
+    """Scan the inputs of `spec` in groups of `size`, and return the exit code.
+
+    A gradient is never split: the size is rounded up to whole accumulation windows. Raises UsageError before anything
+    has run if there is nothing to replay, or too few devices.
+    """
+    num_processes = spec.actor.parallel.tp * spec.actor.parallel.ring
+    selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
+    if not selection.inputs:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    size = math.ceil(size / selection.grad_accumulation) * selection.grad_accumulation
+    num_inputs = len(selection.inputs)
+    with executor(ray) as where:
+        machine = where.machine(None, "--workers")
+        if machine.has_gpus and num_processes > machine.num_devices:
+            raise UsageError(
+                f"tp x ring needs {counted(num_processes, 'GPU')}, and there are {machine.num_devices}. "
+                "Try: a smaller --tp or --ring"
+            )
+        log = ScanLog(
+            folder=create_folder(spec.measure.log_folder, "scan"),
+            command=shlex.join(["replay", "scan", "--group", str(size), *command_line(spec)]),
+            machine=machine,
+            spec=spec,
+            damaged=[text for _, text in damaged_files(selection.damaged)],
+            groups=[
+                Group(first=spec.inputs.skip_inputs + first, size=min(size, num_inputs - first))
+                for first in range(0, num_inputs, size)
+            ],
+        )
+        log.write()
+        return _work(log, where, limits)
+
+
+def go_on(folder: Path, limits: Limits, ray: RayOptions | None) -> int:
+    """Run the groups of a scan that have not run yet, and report all of them.
+
+    Raises UsageError if there is no such scan, or if it was made on another machine.
+    """
+    log = ScanLog.read(folder)
+    with executor(ray) as where:
+        if any(log.pending()):
+            where.refuse_other(log.machine, folder)
+        return _work(log, where, limits)
+
+
+def _work(log: ScanLog, where: Executor, limits: Limits) -> int:
+    console = ScanConsole(log)
+    until = math.inf if limits.total is None else time.monotonic() + limits.total
+    # a SIGTERM, such as that of a time limit, ends the groups' processes too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = False
+    try:
+        run = where.runner(log.folder, log.machine, limits.at_once)
+        pending = list(log.pending())
+        for number, child in run(
+            ((number, _task(log, number, group, limits.group)) for number, group in pending), until=until
+        ):
+            group = log.settle(number, seconds=child.seconds, **_outcome(log, child))
+            console.ended(group, run.num_running)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    console.finish()
+    if interrupted:
+        return INTERRUPTED
+    bad = (Outcome.DIFFERS, Outcome.UNSETTLED)
+    is_clean = all(group.state is State.DONE and group.outcome not in bad for group in log.groups)
+    return 0 if is_clean and not log.damaged else 1
+
+
+def _task(log: ScanLog, number: int, group: Group, limit: float) -> Task:
+    home = log.folder / "groups" / f"{number + 1:04d}"
+    home.mkdir(parents=True, exist_ok=True)
+    logs = home / str(len(list(home.iterdir())))  # a new folder for each attempt
+    inputs = replace(log.spec.inputs, skip_inputs=group.first, max_inputs=group.size)
+    return Task(
+        arguments=command_line(replace(log.spec, inputs=inputs)),
+        num_processes=log.spec.actor.parallel.tp * log.spec.actor.parallel.ring,
+        logs=logs,
+        output=logs / "output.txt",
+        limit=limit,
+    )
+
+
+def _outcome(log: ScanLog, child: Child) -> dict[str, Any]:
+    """Return what became of a group. A damaged file is no fault of the groups that come upon it."""
+    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
+    run, records = read_log(folders[0]) if folders else ({}, [])
+    place = {"log": str(folders[0].relative_to(log.folder))} if folders else {}
+    if failed := [record for record in records if record.error is not None]:
+        first = failed[0]
+        more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
+        said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
+        return {"state": State.FAILED, "said": said, **place}
+    if "verdict" not in run or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
+        return {"state": State.FAILED, "said": child.error, **place}
+    verdict = run["verdict"]
+    return {"state": State.DONE, "outcome": verdict["outcome"], "said": _in_words(verdict), **place}
+
+
+def _in_words(verdict: dict[str, Any]) -> str:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict["counts"].items())
+    return f"{counts}; {verdict['reason']}" if verdict["reason"] else counts

@@ -1,0 +1,146 @@
+"""`replay scan` as it is typed: every input in one group, one group's failure alone, going on, the exit code."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture.file_format.capture_file import capture_files
+from replay.cli import main
+from replay.loss import negated_mean
+from replay.processes import pool
+from replay.processes.pool import Child, Task
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import read_log
+from replay.runner.selection import default_folder
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Some captures of the sample, and its model."""
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    shutil.copy(default_folder() / "actor.json", folder)
+    for path in capture_files(default_folder())[-14:]:
+        shutil.copy(path, folder)
+    return folder
+
+
+class Runs:
+    """In the place of the processes: a replay in this process, or what happens to the group with this number."""
+
+    def __init__(self, one_world: None) -> None:
+        self.happens: dict[int, Any] = {}
+        self.made: list[int] = []
+
+    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[int, Child]]:
+        for number, task in tasks:
+            self.made.append(number)
+            event = self.happens.pop(number, None)
+            if isinstance(event, BaseException):
+                raise event
+            yield number, self.child(task, event)
+
+    def child(self, task: Task, event: int | str | None) -> Child:
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        task.output.write_text("")
+        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
+        code = main(typed) if event is None else None if event == "late" else int(event)
+        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+
+
+@pytest.fixture
+def runs(one_world: None, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    made = Runs(one_world)
+    monkeypatch.setattr(pool, "run_children", made)
+    return made
+
+
+def scan(*typed: str, logs: Path) -> int:
+    return main(["scan", *typed, "--dtype", "fp32", "--log-folder", str(logs)])
+
+
+def written(logs: Path) -> tuple[Path, dict[str, Any]]:
+    (path,) = logs.glob("*/scan.json")
+    return path.parent, json.loads(path.read_text())
+
+
+def sources(folder: Path, group: dict[str, Any]) -> list[str]:
+    records: list[PassRecord] = read_log(folder / group["log"])[1]
+    return [record.source for record in records]
+
+
+def test_every_input_is_in_one_group(inputs: Path, runs: Runs, tmp_path: Path) -> None:
+    assert main(["--inputs", str(inputs), "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / "whole")]) == 0
+    (whole,) = (tmp_path / "whole").iterdir()
+    assert scan("--inputs", str(inputs), "--group", "3", logs=tmp_path / "logs") == 0
+    folder, log = written(tmp_path / "logs")
+    assert [name for group in log["groups"] for name in sources(folder, group)] == [
+        record.source for record in read_log(whole)[1]
+    ]
+    assert {len(sources(folder, group)) for group in log["groups"][:-1]} == {3}
+    assert {group["state"] for group in log["groups"]} == {"done"}
+
+
+def test_what_fails_fails_alone_and_the_rest_goes_on(
+    inputs: Path, runs: Runs, tmp_path: Path, capsys: Captured
+) -> None:
+    runs.happens = {0: "late", 1: -signal.SIGKILL, 3: KeyboardInterrupt()}
+    assert scan("--inputs", str(inputs), "--group", "2", logs=tmp_path / "logs") == 130
+    folder, log = written(tmp_path / "logs")
+    states = [group["state"] for group in log["groups"]]
+    assert states[:4] == ["failed", "failed", "done", "pending"]
+    assert log["groups"][0]["said"].startswith("not finished within ")
+    assert log["groups"][1]["said"].startswith("ended by SIGKILL")
+    assert f"go on      replay scan --continue {folder}" in capsys.readouterr().out.splitlines()
+    first = log["groups"][2]
+    runs.made.clear()
+    assert main(["scan", "--continue", str(folder)]) == 1  # two groups have failed
+    assert runs.made == list(range(3, len(states)))
+    again = written(tmp_path / "logs")[1]["groups"]
+    assert again[2] == first
+    assert [group["state"] for group in again] == ["failed", "failed", *["done"] * (len(states) - 2)]
+
+
+def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
+    inputs: Path, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, *_ = capture_files(inputs)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    calls = iter([negated_mean] * 3 + [out_of_memory] + [negated_mean] * 99)
+    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", lambda *tensors: next(calls)(*tensors))
+    assert scan("--inputs", str(inputs), "--group", "2", "--no-noise-floor", logs=tmp_path / "logs") == 1
+    folder, log = written(tmp_path / "logs")
+    states = [group["state"] for group in log["groups"]]
+    assert states == ["done", "failed", *["done"] * (len(states) - 2)]
+    second = sources(folder, log["groups"][1])[1]
+    assert log["groups"][1]["said"] == f"pass 2, {second}: OutOfMemoryError: on purpose"
+    assert len(log["damaged"]) == 1
+    assert log["damaged"][0].startswith(damaged.name)
+
+
+def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--group 0", "invalid value for '--group'"),
+        ("--step", "unknown option --step"),
+        ("--continue nowhere", "--continue nowhere holds no scan.json. Give a folder that `replay scan` left"),
+        ("--continue nowhere --tp 2", "--continue takes its options from that folder. Leave out --tp"),
+        ("--tp 2 --address auto", "--address is for a Ray cluster. Try: --launcher ray --address ..."),
+        ("--inputs nowhere", "--inputs nowhere: no such folder."),
+    ],
+)
+def test_bad_input_is_one_line(typed: str, says: str, capsys: Captured) -> None:
+    assert main(["scan", *typed.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"replay: {says}")
