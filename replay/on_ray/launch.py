@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
-from replay.on_ray.node_files import Change, NodeFiles, write
+from capture.on_ray.node_files import Change, NodeFiles, write
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
 from replay.option_parsing import command_line

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
-from replay.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from replay.runner.selection import default_folder
