@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,8 @@ def _collect(parsed: argparse.Namespace) -> int:
         bar.show(num_done // 2**20, num_all // 2**20, f"MiB from {text}")
 
     try:
-        done = collect_folder(folder, target, address=parsed.address, node=parsed.node, on_progress=show)
+        with redirect_stdout(sys.stderr):  # Ray prints there what it thinks of a node that dies
+            done = collect_folder(folder, target, address=parsed.address, node=parsed.node, on_progress=show)
     except KeyboardInterrupt:
         bar.clear()
         print(f"capture: interrupted. What is in {target} is whole; type the same again for the rest", file=sys.stderr)

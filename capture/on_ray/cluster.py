@@ -92,7 +92,8 @@ def reading(ray: Any, where: Sequence[Node], folder: str) -> Iterator[list[Any]]
         actor = ray.remote(num_cpus=0)(NodeFiles)
         for node in where:
             here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            started.append(actor.options(scheduling_strategy=here).remote(folder))
+            # every call only reads, so Ray may repeat one that a bad connection lost, until it knows the node dead
+            started.append(actor.options(scheduling_strategy=here, max_task_retries=-1).remote(folder))
         yield started
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_files)

@@ -134,30 +134,35 @@ def _lines(done: Collected, folder: str | Path, target: str | Path) -> Iterator[
         if not one.has_folder:
             yield f"node       {one.node}: {one.problem or f'no folder {folder}'}"
             continue
-        later = f", {one.num_later} of them later states of files here" if one.num_later else ""
-        here = f"; {one.num_equal} were here" if one.num_equal else ""
-        yield f"node       {one.node}: {one.num_files} files came, {one.num_bytes:,} bytes{later}{here}"
+        later = f", {one.num_later} in the place of an earlier state" if one.num_later else ""
+        here = f"; here already: {one.num_equal}" if one.num_equal else ""
+        yield f"node       {one.node}: {_counted(one.num_files, 'file')}, {one.num_bytes:,} bytes{later}{here}"
         if one.num_salvaged:
-            yield f"salvaged   {one.num_salvaged} passes of processes that died on {one.node}"
+            yield f"salvaged   {_counted(one.num_salvaged, 'pass', 'passes')} of processes that died on {one.node}"
         if one.problem:
             yield f"failed     {one.node}: {one.problem}. Type the same again, or do without what is not here"
-        for number, names, what in (
-            (len(one.others), one.others, "not brought: another file of the name is here"),
-            (len(one.growing), one.growing, "still being written: its beginning is here"),
-        ):
-            if number:
-                yield f"failed     {one.node}: {_first(names)} {what}"
+        if one.others:
+            yield f"failed     {one.node}: {_first(one.others)} not brought: here is another file of that name"
+        if one.growing:
+            yield f"failed     {one.node}: {_first(one.growing)} still being written: the beginning is here"
         for reason in sorted(set(one.unread.values())):
             names = [name for name, why in one.unread.items() if why == reason]
             yield f"failed     {one.node}: {_first(names)} not brought: {reason}"
         if one.others:
             yield f"           Try: capture collect '{folder}' --to {target}-2 --node {one.node.id[:8]}"
         if one.num_unfinished:
-            yield f"           {one.num_unfinished} files are being written there, or their process died"
+            yield (
+                f"           {_counted(one.num_unfinished, 'temporary', 'temporaries')} left there: being written, or "
+                "cut short with its process"
+            )
     if done.lost:
         yield f"lost       {_names(done.lost)}: left the cluster before; what they alone had is not here"
     yield f"           capture check {target}"
     yield f"           replay inspect {target}"
+
+
+def _counted(number: int, one: str, several: str | None = None) -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _first(names: Sequence[str]) -> str:
@@ -231,8 +236,7 @@ class _Collection:
 
     def run(self, salvaged: Any) -> FromNode:
         """Bring the node's files home. `salvaged` is the answer that the actor owes."""
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-
+        errors = self._ray.exceptions
         try:
             saved = self._ray.get(salvaged, timeout=ANSWER_SECONDS)
             self._came.num_salvaged, self._came.problem = saved.num_passes, saved.problem
@@ -240,11 +244,11 @@ class _Collection:
                 self._bring(stage)
             if self._came.has_folder:
                 self._came.num_unfinished = self._ask("num_unfinished")
-        except GetTimeoutError:
+        except errors.GetTimeoutError:
             self._came.problem = f"did not answer within {ANSWER_SECONDS:.0f} s"
-        except RayTaskError as error:
+        except errors.RayTaskError as error:
             self._came.problem = f"cannot read the folder: {str(error.cause or error).splitlines()[-1]}"
-        except RayError as error:
+        except errors.RayError as error:
             is_gone = all(one.id != self._came.node.id or not one.is_alive for one in nodes(self._ray))
             self._came.problem = (
                 "left the cluster meanwhile" if is_gone else f"its actor died: {str(error).splitlines()[0]}"
@@ -282,9 +286,9 @@ class _Collection:
                 self._came.num_equal += 1
             else:
                 to_compare.append((name, listed, here))
-        beginnings = [(name, min(listed.num_bytes, here.st_size)) for name, listed, here in to_compare]
-        theirs = self._ask("checksums", beginnings) if beginnings else []
-        for (name, listed, here), (_, num_bytes), crc in zip(to_compare, beginnings, theirs, strict=True):
+        for name, listed, here in to_compare:
+            num_bytes = min(listed.num_bytes, here.st_size)
+            (crc,) = self._ask("checksums", [(name, num_bytes)])
             if crc is not None and crc == checksum(self._home.folder / name, num_bytes):
                 if listed.num_bytes > here.st_size:
                     wanted.append(_Wanted(name, here.st_size, *listed))

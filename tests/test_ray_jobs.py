@@ -1,0 +1,121 @@
+"""A Ray job records on nodes that share no disk: its files come home, and replay; so do those of killed workers.
+
+Needs the extra `ray`. The cluster has two nodes on this machine.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from capture import capture_files
+from capture.cli import main
+from capture.file_format.manifest import check_folder
+from capture.on_ray.collect import collect_folder
+from capture.record.incidents import read_incidents
+from replay.cli import main as replay_main
+from replay.runlog.writer import read_log
+from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.ray_cluster import TwoNodes, two_nodes
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with two_nodes(tmp_path_factory.mktemp("cluster"), cpus_a_node=1) as cluster:
+        yield cluster
+
+
+def run_job(cluster: TwoNodes, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def collect(cluster: TwoNodes, folder: str, home: Path) -> int:
+    return main(["collect", folder, "--to", str(home), "--address", cluster.address])
+
+
+def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
+    cluster: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    guide = (ROOT / "docs" / "ray.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    done = run_job(cluster, tmp_path / "train.py", str(tmp_path), "$NODE_DISK/captures")
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = tmp_path / "my-run" / "captures"
+    # the first node's disk alone has one rank's files: the other's came through Ray
+    here = {path.name for path in capture_files(cluster.disk / "captures")}
+    assert (len(here), len(capture_files(home))) == (4, 8)
+    checked = check_folder(home)
+    assert (len(checked.good), checked.is_whole, checked.uncommitted) == (8, True, [])
+    (command,) = re.findall(r"\$ replay (--inputs .*)", guide)
+    logs = tmp_path / "logs"
+    typed = command.replace("/shared", str(tmp_path)).split()
+    assert replay_main([*typed, "--verdict", "strict", "--log-folder", str(logs)]) == 0
+    said = capfd.readouterr().out
+    assert "REPRODUCED: 8 of 8 passes and 4 of 4 gradients" in said, said
+    assert read_log(next(logs.iterdir()))[0]["status"] == "finished"
+
+
+def test_flight_recorders_of_killed_workers_come_home(cluster: TwoNodes, tmp_path: Path) -> None:
+    """Those of the first attempt are written by the second one's workers, those of the second by the collection."""
+    done = run_job(cluster, ROOT / "tests" / "helpers" / "killed_ray_job.py", str(tmp_path), "$NODE_DISK/killed")
+    assert done.returncode == 1, done.stdout + done.stderr
+    came = collect_folder("$NODE_DISK/killed", tmp_path / "home", address=cluster.address)
+    assert came.is_whole
+    died = [record for record in read_incidents(tmp_path / "home") if record.incidents[0].what == "died"]
+    killed = [record for record in died if record.rank == 1]
+    assert [len(record.incidents[0].files) for record in killed] == [4, 4]
+    # rank 0 lost its peer: it wrote its passes itself, or Ray ended it before it could
+    assert sum(one.num_salvaged for one in came.nodes) == 4 * (len(died) - 1)
+    assert len(capture_files(tmp_path / "home")) == 16
+    assert check_folder(tmp_path / "home").is_whole
+
+
+def test_another_version_of_ray_is_one_line(
+    cluster: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.1.0")
+    assert collect(cluster, "/tmp/captures", tmp_path / "home") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"capture: --address {cluster.address}: Version mismatch: The cluster was started with: Ray: "
+    )
+    assert "Ray: 2.1.0" in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_no_node_has_is_one_line(
+    cluster: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert collect(cluster, "$NODE_DISK/none", tmp_path / "home") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("capture: $NODE_DISK/none: no node of the cluster has this folder: asked ")
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_rest_comes_home_when_a_node_is_lost(
+    cluster: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last test of this cluster: it kills a node."""
+    (cluster.disk / "both").mkdir()
+    (cluster.disk / "both" / "first").write_text("first")
+    (node,) = cluster.cluster.worker_nodes
+    cluster.cluster.remove_node(node, allow_graceful=False)
+    assert collect(cluster, str(cluster.disk / "both"), tmp_path / "home") in (0, 1)
+    said = capsys.readouterr().out
+    assert re.search(r"lost .* left the cluster before|failed .* left the cluster meanwhile", said), said
+    assert (tmp_path / "home" / "first").read_text() == "first"
