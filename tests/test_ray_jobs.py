@@ -5,6 +5,7 @@ Needs the extra `ray`. The cluster has two nodes on this machine.
 
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from capture import capture_files
 from capture.cli import main
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
+from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
 from capture.record.incidents import read_incidents
 from replay.cli import main as replay_main
 from replay.runlog.writer import read_log
@@ -31,16 +33,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
         yield cluster
 
 
-def run_job(cluster: TwoNodes, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def run_job(cluster: TwoNodes, script: Path, *arguments: str) -> tuple[int, str]:
+    """Run the driver of a job. Returns its exit code and what it said."""
+    done = subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=ROOT,
         env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT,
         check=False,
     )
+    return done.returncode, done.stdout
 
 
 def collect(cluster: TwoNodes, folder: str, home: Path) -> int:
@@ -53,8 +58,8 @@ def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
     guide = (ROOT / "docs" / "ray.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    done = run_job(cluster, tmp_path / "train.py", str(tmp_path), "$NODE_DISK/captures")
-    assert done.returncode == 0, done.stdout + done.stderr
+    exit_code, output = run_job(cluster, tmp_path / "train.py", str(tmp_path), "$NODE_DISK/captures")
+    assert exit_code == 0, output
     home = tmp_path / "my-run" / "captures"
     # the first node's disk alone has one rank's files: the other's came through Ray
     here = {path.name for path in capture_files(cluster.disk / "captures")}
@@ -72,8 +77,9 @@ def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
 
 def test_flight_recorders_of_killed_workers_come_home(cluster: TwoNodes, tmp_path: Path) -> None:
     """Those of the first attempt are written by the second one's workers, those of the second by the collection."""
-    done = run_job(cluster, ROOT / "tests" / "helpers" / "killed_ray_job.py", str(tmp_path), "$NODE_DISK/killed")
-    assert done.returncode == 1, done.stdout + done.stderr
+    script = ROOT / "tests" / "helpers" / "killed_ray_job.py"
+    exit_code, output = run_job(cluster, script, str(tmp_path / "storage"), "$NODE_DISK/killed")
+    assert exit_code == 1, output
     came = collect_folder("$NODE_DISK/killed", tmp_path / "home", address=cluster.address)
     assert came.is_whole
     died = [record for record in read_incidents(tmp_path / "home") if record.incidents[0].what == "died"]
@@ -105,6 +111,24 @@ def test_a_folder_that_no_node_has_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("capture: $NODE_DISK/none: no node of the cluster has this folder: asked ")
     assert not (tmp_path / "home").exists()
+
+
+def test_ctrl_c_leaves_no_actor(cluster: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cluster.disk / "large").mkdir()
+    (cluster.disk / "large" / "file").write_bytes(bytes(2 * MOST_BYTES_AT_ONCE))
+    actors: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        actors.extend(os.pidfd_open(process) for process in cluster.actors("NodeFiles"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("capture.progress_bar.ProgressBar.show", interrupt)
+    assert collect(cluster, "$NODE_DISK/large", tmp_path / "home") == 130
+    assert len(actors) == 2
+    assert not (tmp_path / "home").exists()
+    for actor in actors:
+        assert select.select([actor], [], [], LIMIT)[0]  # it has ended
+        os.close(actor)
 
 
 def test_the_rest_comes_home_when_a_node_is_lost(

@@ -1,4 +1,7 @@
-"""A Ray Train job of two workers whose rank 1 is killed in each of its two attempts: `killed_ray_job.py STORAGE FOLDER`."""
+"""A Ray Train job of two workers, whose rank 1 is killed in each of its two attempts.
+
+python tests/helpers/killed_ray_job.py STORAGE FOLDER
+"""
 
 import os
 import signal

@@ -15,7 +15,6 @@ from typing import Any
 
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
-DISK = "$NODE_DISK"
 
 
 @dataclass
@@ -25,10 +24,26 @@ class TwoNodes:
     disk: Path  # as the first node, and this process, see it
     has_namespace: bool
 
+    def actors(self, name: str) -> list[int]:
+        """The processes of this cluster's actors of that class."""
+        raylets = [node.all_processes["raylet"][0].process.pid for node in self.cluster.list_all_nodes()]
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                title, status = (process / "cmdline").read_bytes(), (process / "status").read_text()
+            except OSError:
+                continue
+            if title.startswith(f"ray::{name}".encode()) and any(f"\nPPid:\t{pid}\n" in status for pid in raylets):
+                found.append(int(process.name))
+        return found
+
 
 @contextmanager
 def two_nodes(folder: Path, *, cpus_a_node: int) -> Iterator[TwoNodes]:
-    """Start them, and stop them at the end; nothing else of Ray on this machine is touched."""
+    """Start them, and stop them at the end; nothing else of Ray on this machine is touched.
+
+    The cluster knows about three seconds after its end that a node is dead.
+    """
     from ray.cluster_utils import Cluster
 
     disks = [folder / "disk", folder / "disk"]
@@ -39,6 +54,7 @@ def two_nodes(folder: Path, *, cpus_a_node: int) -> Iterator[TwoNodes]:
             "num_cpus": cpus_a_node,
             "include_dashboard": False,
             "env_vars": {"NODE_DISK": str(disks[0])},
+            "_system_config": {"health_check_period_ms": 500},
         },
     )
     try:
