@@ -15,7 +15,7 @@ import secrets
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,7 @@ class DeadSpool:
     num_cut_short: int
 
 
-def dead_spools(folder: Path) -> Iterator[DeadSpool]:
+def dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
     """Find what dead processes of this host that recorded into `folder` had in shared memory. Raises OSError.
 
     Each is locked until the next one is asked for: no other process salvages it meanwhile.
