@@ -104,6 +104,20 @@ def test_another_version_of_ray_is_one_line(
     assert error.count("\n") == 1
 
 
+def test_a_cluster_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("localhost:1\n")
+    assert main(["collect", "/tmp/captures", "--to", str(tmp_path / "home")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("capture: --address auto, which is localhost:1: no Ray cluster there: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "home").exists()
+
+
 def test_a_folder_that_no_node_has_is_one_line(
     cluster: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from capture.file_format.micro_batch import CaptureError
@@ -41,25 +42,40 @@ def connected(address: str | None) -> Iterator[Any]:
         yield ray
         return
     address = address or "auto"
-    if address != "auto":
-        refuse_silent(address)
+    meant = _remembered() if address == "auto" else address
+    if meant is not None:
+        refuse_silent(meant, typed=address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
-        raise CaptureError(f"--address {address}: {' '.join(str(error).split())} Try: ray status") from None
+        raise CaptureError(
+            f"--address {address}: {' '.join(str(error).split())} Try: ray status, or another --address"
+        ) from None
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def refuse_silent(address: str) -> None:
-    """Raise CaptureError if no cluster answers at the address. Ray itself would try for minutes."""
+def _remembered() -> str | None:
+    """Return what Ray takes `auto` for: its variable, or the cluster last started here, which may be gone."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    try:
+        latest = (folder / "ray_current_cluster").read_text().strip()
+    except OSError:
+        latest = ""
+    return os.environ.get("RAY_ADDRESS") or latest or None
+
+
+def refuse_silent(address: str, *, typed: str | None = None) -> None:
+    """Raise CaptureError if no cluster answers at the address. Ray itself would try for minutes.
+
+    typed  what was given for it
+    """
+    said = f"--address {address}" if typed in (None, address) else f"--address {typed}, which is {address}"
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
-        raise CaptureError(
-            f"--address {address} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it"
-        )
+        raise CaptureError(f"{said} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") != "1":
@@ -68,7 +84,7 @@ def refuse_silent(address: str) -> None:
                 if len(answer) < 4 or answer[3] != _SETTINGS:
                     raise ConnectionError("what listens there is something else")
     except (OSError, OverflowError) as error:
-        raise CaptureError(f"--address {address}: no Ray cluster there: {error}. Try: ray status") from None
+        raise CaptureError(f"{said}: no Ray cluster there: {error}. Try: ray status, or another --address") from None
 
 
 def nodes(ray: Any) -> list[Node]:
