@@ -15,6 +15,7 @@ import pytest
 
 from capture import capture_files
 from capture.cli import main
+from capture.file_format.capture_file import utc_time
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
 from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
@@ -80,14 +81,15 @@ def test_flight_recorders_of_killed_workers_come_home(cluster: TwoNodes, tmp_pat
     script = ROOT / "tests" / "helpers" / "killed_ray_job.py"
     exit_code, output = run_job(cluster, script, str(tmp_path / "storage"), "$NODE_DISK/killed")
     assert exit_code == 1, output
+    ended = utc_time()
     came = collect_folder("$NODE_DISK/killed", tmp_path / "home", address=cluster.address)
     assert came.is_whole
-    died = [record for record in read_incidents(tmp_path / "home") if record.incidents[0].what == "died"]
-    killed = [record for record in died if record.rank == 1]
-    assert [len(record.incidents[0].files) for record in killed] == [4, 4]
     # rank 0 lost its peer: it wrote its passes itself, or Ray ended it before it could
-    assert sum(one.num_salvaged for one in came.nodes) == 4 * (len(died) - 1)
-    assert len(capture_files(tmp_path / "home")) == 16
+    killed = [record for record in read_incidents(tmp_path / "home") if record.rank == 1]
+    died = [one for record in killed for one in record.incidents]
+    assert [(one.what, len(one.files), one.time < ended) for one in died] == [("died", 4, True), ("died", 4, False)]
+    assert sum(one.num_salvaged for one in came.nodes) >= 4
+    assert {name for one in died for name in one.files} <= {path.name for path in capture_files(tmp_path / "home")}
     assert check_folder(tmp_path / "home").is_whole
 
 
