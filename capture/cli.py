@@ -1,8 +1,9 @@
-"""The `capture` command: run a job and record it, and check, salvage, convert, redact or pack a folder."""
+"""The `capture` command: run a job and record it, and collect, check, salvage, convert, redact or pack a folder."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     command("check", _check, "Read every file and compare it with the manifests.")
     command("salvage", _salvage, "Write the passes that killed processes of this host left in memory.")
+    collect = command(
+        "collect",
+        _collect,
+        "Bring home what the nodes of a Ray cluster recorded.",
+        "Folder on the nodes, an absolute path; '$VARIABLE/...' is looked up on each node.",
+    )
+    collect.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="Folder here.")
+    collect.add_argument(
+        "--address", default="auto", help="Of the cluster: HOST:PORT, or auto, that of this machine (default: auto)."
+    )
+    collect.add_argument(
+        "--node", metavar="NAME", help="Host of the nodes to ask, or beginning of an id (default: all)."
+    )
     convert = command(
         "convert",
         _convert,
@@ -165,6 +179,28 @@ def _salvage(parsed: argparse.Namespace) -> int:
         raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
     print(f"salvaged   {salvage(parsed.folder, Keep())} passes of processes that died")
     return 0
+
+
+def _collect(parsed: argparse.Namespace) -> int:
+    from capture.on_ray.collect import collect_folder
+    from capture.progress_bar import ProgressBar
+
+    folder, target, bar = parsed.folder, parsed.to, ProgressBar()
+
+    def show(num_done: int, num_all: int, text: str) -> None:
+        bar.show(num_done // 2**20, num_all // 2**20, f"MiB from {text}")
+
+    try:
+        with redirect_stdout(sys.stderr):  # Ray prints there what it thinks of a node that dies
+            done = collect_folder(folder, target, address=parsed.address, node=parsed.node, on_progress=show)
+    except KeyboardInterrupt:
+        bar.clear()
+        print(f"capture: interrupted. What is in {target} is whole; type the same again for the rest", file=sys.stderr)
+        return 130
+    bar.clear()
+    for line in done.lines(folder, target):
+        print(line)
+    return 0 if done.is_whole else 1
 
 
 def _convert(parsed: argparse.Namespace) -> int:

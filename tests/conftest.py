@@ -19,6 +19,7 @@ LONGEST = (  # files, in the order in which workers take them: one that began la
     "test_deaths_and_hangs",  # mostly waits: best beside those that compute
     "test_tensor_parallel",
     "test_contract",
+    "test_ray_jobs",
     "test_ring_attention",
     "test_commands",
     "test_saving",

@@ -20,7 +20,7 @@ ROOMS = {
     "capture": (
         ("file_format", "progress_bar"),
         ("record", "importers"),
-        ("folder_tools", "search"),
+        ("folder_tools", "search", "on_ray"),
         ("run", "integrations"),
         ("cli",),
         ("", "__main__"),
@@ -67,8 +67,13 @@ LIBRARIES = {
     "matplotlib": {"replay/compare/plot.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
+    "ray": {"capture/on_ray/cluster.py"}
+    | {f"replay/on_ray/{name}.py" for name in ("cells", "cluster", "launch", "rank", "rank_process")},
 }
-INTEGRATIONS = {"capture/integrations.py": {"transformers"}}  # for those who import it: they have the trainer
+OPTIONAL = {  # in capture
+    "capture/integrations.py": {"transformers"},  # for those who import it: they have the trainer
+    "capture/on_ray/cluster.py": {"ray"},  # inside the function that connects
+}
 HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
     *(
@@ -120,7 +125,7 @@ def complaints(name: str, source: str) -> list[str]:
             found.append(f"{name} imports {dotted} from a floor above")
         if library in LIBRARIES and name not in LIBRARIES[library]:
             found.append(f"{name} imports {dotted}, which belongs in {sorted(LIBRARIES[library])}")
-        allowed = {"capture", "torch", *sys.stdlib_module_names, *INTEGRATIONS.get(name, ())}
+        allowed = {"capture", "torch", *sys.stdlib_module_names, *OPTIONAL.get(name, ())}
         if floor == "capture" and library not in allowed:
             found.append(f"{name} imports {dotted}; capture rides in other people's jobs with torch alone")
         if dotted.startswith("capture.integrations"):
@@ -192,6 +197,7 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("capture/record/background_writer.py", "import numpy"),
         ("capture/record/background_writer.py", "def write():\n    import transformers"),
         ("capture/integrations.py", "import accelerate"),
+        ("capture/on_ray/node_files.py", "import ray"),
         ("capture/run.py", "from capture.integrations import CaptureCallback"),
         ("actor_init/model.py", "import replay.spec"),
         ("actor_init/model.py", "def build():\n    import deepspeed"),

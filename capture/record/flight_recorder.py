@@ -2,9 +2,10 @@
 
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/actor_inputs_rank<r>_<time>_<step>.pkl
 
-This memory belongs to the host. If the process dies, the next recording of its rank into the same folder writes the
-passes there, and so do `capture salvage FOLDER` and `replay inspect FOLDER`. The process holds a lock on the directory:
-so it is known to be alive in another container too, where its number says nothing.
+This memory belongs to the host. If the process dies, the next recording on the host into the same folder writes the
+passes there, and so do `capture salvage FOLDER`, `replay inspect FOLDER` and `capture collect FOLDER`, which hold the
+directory's lock meanwhile. The process holds it while it lives: so it is known to be alive in another container too,
+where its number says nothing.
 """
 
 import fcntl
@@ -14,7 +15,8 @@ import secrets
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,25 +81,28 @@ class DeadSpool:
     num_cut_short: int
 
 
-def dead_spools(folder: Path, rank: int | None = None) -> Iterator[DeadSpool]:
+def dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
     """Find what dead processes of this host that recorded into `folder` had in shared memory. Raises OSError.
 
-    rank  the rank that they had; None: any
+    Each is locked until the next one is asked for: no other process salvages it meanwhile.
     """
     if not SHARED_MEMORY.is_dir():
         return
     named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
     for directory in sorted(SHARED_MEMORY.iterdir()):
         match = named.fullmatch(directory.name)
-        if match is None or (rank is not None and int(match[1]) != rank) or _is_in_use(directory, int(match[2])):
+        if match is None:
             continue
-        calls, num_cut_short = [], 0
-        for path in sorted(directory.iterdir()):
-            try:
-                calls.append(_encoded(path))
-            except CaptureError:
-                num_cut_short += 1
-        yield DeadSpool(rank=int(match[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
+        with _lock_of_dead(directory, int(match[2])) as is_dead:
+            if not is_dead:
+                continue
+            calls, num_cut_short = [], 0
+            for path in sorted(directory.iterdir()):
+                try:
+                    calls.append(_encoded(path))
+                except CaptureError:
+                    num_cut_short += 1
+            yield DeadSpool(rank=int(match[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
 
 
 def _encoded(path: Path) -> EncodedCall:
@@ -113,19 +118,32 @@ def _prefix(folder: Path) -> str:
     return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(os.path.realpath(folder))):08x}-rank"
 
 
-def _is_in_use(directory: Path, process: int) -> bool:
-    if process == os.getpid():  # a process in a container often has the number of the one before it
-        return directory in _own
+@contextmanager
+def _lock_of_dead(directory: Path, process: int) -> Iterator[bool]:
+    """Hold the directory's lock if nobody else does, and tell whether its process is dead."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # it has just been closed
-        return True
+        yield False
+        return
+    try:
+        yield _is_dead(descriptor, directory, process)
+    finally:
+        os.close(descriptor)
+
+
+def _is_dead(descriptor: int, directory: Path, process: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+        return False
+    if not directory.exists():  # another process salvaged it a moment ago
+        return False
+    # a process in a container often has the number of the one before it: ours tells nothing
+    return process == os.getpid() or not _runs(process)
+
+
+def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -35,7 +35,7 @@ def _write_config_once(folder: Path, config: dict[str, Any], model_name: str) ->
     present = read_actor_config(folder)
     if present is None:
         write_actor_config(folder, config, model_name)
-    elif _architecture(present) != _architecture(json.loads(json.dumps(config, default=str))):
+    elif architecture(present) != architecture(json.loads(json.dumps(config, default=str))):
         raise CaptureError(
             f"{folder} holds captures of a model with another config; one folder holds one model's. "
             "Give this recording a folder of its own"
@@ -49,7 +49,8 @@ def _without_host_paths(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def _architecture(config: dict[str, Any]) -> dict[str, Any]:
+def architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that tell one model from another."""
     # these differ between runs of one model, and save_pretrained, which one rank alone may call, sets the last ones
     changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
     return {name: value for name, value in config.items() if name not in changing}

@@ -219,7 +219,7 @@ class Store:
         """Prepare this rank's files. A job may learn its rank after the recording was opened."""
         self._rank = rank
         if rank not in self._files:
-            salvage(self._folder, self._keep, rank=rank)
+            salvage(self._folder, self._keep)
             self._files[rank] = RankFiles(self._folder, self._keep, rank=rank, stamp=self._opened)
 
     def _put_in_spool(self, encoded: EncodedCall) -> None:

@@ -12,13 +12,13 @@ from capture.record.incidents import incident, write_incidents
 from capture.record.retention import Keep
 
 
-def salvage(folder: Path, keep: Keep, *, rank: int | None = None) -> int:
+def salvage(folder: Path, keep: Keep) -> int:
     """Write the passes that killed processes had in their flight recorders, and return how many.
 
-    rank  the rank whose passes are written; None: every rank's. Raises OSError.
+    Every rank's: a launcher that starts ranks again may give this host's to another one. Raises OSError.
     """
     num_saved = 0
-    for spool in dead_spools(folder, rank):
+    for spool in dead_spools(folder):
         stamp = utc_time()
         files = RankFiles(folder, keep, rank=spool.rank, stamp=stamp)
         names = [path.name for encoded in spool.calls if (path := files.write(encoded)) is not None]

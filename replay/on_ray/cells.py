@@ -11,9 +11,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.node_agent import inputs_of, with_inputs
-from replay.on_ray.node_files import Change, write
 from replay.on_ray.rank_process import GRACE_SECONDS, Place, RankProcess
 from replay.processes.pool import Child, Task
 

@@ -2,23 +2,23 @@
 
 import logging
 import os
-import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
+from capture.file_format.micro_batch import CaptureError
+from capture.on_ray.cluster import connected
+from capture.on_ray.node_files import Change
 from replay.on_ray.node_agent import NodeAgent
-from replay.on_ray.node_files import Change
 from replay.report.text import counted
 from replay.runlog.writer import versions
 
-CONNECT_SECONDS = 5.0
 LEAVE_SECONDS = 10.0  # for the agents to remove their files
 MOST_RANKS_SHARING_CORES = 8
 
@@ -169,46 +169,34 @@ def cluster_at(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
 
     Raises UsageError without Ray, or without a cluster at the address.
     """
+    with ExitStack() as stack:
+        try:
+            ray = stack.enter_context(connected(address) if address else _started(_num_local_slots(num_ranks)))
+        except CaptureError as error:
+            raise UsageError(str(error)) from None
+        cluster = Cluster(ray)
+        stack.callback(cluster.close)
+        yield cluster
+
+
+@contextmanager
+def _started(num_cpus: int) -> Iterator[Any]:
+    """Start a cluster here, and stop it at the end."""
     try:
         import ray
     except ImportError:
         raise UsageError("--launcher ray needs Ray. Try: pip install 'micro-replay[ray]'") from None
-    if address not in (None, "auto"):
-        _refuse_silent(address)
-    num_cpus = None if address else _num_local_slots(num_ranks)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     try:
-        ray.init(
-            address=address or "local",
-            num_cpus=num_cpus,
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
-        raise UsageError(
-            f"--address {address}: {str(error).splitlines()[0]} Try: ray status, or no --address for a local cluster"
-        ) from None
-    try:
-        cluster = Cluster(ray)
-        try:
-            yield cluster
-        finally:
-            cluster.close()
+        yield ray
     finally:
         ray.shutdown()
-
-
-def _refuse_silent(address: str) -> None:
-    """Raise UsageError if nobody listens at the address. Ray itself would try for a minute and more."""
-    host, _, port = address.rpartition(":")
-    if "/" in host or not host or not port.isdecimal():
-        raise UsageError(f"--address {address} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"--address {address}: no Ray cluster there: {error}. Try: ray status, or no --address for a local cluster"
-        ) from None
 
 
 def _num_local_slots(num_ranks: int) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.node_agent import inputs_of
-from replay.on_ray.node_files import Change, write
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
 from replay.spec import RunSpec

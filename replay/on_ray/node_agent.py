@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from replay.on_ray.node_files import NodeFiles
+from capture.on_ray.node_files import NodeFiles
 from replay.runlog.writer import versions
 from replay.runner.selection import default_folder
 

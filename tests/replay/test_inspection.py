@@ -17,7 +17,10 @@ from actor_init.spec import UsageError
 from capture import capture_files, recording
 from capture.cli import main
 from capture.file_format.actor_config import ACTOR_CONFIG_NAME
-from capture.record.incidents import incident, write_incidents
+from capture.record.flight_recorder import dead_spools
+from capture.record.incidents import incident, read_incidents, write_incidents
+from capture.record.retention import Keep
+from capture.record.salvage import salvage
 from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import Spread, inspect_folder
@@ -183,6 +186,29 @@ def test_salvage_writes_what_a_killed_rank_had(
     assert (len(capture_files(folder)), list(shared.iterdir())) == (2, [])
     assert main(["salvage", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_next_recording_writes_the_passes_of_killed_ranks_of_any_number(tmp_path: Path, shared: Path) -> None:
+    """A launcher that starts the ranks again may give rank 1's host to rank 0."""
+    folder = tmp_path / "run"
+    spool = spool_of(DEAD, 1, folder, shared)
+    model = TinyModel()
+    with recording(model, folder) as recorder:
+        model(torch.ones(2, 4, dtype=torch.long))
+    assert (recorder.failure, recorder.num_written) == (None, 1)
+    assert not spool.exists()
+    assert [(record.rank, len(record.incidents[0].files)) for record in read_incidents(folder)] == [(1, 2)]
+    assert len(capture_files(folder)) == 3
+
+
+def test_two_that_salvage_at_once_write_each_pass_once(tmp_path: Path, shared: Path) -> None:
+    folder = tmp_path / "run"
+    spool_of(DEAD, 1, folder, shared)
+    first = dead_spools(folder)
+    assert len(next(first).calls) == 2
+    assert salvage(folder, Keep()) == 0
+    first.close()
+    assert salvage(folder, Keep()) == 2
 
 
 def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:

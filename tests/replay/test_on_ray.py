@@ -17,10 +17,10 @@ from threading import Thread
 
 import pytest
 
+from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
-from replay.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log

@@ -1,0 +1,117 @@
+"""Connect to a Ray cluster that runs, and start an actor on each of its nodes."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from capture.file_format.micro_batch import CaptureError
+from capture.on_ray import node_files
+from capture.on_ray.node_files import NodeFiles
+
+CONNECT_SECONDS = 5.0
+_HTTP_2_BEGINS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+_SETTINGS = 4  # type of the frame with which each HTTP/2 server answers
+
+
+class Node(NamedTuple):
+    id: str
+    host: str
+    is_alive: bool
+
+    def __str__(self) -> str:
+        return f"{self.id[:8]} on {self.host}"
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Connect to the cluster at the address, and give the module `ray`; leave the cluster at the end.
+
+    address  HOST:PORT, `auto`, or None: the cluster that this process is connected to, which it stays; else `auto`
+
+    Raises CaptureError without Ray, without a cluster there, or with another version of Ray or Python.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise CaptureError("a Ray cluster needs Ray here too. Try: pip install 'micro-replay[ray]'") from None
+    if address is None and ray.is_initialized():
+        yield ray
+        return
+    address = address or "auto"
+    meant = _remembered() if address == "auto" else address
+    if meant is not None:
+        refuse_silent(meant, typed=address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
+        raise CaptureError(
+            f"--address {address}: {' '.join(str(error).split())} Try: ray status, or another --address"
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _remembered() -> str | None:
+    """Return what Ray takes `auto` for: its variable, or the cluster last started here, which may be gone."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    try:
+        latest = (folder / "ray_current_cluster").read_text().strip()
+    except OSError:
+        latest = ""
+    return os.environ.get("RAY_ADDRESS") or latest or None
+
+
+def refuse_silent(address: str, *, typed: str | None = None) -> None:
+    """Raise CaptureError if no cluster answers at the address. Ray itself would try for minutes.
+
+    typed  what was given for it
+    """
+    said = f"--address {address}" if typed in (None, address) else f"--address {typed}, which is {address}"
+    host, _, port = address.rpartition(":")
+    if "/" in host or not host or not port.isdecimal():
+        raise CaptureError(f"{said} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "1":
+                connection.sendall(_HTTP_2_BEGINS)
+                answer = connection.recv(9)
+                if len(answer) < 4 or answer[3] != _SETTINGS:
+                    raise ConnectionError("what listens there is something else")
+    except (OSError, OverflowError) as error:
+        raise CaptureError(f"{said}: no Ray cluster there: {error}. Try: ray status, or another --address") from None
+
+
+def nodes(ray: Any) -> list[Node]:
+    """List the nodes of the cluster by host, those that it has lost too."""
+    found = [Node(node["NodeID"], node["NodeManagerHostname"], node["Alive"]) for node in ray.nodes()]
+    return sorted(found, key=lambda node: (node.host, node.id))
+
+
+@contextmanager
+def reading(ray: Any, where: Sequence[Node], folder: str) -> Iterator[list[Any]]:
+    """Start an actor on each node that reads below the folder, and give their handles; end them at the end.
+
+    The actors take no CPU, so they start beside a job that has all of them. The class travels with its code: a node
+    that takes no part in the job may lack micro-replay.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.cloudpickle.register_pickle_by_value(node_files)
+    started: list[Any] = []
+    try:
+        actor = ray.remote(num_cpus=0)(NodeFiles)
+        for node in where:
+            here = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            # every call only reads, so Ray may repeat one that a bad connection lost, until it knows the node dead
+            started.append(actor.options(scheduling_strategy=here, max_task_retries=-1).remote(folder))
+        yield started
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(node_files)
+        for one in started:
+            ray.kill(one)
