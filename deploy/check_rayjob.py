@@ -3,8 +3,8 @@
     python deploy/check_rayjob.py ray.io_rayjobs.yaml                         # deploy/rayjob-*.yaml
     python deploy/check_rayjob.py ray.io_rayjobs.yaml my-job.yaml
 
-The schema is helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of github.com/ray-project/kuberay. It needs PyYAML and
-jsonschema, which come with Ray. The exit code is 1 if a file does not fit:
+The schema is helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of github.com/ray-project/kuberay. PyYAML and
+jsonschema, which this needs, come with Ray. The exit code is 1 if a file does not fit:
 
     deploy/rayjob-fsdp2.yaml: spec.rayClusterSpec.workerGroupSpecs.0: Additional properties are not allowed
     ('replica' was unexpected)
