@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from replay.cli import main
+from replay.cli import app, main
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from tests.helpers.commands import BIN, LIMIT, ROOT
@@ -205,7 +205,7 @@ def fields(value: Any, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 @pytest.mark.parametrize("path", KUBERAY_JOBS, ids=lambda path: path.stem)
-def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path) -> None:
     job = yaml.safe_load(path.read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert dict(fields(job)) == RAY_JOB
@@ -216,12 +216,11 @@ def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path, monkeypa
     assert len({pod["containers"][0]["image"] for pod in pods}) == 1
     program, *typed = shlex.split(job["spec"]["entrypoint"])
     assert program == "replay"
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("replay.on_ray.launch.run_on_ray", lambda spec, _, **given: asked.update(given, spec=spec) or 0)
-    assert main(typed) == 0
-    spec, num_gpus = asked["spec"], int(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
-    assert (asked["address"], asked["num_workers"]) == ("auto", workers["replicas"] * num_gpus)
-    assert asked["num_workers"] % (spec.actor.parallel.tp * spec.actor.parallel.ring) == 0
+    assert typed[:4] == ["--launcher", "ray", "--address", "auto"]
+    assert typed[4] == "--workers"
+    num_workers, spec = int(typed[5]), app(typed[6:], standalone_mode=False).args[0]
+    assert num_workers == workers["replicas"] * int(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert num_workers % (spec.actor.parallel.tp * spec.actor.parallel.ring) == 0
     assert Path("/shared") in spec.measure.log_folder.parents
     assert path.stem == f"rayjob-{spec.actor.backend}"
 
