@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("capture", "actor_init", "replay", "tests", "benchmarks", "examples")
+FOLDERS = ("capture", "actor_init", "replay", "tests", "benchmarks", "examples", "deploy")
 
 
 @pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy"])

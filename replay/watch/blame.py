@@ -18,7 +18,7 @@ class Sighting:
     """What is known of one rank at one moment."""
 
     rank: int
-    position: Position
+    position: Position | None  # None: it does not answer, and its file is on another node's own disk
     answers: bool = True  # False: connected, but its Python does not run
     idle_seconds: float = 0.0  # since it last crossed a border or entered a collective
     collectives: Mapping[str, int] = field(default_factory=dict)  # entered so far, by process group
@@ -28,8 +28,14 @@ class Sighting:
     waits_for_device: bool = False
     standing_at: str = ""  # the innermost line of its main thread
 
+    @property
+    def at(self) -> Position:
+        """The position of a rank that answers."""
+        assert self.position is not None
+        return self.position
+
     def described(self) -> str:
-        parts = [f"rank {self.rank}: {self.position.described()}"]
+        parts = [f"rank {self.rank}: {_where(self.rank, self.position)}"]
         parts += ["in a collective"] if self.in_collective else []
         parts += ["waiting for its device"] if self.waits_for_device and not self.in_collective else []
         parts += [f"at {self.standing_at}"] if self.standing_at else []
@@ -86,20 +92,20 @@ def _silent(sightings: Sequence[Sighting]) -> Blame | None:
 
 
 def _ran_out(sightings: Sequence[Sighting]) -> Blame | None:
-    furthest = max((s.position.index for s in sightings if s.position.source is not None), default=-1)
-    out = [s for s in sightings if s.position.phase is Phase.OUT_OF_INPUTS and s.position.index <= furthest]
+    furthest = max((s.at.index for s in sightings if s.at.source is not None), default=-1)
+    out = [s for s in sightings if s.at.phase is Phase.OUT_OF_INPUTS and s.at.index <= furthest]
     has = "it has" if len(out) == 1 else "they have"
-    numbers = ", ".join(str(s.position.index) for s in out)
+    numbers = ", ".join(str(s.at.index) for s in out)
     return _apart(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
 
 
 def _behind(sightings: Sequence[Sighting]) -> Blame | None:
-    earliest = min(s.position.place for s in sightings)
-    behind = [s for s in sightings if s.position.place == earliest]
-    ahead = [s for s in sightings if s.position.place != earliest]
+    earliest = min(s.at.place for s in sightings)
+    behind = [s for s in sightings if s.at.place == earliest]
+    ahead = [s for s in sightings if s.at.place != earliest]
     if not ahead:
         return None
-    where = ahead[0].position.phase
+    where = ahead[0].at.phase
     if outside := [s for s in behind if not s.in_collective]:
         return _apart(sightings, outside, f"it has not reached the phase of the others ({where})")
     if len(behind) > len(ahead):
@@ -159,19 +165,23 @@ def failed(rank: int, position: Position, error: str) -> Failure:
     return Failure(kind="failed", rank=rank, headline=text, position=position, error=error)
 
 
-def died(rank: int, position: Position) -> Failure:
+def _where(rank: int, position: Position | None) -> str:
+    return position.described() if position else f"a pass that rank{rank}.position.json on its own node says"
+
+
+def died(rank: int, position: Position | None) -> Failure:
     error = "its process ended without a word: killed (by hand, or by the system for memory), or crashed in native code"
-    text = f"rank {rank} died in {position.described()}: {error}"
+    text = f"rank {rank} died in {_where(rank, position)}: {error}"
     return Failure(kind="died", rank=rank, headline=text, position=position, error=error)
 
 
-def terminated(ranks: Sequence[int], positions: Mapping[int, Position]) -> Failure:
+def terminated(ranks: Sequence[int], positions: Mapping[int, Position | None]) -> Failure:
     """Describe an end by SIGTERM that `ranks` received while no rank had failed; `positions` are those of all ranks."""
     if len(ranks) == len(positions) > 1:
         text = "every rank was ended from outside (SIGTERM), by the launcher or by who started it; none had failed"
         return Failure(kind="terminated", rank=None, headline=text, error="SIGTERM to every rank")
     rank, position = ranks[0], positions[ranks[0]]
-    text = f"rank {rank} was ended from outside (SIGTERM) in {position.described()}"
+    text = f"rank {rank} was ended from outside (SIGTERM) in {_where(rank, position)}"
     return Failure(kind="terminated", rank=rank, headline=text, position=position, error="SIGTERM")
 
 
@@ -186,7 +196,7 @@ def hung(sightings: Sequence[Sighting], trouble: str, advice: str = "") -> Failu
     """Describe a hang. `trouble` is what was noticed: `no progress for 120 s`, or the error of a collective."""
     verdict = who_did_not_arrive(sightings)
     if len(sightings) == 1:
-        text = f"{trouble} in {sightings[0].position.described()}, at {sightings[0].standing_at}{advice}"
+        text = f"{trouble} in {sightings[0].at.described()}, at {sightings[0].standing_at}{advice}"
     elif verdict.ranks:
         names = f"rank{'s' * (len(verdict.ranks) > 1)} {', '.join(map(str, verdict.ranks))}"
         text = f"{trouble}: {names} did not arrive: {verdict.reason}{advice}"

@@ -1,10 +1,14 @@
-"""Write failure.txt and the `failure` of run.json, which say what rank and input ended a run. The first rank wins."""
+"""Write failure.txt and the `failure` of run.json, which say what rank and input ended a run. The first rank wins.
+
+Where nodes share no disk that is the first rank of each node, and run.json is on the node of rank 0.
+"""
 
 import json
 from pathlib import Path
 
 from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
 from replay.watch.blame import Failure
+from replay.watch.progress import position_file
 
 FAILURE_FILE = "failure.txt"
 
@@ -20,6 +24,8 @@ def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
     except FileExistsError:
         return False
     path = folder / RUN_FILE
+    if not path.is_file() and not position_file(folder, 0).is_file():
+        return True  # rank 0 is on another node and shares no disk with this one
     run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
     position = failure.position
     named = {

@@ -146,7 +146,7 @@ def position_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.position.json"
 
 
-def last_position(folder: Path, rank: int) -> Position:
-    """Read a rank's last position from its file."""
+def last_position(folder: Path, rank: int) -> Position | None:
+    """Read a rank's last position from its file; None if that is on another node's own disk."""
     path = position_file(folder, rank)
-    return parse_json(Position, path.read_bytes(), source=str(path))
+    return parse_json(Position, path.read_bytes(), source=str(path)) if path.exists() else None

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from actor_init.as_json import to_json
 from actor_init.world import World
 from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.watch.blame import Failure
@@ -36,10 +37,16 @@ class Ending:
         if claim_failure(self.folder, failure, text):
             sys.stdout.flush()
             print(text, file=sys.stderr, flush=True)
-            self.peers.send({"kind": "ended", "first": first, "exit_code": exit_code, "text": text})
-        self.follow(first, exit_code, text)
+            self.peers.send({"kind": "ended", "first": first, "exit_code": exit_code, "failure": to_json(failure)})
+        self._end(first, exit_code, text)
 
-    def follow(self, first: int, exit_code: int, text: str) -> NoReturn:
+    def follow(self, first: int, exit_code: int, failure: Failure) -> NoReturn:
+        """End because of a failure that another rank reported, and write it down if that rank could not do so here."""
+        text = failure.text(self.folder)
+        claim_failure(self.folder, failure, text)
+        self._end(first, exit_code, text)
+
+    def _end(self, first: int, exit_code: int, text: str) -> NoReturn:
         """Write the stacks and end. Rank `first` ends before the others, for launchers name the first to end."""
         repeat_for_torchrun(text, is_cause=self.world.rank == first)
         self.stacks.write()

@@ -27,7 +27,7 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.report.text import one_line
 from replay.runlog.writer import INTERRUPTED
-from replay.watch.blame import Sighting, died, failed, hung, left_alone, terminated
+from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone, terminated
 from replay.watch.progress import Position, Tracker, last_position
 from replay.watch.shutdown import Ending
 from replay.watch.side_channel import Meeting, Message, connected
@@ -98,7 +98,7 @@ class Watch:
         self._meeting = Meeting({world.rank, *self._peers.by_rank})
         self._closing = False
         self._terminations = Terminations(self._peers.bell)
-        for kind in (Position, Sighting):
+        for kind in (Position, Sighting, Failure):
             adapter_of(kind)  # now: the thread may need it when this process can import nothing any more
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
         self._thread.start()
@@ -169,7 +169,8 @@ class Watch:
                 if message["exit_code"]:  # the same error, or Ctrl-C, is on its way to this rank's main thread
                     self._grace_ends = time.monotonic() + LEAVE_SECONDS
             case "ended":
-                self._ending.follow(message["first"], message["exit_code"], message["text"])
+                failure = from_json(Failure, message["failure"], source=f"the last word of rank {rank}")
+                self._ending.follow(message["first"], message["exit_code"], failure)
 
     def _begin_grace(self) -> None:
         if self._grace_ends is None:

@@ -230,6 +230,7 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
 
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
     """As where all run out of memory in the same pass."""
+    Tracker(tmp_path, rank=0)
     position = Position(index=1, phase=Phase.FORWARD, source="a.pkl")
     assert claim_failure(tmp_path, failed(1, position, "OutOfMemoryError"), "rank 1 failed")
     assert not claim_failure(tmp_path, failed(0, position, "OutOfMemoryError"), "rank 0 failed")
@@ -248,7 +249,8 @@ def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
     )
     assert last_position(tmp_path, 3) == expected
     tracker.has_passed(12, Phase.OUT_OF_INPUTS)
-    assert last_position(tmp_path, 3).described() == "phase out of inputs after 12 passes"
+    assert last_position(tmp_path, 3) == Position(index=12, phase=Phase.OUT_OF_INPUTS)
+    assert Position(index=12, phase=Phase.OUT_OF_INPUTS).described() == "phase out of inputs after 12 passes"
 
 
 def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None:
