@@ -10,6 +10,7 @@ from typing import NamedTuple
 MOST_BYTES_AT_ONCE = 16 * 2**20
 OVERLAP_BYTES = 2**18  # sent again of a file that grew: a rank rewrites the latest line of its log
 _CHECKED_AT_ONCE = 2**20
+DELETED = -1
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -19,7 +20,7 @@ class Change(NamedTuple):
     name: str  # relative to the folder
     offset: int
     data: bytes
-    num_bytes: int  # of the whole file
+    num_bytes: int  # of the whole file; DELETED
     modified_ns: int = 0  # when the part was read
 
     @property
@@ -52,13 +53,17 @@ class NodeFiles:
         self._seen: dict[str, tuple[int, int, int]] = {}  # by name: inode, modification time, bytes that were sent
 
     def news(self) -> list[Change]:
-        """Return what was written since the last call, a file that was replaced or rewritten whole.
+        """Return what was written since the last call, a file that was replaced or rewritten whole, and deletions.
 
         An empty list says that all has been sent.
         """
         changes: list[Change] = []
         left = MOST_BYTES_AT_ONCE
-        for name, path, facts in self._files():
+        files = list(self._files())
+        for name in self._seen.keys() - {name for name, _, _ in files}:
+            changes.append(Change(name, 0, b"", DELETED))
+            del self._seen[name]
+        for name, path, facts in files:
             if left <= 0:
                 break
             inode, modified, sent = self._seen.get(name, (0, 0, 0))
@@ -174,8 +179,11 @@ def checksum(path: Path, num_bytes: int) -> int | None:
 
 
 def write(change: Change, folder: Path) -> None:
-    """Write a change below the driver's folder."""
+    """Make a change below the driver's folder."""
     path = folder / change.name
+    if change.num_bytes == DELETED:
+        path.unlink(missing_ok=True)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.seek(change.offset)

@@ -61,6 +61,8 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
         (there / "new").write_text(text)
         os.replace(there / "new", replaced)
         home(there, here, files)
+    log.unlink()
+    home(there, here, files)
     assert files.news() == []
 
 
