@@ -1,5 +1,6 @@
 """Run a replay, or another command of many ranks, on a Ray cluster: Ray Train starts the ranks."""
 
+import json
 import os
 import sys
 import threading
@@ -7,12 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
+from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
 from replay.spec import RunSpec
 
 POLL_SECONDS = 0.5
@@ -27,10 +30,17 @@ def run_on_ray(
     spec       what the arguments mean: it decides the number of ranks and the log folder
     command    the function of the command line, which each rank calls with `arguments`
 
-    Raises UsageError without Ray, without a cluster at the address, or for more ranks than it has GPUs or CPUs.
+    Raises UsageError without Ray, without a cluster at the address, for more ranks than it has GPUs or CPUs, or for a
+    number of them that is no multiple of tp x ring.
     """
     num_model_ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
     num_ranks = options.num_workers or num_model_ranks
+    if num_ranks % num_model_ranks:
+        more = (num_ranks // num_model_ranks + 1) * num_model_ranks
+        raise UsageError(
+            f"--workers {num_ranks} is no multiple of tp {spec.actor.parallel.tp} x ring {spec.actor.parallel.ring}. "
+            f"Try: --workers {more}"
+        )
     with cluster_at(options.address, num_ranks) as cluster:
         cluster.refuse_too_many(num_ranks, "--workers")
         if spill := cluster.spill(num_model_ranks):
@@ -44,6 +54,7 @@ class _RayRun:
         self._cluster = cluster
         self._logs = logs
         self._exit_codes: dict[str, int] = {}
+        self._folders: set[Path] = set()  # of runs
         self._printed: dict[str, int] = {}  # bytes of what each rank has said, by file
 
     def run(self, command: Callable[[Sequence[str]], int], arguments: Sequence[str], num_ranks: int) -> int:
@@ -70,13 +81,24 @@ class _RayRun:
         failure = _Failure()
         training = threading.Thread(target=failure.guard, args=(trainer.fit,), daemon=True)
         training.start()
-        while training.is_alive():
-            training.join(POLL_SECONDS)
+        try:
+            while training.is_alive():
+                training.join(POLL_SECONDS)
+                self._cluster.fetch(self._take)
             self._cluster.fetch(self._take)
-        self._cluster.fetch(self._take)
+        except KeyboardInterrupt:
+            self._mark_interrupted()
+            raise
         if failure.error is not None and not self._exit_codes:
             print(f"replay: Ray Train: {str(failure.error).splitlines()[0]}", file=sys.stderr)
         return max(self._exit_codes.values(), default=DIED)
+
+    def _mark_interrupted(self) -> None:
+        """Say so in run.json: the ranks are ended with the cluster's job and write nothing any more."""
+        for folder in self._folders:
+            run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+            if run["status"] == "running":
+                replace_run(folder, {**run, "status": "interrupted", "exit_code": INTERRUPTED})
 
     def _take(self, change: Change) -> None:
         if change.name.startswith(EXIT_CODE):
@@ -92,6 +114,8 @@ class _RayRun:
             if change.is_whole_text:
                 change = change._replace(data=self._cluster.with_paths_here(change.data, self._logs))
             write(change, self._logs)
+            if Path(change.name).name == RUN_FILE:
+                self._folders.add((self._logs / change.name).parent)
 
 
 class _Failure:
