@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
+from capture.file_format.folder_layout import homes_in
 from replay.on_ray.node_files import Change, NodeFiles, write
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
@@ -198,11 +199,13 @@ class _RayRun:
     def _inputs_to_ship(self, spec: RunSpec) -> list[Any] | None:
         """Put the inputs into Ray's object store if a node sees others where they are; None if all see them."""
         folder = (spec.inputs.inputs or default_folder()).absolute()
-        paths = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-        sizes = {path.name: path.stat().st_size for path in paths}
+        homes = homes_in(folder) if folder.is_dir() else []
+        found = [path for home in homes for path in home.iterdir() if path.is_file()]
+        paths = {path.relative_to(folder).as_posix(): path for path in found}
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
         if not any(self._ray.get([files.lacks.remote(str(folder), sizes) for files in self._files.values()])):
             return None
-        return [self._ray.put({path.name: path.read_bytes() for path in paths})]
+        return [self._ray.put({name: path.read_bytes() for name, path in paths.items()})]
 
     def _fetch(self) -> None:
         """Bring home what the nodes have written: logs, what ranks print, exit codes."""

@@ -17,7 +17,7 @@ def replay(job: Mapping[str, Any]) -> None:
 
     home      folder for what the ranks of this node write
     folder    the driver's working folder, which becomes this rank's if the node has it
-    inputs    contents of the driver's folder of inputs by file name; None if every node sees that folder
+    inputs    contents of the driver's folder of inputs by path in it; None if every node sees that folder
     versions  of the driver's packages
     """
     import ray
@@ -52,6 +52,7 @@ def _say_other_versions(drivers: Mapping[str, str | None], rank: str) -> bool:
 def _shipped(files: Mapping[str, bytes], folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder
 
