@@ -9,6 +9,7 @@ Each is an integer of 8 bytes; `time` counts microseconds since 1970, and what i
 import hashlib
 import struct
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -148,14 +149,18 @@ def are_records(data: bytes | bytearray | memoryview) -> bool:
     """Tell whether these are whole records, one after the other, with right checksums and numbers that can be."""
     if len(data) % RECORD_BYTES:
         return False
-    view, sums = memoryview(data), columns(data)
-    found = [zlib.crc32(view[at : at + RECORD_BYTES - 8]) for at in range(0, len(data), RECORD_BYTES)]
+    if not len(data):
+        return True
+    view, table = memoryview(data), columns(data)
+    sums = array("q", (zlib.crc32(view[at : at + RECORD_BYTES - 8]) for at in range(0, len(data), RECORD_BYTES)))
     magic = int.from_bytes(MAGIC, "little", signed=True)
     return (
-        torch.equal(sums[:, -1], torch.tensor(found, dtype=torch.int64, device="cpu"))
-        and bool((sums[:, 0] == magic).all())
-        and all(bool(((of := sums[:, COLUMN[name]]) >= -1).all() and (of < most).all()) for name, most in _MOST.items())
-        and bool((sums[:, 1:6] >= 0).all())
+        torch.equal(table[:, -1], torch.frombuffer(sums, dtype=torch.int64))
+        and bool((table[:, 0] == magic).all())
+        and bool((table[:, 1:6] >= 0).all())
+        and all(
+            bool(((of := table[:, COLUMN[name]]) >= -1).all() and (of < most).all()) for name, most in _MOST.items()
+        )
     )
 
 

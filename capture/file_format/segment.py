@@ -37,6 +37,7 @@ from capture.file_format.pass_record import (
 SEGMENT_FORMAT = 1
 INDEX_SUFFIX = ".idx"
 MAX_HEAD_BYTES = 64 * 1024
+_USUAL_HEAD_BYTES = 1024
 _SCANNED_BYTES = 2**20
 _SEGMENT = re.compile(rf"segment_rank\d{{1,9}}_\w+\{SEGMENT_SUFFIX}")
 _NAME = re.compile(r"actor_inputs_rank(\d{1,9})_(\d{8}_\d{6}_\d{6})_(\d{8,16})\.pkl")
@@ -62,8 +63,11 @@ class Head:
         return text.ljust(-(-(len(text) + 1) // RECORD_BYTES) * RECORD_BYTES - 1) + b"\n"
 
     @classmethod
-    def read(cls, data: bytes, source: str) -> tuple[Self, int]:
-        """Read the head at the beginning of `data`, and return it with its length. Raises CaptureError."""
+    def read(cls, descriptor: int, source: str) -> tuple[Self, int]:
+        """Read the head at the beginning of a file, and return it with its length. Raises CaptureError, OSError."""
+        data = os.pread(descriptor, _USUAL_HEAD_BYTES, 0)
+        if b"\n" not in data:
+            data = os.pread(descriptor, MAX_HEAD_BYTES, 0)
         end = data.find(b"\n") + 1
         try:
             content: Any = json.loads(data[:end])
@@ -116,7 +120,7 @@ class Segment:
         """Read a segment's index, and of the segment what the index does not have. Raises CaptureError."""
         try:
             with open(path, "rb") as file:
-                head, begin = Head.read(file.read(MAX_HEAD_BYTES), path.name)
+                head, begin = Head.read(file.fileno(), path.name)
                 indexed = _indexed(path, begin)
                 num_bytes = os.fstat(file.fileno()).st_size  # after the index: both may be growing
                 records, num_cut_off = _within(indexed, num_bytes)
@@ -129,7 +133,7 @@ class Segment:
             path=path,
             head=head,
             begin=begin,
-            records=records + more,
+            records=records + more if more else records,
             end=end,
             num_torn_bytes=num_bytes - end,
             num_indexed=num_indexed,
@@ -189,9 +193,8 @@ def pass_bytes(path: Path, max_bytes: int) -> bytes:
         record = _found(path)
         if record.num_bytes > max_bytes:
             raise CaptureError(f"{path.name}: larger than {max_bytes} bytes, which no capture is")
-        with open(path.parent, "rb") as file:
-            file.seek(record.offset + RECORD_BYTES)
-            data = file.read(record.num_bytes)
+        with open(path.parent, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), record.num_bytes, record.offset + RECORD_BYTES)
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
     if not is_whole(record, data):
@@ -221,13 +224,12 @@ def _found(path: Path) -> PassRecord:
 
 def _halved(segment: Path, number: int) -> PassRecord | None:
     try:
-        with open(index_of(segment), "rb") as file:
-            _, begin = Head.read(file.read(MAX_HEAD_BYTES), segment.name)
+        with open(index_of(segment), "rb", buffering=0) as file:
+            _, begin = Head.read(file.fileno(), segment.name)
             low, high = 0, (os.fstat(file.fileno()).st_size - begin) // RECORD_BYTES
             while low < high:
                 middle = (low + high) // 2
-                file.seek(begin + middle * RECORD_BYTES)
-                record = PassRecord.read(file.read(RECORD_BYTES))
+                record = PassRecord.read(os.pread(file.fileno(), RECORD_BYTES, begin + middle * RECORD_BYTES))
                 if record.number == number:
                     return record
                 low, high = (middle + 1, high) if record.number < number else (low, middle)
@@ -240,7 +242,7 @@ def _indexed(path: Path, begin: int) -> bytearray:
     """Read the records in the index; of a damaged one, none. The last one may be torn."""
     try:
         with open(index_of(path), "rb") as file:
-            _, index_begin = Head.read(file.read(MAX_HEAD_BYTES), path.name)
+            _, index_begin = Head.read(file.fileno(), path.name)
             records = bytearray(max(0, os.fstat(file.fileno()).st_size - index_begin))
             file.seek(index_begin)
             num_read = file.readinto(records)

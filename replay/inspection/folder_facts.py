@@ -13,7 +13,7 @@ from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import Incident, read_incidents
 from capture.record.retention import Keep
 from capture.record.salvage import salvage
-from replay.inspection.totals import KindFacts, Odd, Totals
+from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,9 @@ def inspect_folder(folder: Path) -> FolderFacts:
     totals = Totals(damaged)
     for path in files:
         totals.add_file(path)
-    for path in segments:
-        totals.add_segment(path)
+    with one_thread():
+        for path in segments:
+            totals.add_segment(path)
     model = "no actor.json: replay needs --model"
     try:
         if (config := read_actor_config(folder)) is not None:

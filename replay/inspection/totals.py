@@ -2,6 +2,8 @@
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +18,7 @@ from capture.file_format.pass_record import COLUMN, HAS_TOKENS, IS_ODD, TRAINS, 
 from capture.file_format.segment import Segment
 
 MOST_ODD = 100  # that are listed; the others are counted
+_ROWS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,17 @@ class Odd:
 
     source: str
     reason: str
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute in one thread: on a busy machine, several wait for each other longer than these sums take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class KindTotals:
@@ -133,43 +147,46 @@ class Totals:
             return
         if reason := damage_in(segment):
             self._damaged.append((path, reason))
-        table = columns(segment.records)
+        self.versions.update(f"{name} {number}" for name, number in segment.head.versions.items() if segment.num_passes)
+        for begin, table in enumerate(columns(segment.records).split(_ROWS_AT_ONCE)):
+            self._add_columns(segment, begin * _ROWS_AT_ONCE, table)
+
+    def _add_columns(self, segment: Segment, begin: int, table: Tensor) -> None:
+        """Add the passes from number `begin` on, which have these records."""
         flags = table[:, COLUMN["flags"]]
         has_tokens = flags & HAS_TOKENS != 0
         for place in (~has_tokens).nonzero().flatten().tolist():  # calls with embeddings, which say so when read
-            self.add_file(segment.pass_path(place))
+            self.add_file(segment.pass_path(begin + place))
         if not bool(has_tokens.any()):
             return
         is_training = flags & TRAINS != 0
         for trains in (True, False):
             self._kind(trains).add_columns(segment.head.rank, table[has_tokens & (is_training == trains)])
         self.num_by_format["of format 1 in segments"] += int(has_tokens.sum())
-        self.versions.update(f"{name} {number}" for name, number in segment.head.versions.items())
         times = table[has_tokens, COLUMN["time"]]
         first, last = (time_of(int(one)).isoformat(timespec="microseconds") for one in (times.min(), times.max()))
         self._see_times(first, last)
-        self._see_segment(segment, table, has_tokens)
-
-    def _see_segment(self, segment: Segment, table: Tensor, has_tokens: Tensor) -> None:
-        """Look for the largest pass and for odd ones."""
-        sizes = torch.where(has_tokens, table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]], -1)
-        for place in {int(sizes.argmax()), int(torch.where(has_tokens, sizes, 2**62).argmin())}:
-            record = segment.record(place)
+        sizes = table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]]
+        largest, least = sizes.where(has_tokens, -1).argmax(), sizes.where(has_tokens, 2**62).argmin()
+        for place in (int(largest), int(least)):
+            record = segment.record(begin + place)
             assert record.counts is not None
-            self._see_size(int(sizes[place]), segment.name(place), record.counts)
+            self._see_size(int(sizes[place]), segment.name(begin + place), record.counts)
         real, actions = table[:, COLUMN["real_tokens"]], table[:, COLUMN["action_tokens"]]
-        is_odd = (table[:, COLUMN["flags"]] & IS_ODD != 0) | (table[:, COLUMN["empty_rows"]] > 0)
-        is_odd |= (actions == 0) | (real * 5 < sizes)
+        is_odd = (flags & IS_ODD != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
         for place in (is_odd & has_tokens).nonzero().flatten().tolist():
-            if len(self.odd) >= MOST_ODD:
-                self.num_odd += 1
-                continue
-            record, path = segment.record(place), segment.pass_path(place)
-            assert record.counts is not None
-            try:
-                self._see_odd(path.name, record.counts, read_call(path) if record.has_odd_number else None)
-            except CaptureError as error:
-                self._damaged.append((path, str(error)))
+            self._see_odd_in(segment, begin + place)
+
+    def _see_odd_in(self, segment: Segment, place: int) -> None:
+        if len(self.odd) >= MOST_ODD:
+            self.num_odd += 1
+            return
+        record, path = segment.record(place), segment.pass_path(place)
+        assert record.counts is not None
+        try:
+            self._see_odd(path.name, record.counts, read_call(path) if record.has_odd_number else None)
+        except CaptureError as error:
+            self._damaged.append((path, str(error)))
 
     def longest(self) -> list[Odd]:
         """Return the pass with the most tokens, if there are several kinds or ranks."""
