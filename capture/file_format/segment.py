@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment, rank_in_name
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.pass_record import (
     COLUMN,
@@ -40,7 +40,7 @@ MAX_HEAD_BYTES = 64 * 1024
 _USUAL_HEAD_BYTES = 1024
 _SCANNED_BYTES = 2**20
 _SEGMENT = re.compile(rf"segment_rank\d{{1,9}}_\w+\{SEGMENT_SUFFIX}")
-_NAME = re.compile(r"actor_inputs_rank(\d{1,9})_(\d{8}_\d{6}_\d{6})_(\d{8,16})\.pkl")
+_NAME = re.compile(r"actor_inputs_rank\d{1,9}_\d{8}_\d{6}_\d{6}_(\d{8,16})\.pkl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +154,7 @@ class Segment:
 
     def name(self, number: int) -> str:
         of = columns(self.records[number * RECORD_BYTES : (number + 1) * RECORD_BYTES])[0]
-        return pass_name(self.head.rank or 0, int(of[COLUMN["time"]]), int(of[COLUMN["number"]]))
+        return pass_name(rank_in_name(self.path), int(of[COLUMN["time"]]), int(of[COLUMN["number"]]))
 
     def pass_path(self, number: int) -> Path:
         return self.path / self.name(number)
@@ -211,13 +211,13 @@ def _found(path: Path) -> PassRecord:
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise CaptureError(f"{path}: no name of a pass, such as actor_inputs_rank0_20261122_233513_992223_00000004.pkl")
-    number = int(match[3])
+    number = int(match[1])
     found = _halved(path.parent, number)
     if found is None:
         segment = Segment.open(path.parent)
         place = bisect_left(range(segment.num_passes), number, key=lambda one: segment.record(one).number)
         found = segment.record(place) if place < segment.num_passes else None
-    if found is None or pass_name(int(match[1]), found.time, found.number) != path.name:
+    if found is None or pass_name(rank_in_name(path.parent), found.time, found.number) != path.name:
         raise CaptureError(f"{path}: no such pass in the segment. Try: replay inspect, with its folder")
     return found
 

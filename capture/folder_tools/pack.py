@@ -3,7 +3,9 @@
 import os
 import tempfile
 import zipfile
+import zlib
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +97,7 @@ class _Room:
         """Pack the passes from the segment's beginning on that fit, and their index."""
         segment, index = Segment.open(path), index_of(path)
         left = self._left(path) - _OVERHEAD_BYTES - 2 * len(self._inside(index))
-        num_fitting = bisect_right(range(segment.num_passes), left, key=lambda one: _size_up_to(segment, one))
+        num_fitting = bisect_right(list(_packed_sizes(segment)), left)
         if num_fitting:
             with open(path, "rb") as file:
                 data = file.read(segment.record(num_fitting - 1).end)
@@ -115,9 +117,13 @@ class _Room:
         return f"{self._name}/{path.relative_to(self._folder).as_posix()}"
 
 
-def _size_up_to(segment: Segment, place: int) -> int:
-    """Count the bytes of a segment that ends with the pass at `place`, and those of its index."""
-    return segment.record(place).end + segment.begin + (place + 1) * RECORD_BYTES
+def _packed_sizes(segment: Segment) -> Iterator[int]:
+    """Yield at most how many bytes the segment and its index take in the zip, up to and with each pass."""
+    packer = zlib.compressobj(9)
+    num_bytes = 2 * segment.begin
+    for _, data in segment.passes():
+        num_bytes += len(packer.compress(data)) + len(packer.flush(zlib.Z_SYNC_FLUSH)) + 2 * RECORD_BYTES
+        yield num_bytes
 
 
 _OVERHEAD_BYTES = 1024  # for a file's two headers and the end of the directory
