@@ -14,7 +14,7 @@ from capture.file_format.atomic_write import HOST, write_atomically
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, make_home, rank_in_name
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.pass_record import RECORD_BYTES, PassRecord
-from capture.file_format.segment import Head, Segment, index_of, pass_name, segments_in
+from capture.file_format.segment import MAX_HEAD_BYTES, Head, Segment, index_of, pass_name, segments_in
 
 SECONDS_BETWEEN_SYNCS = 1.0  # what a host that goes down may take along; a killed process takes nothing
 _OTHER_HOSTS_SECONDS = 3600.0  # by then a segment that another host may have been writing is a dead one's
@@ -169,8 +169,8 @@ def _repair(path: Path, descriptor: int) -> bool:
     try:
         segment = Segment.open(path)
     except CaptureError:  # `capture check` reports it
-        if os.fstat(descriptor).st_size == 0:
-            path.unlink()
+        if b"\n" not in os.pread(descriptor, MAX_HEAD_BYTES, 0) and os.fstat(descriptor).st_size < MAX_HEAD_BYTES:
+            path.unlink()  # killed while it wrote the head
             index_of(path).unlink(missing_ok=True)
             return True
         return False
