@@ -239,8 +239,8 @@ class RankSegments:
         oldest = self._oldest_first.popleft()
         if oldest.path == self._writer.path:
             self._writer.close()
+        index_of(oldest.path).unlink(missing_ok=True)  # first: a segment without one loses nothing
         oldest.path.unlink(missing_ok=True)
-        index_of(oldest.path).unlink(missing_ok=True)
         self._num_bytes -= oldest.num_bytes
         self.num_given_up += oldest.num_passes
 

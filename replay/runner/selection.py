@@ -60,7 +60,7 @@ class Reader:
     def read(self, captures: Iterable[Listed]) -> Iterator[Captured]:
         for one in captures:
             record = one.record
-            captured = self._opened(one.path) if record is None else self._recorded(one, record)
+            captured = self._opened(one) if record is None else self._recorded(one, record)
             if captured is None:
                 continue
             if self.passes is Passes.ALL or captured.trains == (self.passes is Passes.TRAIN):
@@ -80,10 +80,10 @@ class Reader:
     def _recorded(self, one: Listed, record: PassRecord) -> Captured | None:
         """Return what a segment's index knows of a pass."""
         if record.counts is None:
-            return self._opened(one.path)
+            return self._opened(one)
         assert isinstance(one.file, Segment)
         return Captured(
-            path=one.path,
+            capture=one,
             trains=record.trains,
             rank=one.file.head.rank,
             forward=record.forward,
@@ -94,15 +94,15 @@ class Reader:
             has_gradients=record.has_gradients,
         )
 
-    def _opened(self, path: Path) -> Captured | None:
+    def _opened(self, one: Listed) -> Captured | None:
         try:
-            call = read_call(path)
+            call = read_call(one.path)
             batch = call.micro_batch()
         except CaptureError as error:
-            self.damaged.append((path, str(error)))
+            self.damaged.append((one.path, str(error)))
             return None
         return Captured(
-            path=path,
+            capture=one,
             trains=batch.trains,
             rank=batch.origin.rank,
             forward=batch.origin.step,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from capture.file_format.listing import Listed
 from capture.file_format.pass_record import window_digest
 
 
@@ -16,7 +17,7 @@ from capture.file_format.pass_record import window_digest
 class Captured:
     """What selection needs to know about one readable capture."""
 
-    path: Path
+    capture: Listed
     trains: bool
     rank: int | None
     forward: int | None  # its number among its rank's forwards
@@ -25,6 +26,10 @@ class Captured:
     optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
     window: int | None  # on the last pass before a step: `window_digest` of its rank's forwards in the window
     has_gradients: bool  # the capture holds samples of the gradient used in the step
+
+    @property
+    def path(self) -> Path:
+        return self.capture.path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
