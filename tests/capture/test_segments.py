@@ -145,6 +145,8 @@ def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(one: Pat
         torn = Segment.open(one)
         assert (torn.num_passes, torn.end, torn.num_torn_bytes) == (5, before.end, end - before.end)
         assert (torn.gaps, torn.num_cut_off) == ([], 0)
+    one.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes))  # a host went down
+    assert (Segment.open(one).num_passes, Segment.open(one).end) == (5, before.end)
     one.write_bytes(data)
     assert Segment.open(one).num_passes == 6
 
@@ -253,11 +255,14 @@ def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) 
     assert not segment.read_bytes().endswith(b"half")
 
 
-def test_a_disk_that_is_full_costs_the_passes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", [9, 10, 11, 12], ids=["record", "head", "body", "entry in the index"])
+def test_a_disk_that_is_full_costs_the_passes_after_it(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, num_written = os.write, iter(range(100))
 
     def full(descriptor: int, data: Any) -> int:
-        if next(num_written) > 12:
+        if next(num_written) > last:
             if len(data) > 10:
                 return real(descriptor, data[:10])
             raise OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from capture import capture_files
+from capture import capture_files, recording
 from capture.cli import main
 from capture.file_format.capture_file import Call, read_call
 from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
@@ -20,6 +20,7 @@ from replay.runner import selection
 from replay.runner.selection import default_folder, select
 from replay.spec import InputsSpec, Passes
 from tests.helpers.made_captures import write_config, write_passes
+from tests.helpers.small_jobs import TinyModel
 from tests.replay.test_verdict import FP32, replayed, train
 
 
@@ -70,6 +71,22 @@ def test_of_segments_only_the_selected_passes_are_opened(sample: Path, monkeypat
     chosen = select(InputsSpec(inputs=sample, max_inputs=3), 0, 1)
     assert sorted(read) == sorted(chosen.inputs)
     assert len(read) == 3
+
+
+@pytest.mark.parametrize("segment", [None, "1MB"])
+def test_passes_of_a_window_that_is_not_whole_come_last(segment: str | None, tmp_path: Path) -> None:
+    """Windows of two passes; of the first one the first pass is not recorded."""
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True, forwards="1:", segment=segment):
+        for step in range(6):
+            model(torch.ones(2, 8, dtype=torch.long)).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    chosen = select(InputsSpec(inputs=tmp_path), 0, 1, grad_accumulation=None)
+    assert [int(path.stem[-8:]) for path in chosen.inputs] == [2, 3, 4, 5, 1]
+    assert chosen.grad_accumulation == 2
 
 
 def facts_and_text(folder: Path) -> tuple[FolderFacts, list[str]]:
