@@ -61,45 +61,51 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--segment", help="As in capture run; without it a file a pass.")
     parser.add_argument("--step-seconds", type=float, default=0.01, help="0: a step waits for the disk instead.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found = kill_jobs(Path(folder), num_kills=given.kills, seed=given.seed, step_seconds=given.step_seconds)
+        found = kill_jobs(
+            Path(folder), num_kills=given.kills, seed=given.seed, step_seconds=given.step_seconds, segment=given.segment
+        )
     print(found)
     return 1 if found.torn or found.stale or found.missing or max(found.lost) > 1 else 0
 
 
-def kill_jobs(folder: Path, *, num_kills: int, seed: int, step_seconds: float) -> Findings:
+def kill_jobs(folder: Path, *, num_kills: int, seed: int, step_seconds: float, segment: str | None) -> Findings:
     draw, found = random.Random(seed), Findings(num_kills=num_kills)
-    before: set[str] = set()
+    before: set[Path] = set()
     for _ in range(num_kills):
-        num_passes = _kill_one(folder, draw, step_seconds)
-        files = {path.name for path in capture_files(folder)}
-        for name in sorted(files - before):
+        num_passes = _kill_one(folder, draw, step_seconds, segment)
+        files = set(capture_files(folder))
+        for path in sorted(files - before):
             try:
-                read_micro_batch(folder / name)
+                read_micro_batch(path)
             except CaptureError as error:
                 found.torn.append(str(error))
         found.num_committed += len(files - before)
         found.lost.append(max(0, num_passes - len(files - before)))
         before = files
-        _start_again(folder)
-        before = {path.name for path in capture_files(folder)}
-        found.stale.extend(entry for entry in os.listdir(folder) if entry.endswith(".tmp"))
+        _start_again(folder, segment)
+        gone = files - set(capture_files(folder))
+        found.missing.extend(sorted(path.name for path in gone))
+        before = set(capture_files(folder))
+        found.stale.extend(path.name for path in folder.rglob("*.tmp"))
     checked = check_folder(folder)
     found.missing.extend(checked.missing)
     found.torn.extend(checked.damaged.values())
+    found.stale.extend([*checked.torn, *checked.reindexed])
     return found
 
 
-def _kill_one(folder: Path, draw: random.Random, step_seconds: float) -> int:
+def _kill_one(folder: Path, draw: random.Random, step_seconds: float, segment: str | None) -> int:
     """Kill one job and return how many passes its model had returned from."""
     reading, writing = os.pipe()
     job = os.fork()
     if not job:
         os.close(reading)
-        _job(folder, writing, step_seconds)
+        _job(folder, writing, step_seconds, segment)
     os.close(writing)
     num_passes = 0
     for _ in range(draw.randrange(1, 25)):
@@ -115,10 +121,10 @@ def _kill_one(folder: Path, draw: random.Random, step_seconds: float) -> int:
     return num_passes
 
 
-def _job(folder: Path, writing: int, step_seconds: float) -> None:
+def _job(folder: Path, writing: int, step_seconds: float, segment: str | None) -> None:
     try:
         model = TinyModel()
-        recorder = recording(model, folder)
+        recorder = recording(model, folder, segment=segment)
         while True:
             model(IDS_BS)
             os.write(writing, b".")
@@ -130,12 +136,12 @@ def _job(folder: Path, writing: int, step_seconds: float) -> None:
         os._exit(3)
 
 
-def _start_again(folder: Path) -> None:
+def _start_again(folder: Path, segment: str | None) -> None:
     job = os.fork()
     if not job:
         try:
             model = TinyModel()
-            with recording(model, folder):
+            with recording(model, folder, segment=segment):
                 model(IDS_BS)
         finally:
             os._exit(0)

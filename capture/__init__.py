@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capture.file_format.actor_config import read_actor_config, write_actor_config
-    from capture.file_format.capture_file import capture_files, read_micro_batch, write_call
+    from capture.file_format.capture_file import read_micro_batch, write_call
+    from capture.file_format.listing import capture_files
     from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
     from capture.record.recorder import Recorder, recording
 
@@ -20,7 +21,7 @@ _HOMES = {
     "MicroBatch": "capture.file_format.micro_batch",
     "Origin": "capture.file_format.micro_batch",
     "Recorder": "capture.record.recorder",
-    "capture_files": "capture.file_format.capture_file",
+    "capture_files": "capture.file_format.listing",
     "read_actor_config": "capture.file_format.actor_config",
     "read_micro_batch": "capture.file_format.capture_file",
     "recording": "capture.record.recorder",

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_run(commands)
-    command("check", _check, "Read every file and compare it with the manifests.")
-    command("salvage", _salvage, "Write the passes that killed processes of this host left in memory.")
+    command("check", _check, "Read every capture and compare it with the manifests and indexes.")
+    command(
+        "salvage",
+        _salvage,
+        "Write the passes that killed processes of this host left in memory; cut torn segments.",
+    )
     collect = command(
         "collect",
         _collect,
@@ -66,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         dest="project",
         choices=PROJECTS,
         help="Project that wrote them (default: told from each file).",
+    )
+    convert.add_argument(
+        "--segment",
+        metavar="SIZE",
+        help="Write many passes into one file of about this size, as 64MB (default: a file a pass).",
     )
     convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: those of the dump).")
     redact = command("redact", _redact, "Write a copy of the folder without its text.")
@@ -106,6 +115,12 @@ def _add_run(commands: Any) -> None:
     kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is an incident.")
     kept.add_argument(
         "--reproduce", action=argparse.BooleanOptionalAction, help="Keep random states, outputs and environment."
+    )
+    kept.add_argument(
+        "--segment",
+        metavar="SIZE",
+        help="Put many passes into one file of about this size, as 64MB, in a folder for each rank. Without it a pass "
+        "is a file, and a rank has a folder of its own if there are more than 16.",
     )
     for name in FORMER_OPTIONS:
         kept.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -160,10 +175,18 @@ def _check(parsed: argparse.Namespace) -> int:
     from capture.file_format.manifest import check_folder
 
     result = check_folder(parsed.folder)
-    print(f"good       {len(result.good)} files")
+    good = [f"{len(result.good)} files"] if result.good or not result.num_good_in else []
+    if result.num_good_in:
+        num_passes = sum(result.num_good_in.values())
+        good.append(f"{num_passes} passes in {len(result.num_good_in)} segments")
+    print(f"good       {', '.join(good)}")
     if result.uncommitted:
         reason = "no manifest" if not result.num_manifests else "in no manifest"
         print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short, or is older")
+    for name in result.reindexed:
+        print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
+    for name, num_bytes in result.torn.items():
+        print(f"torn       {name}: {num_bytes} bytes at its end, of a pass that is or was being written")
     for reason in result.damaged.values():
         print(f"damaged    {reason}")
     for name in result.missing:
@@ -173,11 +196,13 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _salvage(parsed: argparse.Namespace) -> int:
     from capture.record.retention import Keep
-    from capture.record.salvage import salvage
+    from capture.record.salvage import repair_folder, salvage
 
     if not parsed.folder.is_dir():
         raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
     print(f"salvaged   {salvage(parsed.folder, Keep())} passes of processes that died")
+    if num_repaired := repair_folder(parsed.folder):
+        print(f"repaired   {num_repaired} segments: torn tails cut, indexes completed")
     return 0
 
 
@@ -209,11 +234,18 @@ def _convert(parsed: argparse.Namespace) -> int:
     from capture.progress_bar import ProgressBar
 
     project, bar = Project(parsed.project) if parsed.project else None, ProgressBar()
-    done = convert_folder(parsed.folder, parsed.target, project=project, num_rows=parsed.rows, on_progress=bar.show)
+    done = convert_folder(
+        parsed.folder,
+        parsed.target,
+        project=project,
+        num_rows=parsed.rows,
+        segment=_segment(parsed.segment),
+        on_progress=bar.show,
+    )
     bar.clear()
     share = done.num_bytes_after / done.num_bytes_before if done.num_bytes_before else 0
     print(
-        f"converted  {len(done.written)} files to {parsed.target}, {share:.0%} of their size, each read back and equal"
+        f"converted  {done.num_written} passes to {parsed.target}, {share:.0%} of their size, each read back and equal"
     )
     return _refused(done.refused)
 
@@ -222,7 +254,7 @@ def _redact(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.redact import Tokens, redact_folder
 
     done = redact_folder(parsed.folder, parsed.target, Tokens(parsed.tokens))
-    print(f"redacted   {len(done.written)} files to {parsed.target}, tokens: {parsed.tokens}")
+    print(f"redacted   {done.num_written} passes to {parsed.target}, tokens: {parsed.tokens}")
     if done.blanked:
         print(f"blanked    {', '.join(sorted(done.blanked))}")
     return _refused(done.refused)
@@ -232,16 +264,23 @@ def _pack(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.pack import pack_folder
 
     done = pack_folder(parsed.folder, parsed.target, max_bytes=parsed.max_bytes)
-    print(f"packed     {done.num_files} files in {done.path}, {done.num_bytes:,} bytes")
-    if done.left_out:
-        print(
-            f"left out   {len(done.left_out)} files, from {done.left_out[0]} on: more than {parsed.max_bytes:,} bytes"
-        )
+    print(f"packed     {done.num_passes} passes in {done.path}, {done.num_bytes:,} bytes")
+    if done.left_out is not None:
+        print(f"left out   {done.num_left_out} passes, from {done.left_out} on: more than {parsed.max_bytes:,} bytes")
     print("           it holds what was captured; to take the text out first: capture redact")
     return 0
 
 
-def _refused(refused: dict[str, str]) -> int:
+def _segment(typed: str | None) -> int | None:
+    from capture.record.retention import num_bytes_of
+
+    try:
+        return None if typed is None else num_bytes_of(typed)
+    except ValueError as error:
+        raise CaptureError(str(error)) from None
+
+
+def _refused(refused: Mapping[str, str]) -> int:
     for reason in refused.values():
         print(f"refused    {reason}")
     return 1 if refused else 0

@@ -7,9 +7,9 @@ from typing import Any
 
 from capture.file_format.atomic_write import read_bytes, write_atomically
 from capture.file_format.capture_file import FORMAT, other_format
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, top_of
 from capture.file_format.micro_batch import CaptureError
 
-ACTOR_CONFIG_NAME = "actor.json"
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
@@ -27,9 +27,11 @@ def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name
 def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
     """Read the config as the model's `config.to_dict()` gave it; None without an `actor.json`.
 
+    A rank's folder has its config in the folder above.
+
     Raises CaptureError if the file holds no config.
     """
-    path = Path(folder) / ACTOR_CONFIG_NAME
+    path = top_of(Path(folder)) / ACTOR_CONFIG_NAME
     if not path.exists():
         return None
     try:

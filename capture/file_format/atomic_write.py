@@ -11,7 +11,7 @@ from pathlib import Path
 
 from capture.file_format.micro_batch import CaptureError
 
-_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _TOKEN = secrets.token_hex(4)  # tells this process from a dead one of the same number
 _number = itertools.count()
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+\.tmp$")
@@ -20,7 +20,7 @@ _OTHER_HOSTS_SECONDS = 3600.0  # by then a temporary that another host may have 
 
 def write_atomically(path: Path, *parts: bytes) -> None:
     """Write a file with mode 0600, of which readers see all or nothing. Raises OSError; then there is no new file."""
-    temporary = path.parent / f".{path.name}.{_HOST}-{os.getpid()}-{_TOKEN}-{next(_number)}.tmp"
+    temporary = path.parent / f".{path.name}.{HOST}-{os.getpid()}-{_TOKEN}-{next(_number)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -61,7 +61,7 @@ def remove_stale_temporaries(folder: Path, rank: int) -> None:
 
 
 def _is_stale(match: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
-    if match["host"] != _HOST:
+    if match["host"] != HOST:
         return not is_shared or time.time() - entry.stat().st_mtime > _OTHER_HOSTS_SECONDS
     if int(match["pid"]) == os.getpid():
         return match["token"] != _TOKEN

@@ -19,8 +19,9 @@ Arguments keep the names that the model's forward gave them. Beside the files, `
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
 
+import json
+import math
 import pickle
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,19 +31,23 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.file_format.atomic_write import read_bytes, write_atomically
+from capture.file_format.atomic_write import HOST, read_bytes, write_atomically
+from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
     CaptureError,
     MicroBatch,
     Origin,
     check_call,
+    is_of_embeddings,
     micro_batch_from_call,
 )
 from capture.file_format.openrlhf_dump import read_legacy
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import ParameterSamples
+from capture.file_format.pass_record import Counts, PassRecord, microseconds_of, window_digest
 from capture.file_format.plain_data import plain_copy
 from capture.file_format.safe_unpickler import NamesAClassError, load_plain
+from capture.file_format.segment import Head, pass_bytes
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,
     check_total,
@@ -127,8 +132,19 @@ class Call:
             self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
 
+    def counts(self) -> Counts | None:
+        """Count rows and tokens; None for a call with embeddings in the place of token ids. Raises CaptureError."""
+        return None if is_of_embeddings(self.tensors) else Counts.of(self.micro_batch())
+
     def write(self, folder: str | Path) -> Path:
         """Write it as a new file of format 1 and return its path. Raises what `write_call` does."""
+        encoded = self.encoded()
+        path = encoded.new_path(Path(folder))
+        write_atomically(path, *encoded.parts())
+        return path
+
+    def encoded(self) -> "EncodedCall":
+        """Encode it. Raises what `encode_call` does."""
         encoded = encode_call(
             self.tensors,
             self.call_facts,
@@ -144,25 +160,55 @@ class Call:
             encoded.body["outputs"] = dict(self.outputs)
         if self.step is not None:
             encoded.body["step"] = self.step.text()
-        path = encoded.new_path(Path(folder))
-        write_atomically(path, *encoded.parts())
-        return path
+        return encoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedCall:
-    """One forward as it will be written; `body` is plain data and may still get outputs."""
+    """One forward as it will be written; `body` is plain data and may still get outputs.
+
+    counts  rows and tokens; None for a call with embeddings in the place of token ids
+    """
 
     rank: int
     step: int
     time: str
     body: dict[str, Any]
+    counts: Counts | None
 
     def parts(self) -> tuple[bytes, bytes]:
         """Return the file's two pickles."""
         payload = pickle.dumps(self.body, protocol=5)
         head = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
         return pickle.dumps(head, protocol=5), payload
+
+    @property
+    def world_size(self) -> int | None:
+        world_size: int | None = self.body["origin"]["world_size"]
+        return world_size
+
+    def record(self) -> PassRecord:
+        """Describe it as a segment's index does, without its place, length and checksum."""
+        step = json.loads(self.body["step"]) if "step" in self.body else None
+        return PassRecord(
+            offset=0,
+            num_bytes=0,
+            crc32=0,
+            number=self.step,
+            time=microseconds_of(self.time),
+            forward=self.body["origin"]["step"],
+            trains=self.body["trains"],
+            counts=self.counts,
+            has_odd_number=bool(odd_numbers(self.body.get("outputs", {}))),
+            has_gradients=step is not None and step["gradients"] is not None,
+            optimizer_step=self.body.get("optimizer_step"),
+            window=None if step is None else window_digest(step["passes"]),
+        )
+
+    def head(self) -> Head:
+        """Return what it shares with the other passes of its segment."""
+        shared = {name: self.body["origin"][name] for name in ("rank", "world_size", "model_name", "versions")}
+        return Head(**shared, host=HOST)
 
     def new_path(self, folder: Path) -> Path:
         """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
@@ -192,7 +238,7 @@ def encode_call(
     name = _file_name(origin.rank or 0, time, origin.step or 0)
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
-    check_call(tensors, call_facts, trains=trains, origin=origin)
+    batch = check_call(tensors, call_facts, trains=trains, origin=origin)
     written_origin = asdict(origin)
     del written_origin["source"]
     body = {
@@ -206,7 +252,8 @@ def encode_call(
     body |= {"environment": plain_copy(dict(environment))} if environment else {}
     body |= {"weights": weights} if weights else {}
     body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
-    encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body)
+    counts = None if batch is None else Counts.of(batch)
+    encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
     load_plain(encoded.parts()[1], source=name)
     return encoded
 
@@ -258,7 +305,7 @@ def read_call(path: str | Path) -> Call:
 def _read(path: str | Path) -> Call | MicroBatch:
     """Read a call of format 1, or the micro-batch of a dump."""
     source = Path(path).name
-    data = read_bytes(Path(path), MAX_FILE_BYTES)
+    data = read_capture_bytes(Path(path))
     try:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
@@ -278,6 +325,16 @@ def _read(path: str | Path) -> Call | MicroBatch:
         optimizer_step=body.get("optimizer_step"),
         step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
     )
+
+
+def read_capture_bytes(path: Path) -> bytes:
+    """Read a capture as it was written, from a file of its own or from a segment. Raises CaptureError."""
+    return (pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
+
+
+def odd_numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the outputs that are numbers and not finite."""
+    return {name: value for name, value in outputs.items() if isinstance(value, float) and not math.isfinite(value)}
 
 
 def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
@@ -335,18 +392,3 @@ def _shown(value: Any) -> str:
 
 def other_format(source: str, written: object) -> str:
     return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
-
-
-def capture_files(folder: str | Path) -> list[Path]:
-    """List a folder's captures by rank, in recorded order within a rank. Raises CaptureError without a folder."""
-    if not Path(folder).is_dir():
-        raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
-
-    paths = (path for path in Path(folder).glob("*.pkl") if not path.name.startswith("."))
-    return sorted(paths, key=lambda path: (rank_in_name(path), path.name))
-
-
-def rank_in_name(path: Path) -> int:
-    """Return the rank in a capture's file name; -1 without one."""
-    rank = re.search(r"rank(\d{1,9})", path.name)
-    return int(rank[1]) if rank else -1

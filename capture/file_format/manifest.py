@@ -1,5 +1,7 @@
 """Write and read manifests: `manifest_rank<rank>_<time>.json` lists what a rank's recording committed, written last.
 
+A manifest lists at most 1,024 files, then the recording begins another one, with a number behind the time.
+
 A folder whose recording was cut short has files and no manifest for them; they are as readable as the others.
 """
 
@@ -11,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import FORMAT, Call, capture_files, read_call
+from capture.file_format.capture_file import FORMAT, Call, read_call
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in
+from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.segment import INDEX_SUFFIX, Segment, is_whole
 
 MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_ENTRIES = 1024  # in one manifest: what a recording keeps in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +38,20 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderCheck:
-    """The files of a folder as `check_folder` found them, by name."""
+    """The captures of a folder as `check_folder` found them, by name."""
 
-    good: list[str] = field(default_factory=list)
+    good: list[Path] = field(default_factory=list)  # in files of their own
+    num_good_in: dict[Path, int] = field(default_factory=dict)  # segment: passes
+    torn: dict[str, int] = field(default_factory=dict)  # segment: bytes at its end that are no pass
+    reindexed: list[str] = field(default_factory=list)  # segments whose index lacks passes
     uncommitted: list[str] = field(default_factory=list)  # good, but no manifest has them
     damaged: dict[str, str] = field(default_factory=dict)  # name: what is wrong
-    missing: list[str] = field(default_factory=list)  # in a manifest, and gone
+    missing: list[str] = field(default_factory=list)  # in a manifest or an index, and gone
     num_manifests: int = 0
+
+    @property
+    def num_good(self) -> int:
+        return len(self.good) + sum(self.num_good_in.values())
 
     @property
     def is_whole(self) -> bool:
@@ -64,9 +77,12 @@ def stamp_of(time: str) -> str:
     return "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
 
 
-def write_manifest(folder: Path, entries: Sequence[Entry], *, rank: int, time: str) -> Path:
-    """Write a rank's manifest and return its path. `time` tells recordings into one folder apart. Raises OSError."""
-    path = folder / f"manifest_rank{rank}_{stamp_of(time)}.json"
+def write_manifest(folder: Path, entries: Sequence[Entry], *, rank: int, time: str, number: int = 0) -> Path:
+    """Write a rank's manifest and return its path. `time` tells recordings into one folder apart. Raises OSError.
+
+    number  of manifests that the recording has filled before
+    """
+    path = folder / f"manifest_rank{rank}_{stamp_of(time)}{f'_{number:06d}' if number else ''}.json"
     rewrite_manifest(path, entries)
     return path
 
@@ -99,14 +115,17 @@ def read_manifest(path: Path) -> list[Entry]:
 
 
 def check_folder(folder: Path) -> FolderCheck:
-    """Read every file and compare it with the manifests. Raises CaptureError without a folder."""
-    present = capture_files(folder)
-    manifests = sorted(folder.glob("manifest_rank*.json"))
+    """Read every capture and compare it with the manifests and indexes. Raises CaptureError without a folder.
+
+    A file of one pass is decoded; of a pass in a segment the bytes are compared with its checksum.
+    """
+    present = lone_files(folder)
+    manifests = sorted(path for home in homes_in(folder) for path in home.glob("manifest_rank*.json"))
     result = FolderCheck(num_manifests=len(manifests))
-    entries: dict[str, Entry] = {}
+    entries: dict[Path, Entry] = {}
     for path in manifests:
         try:
-            entries |= {entry.name: entry for entry in read_manifest(path)}
+            entries |= {path.with_name(entry.name): entry for entry in read_manifest(path)}
         except CaptureError as error:
             result.damaged[path.name] = str(error)
     for path in present:
@@ -115,12 +134,50 @@ def check_folder(folder: Path) -> FolderCheck:
         except (CaptureError, OSError) as error:
             result.damaged[path.name] = str(error)
             continue
-        committed = entries.get(path.name)
+        committed = entries.get(path)
         if committed is None:
             result.uncommitted.append(path.name)
         elif (committed.num_bytes, committed.crc32) != (actual.num_bytes, actual.crc32):
             result.damaged[path.name] = f"{path.name}: reads, but is not the file that the manifest has"
             continue
-        result.good.append(path.name)
-    result.missing.extend(sorted(entries.keys() - {path.name for path in present}))
+        result.good.append(path)
+    result.missing.extend(sorted(path.name for path in entries.keys() - set(present)))
+    for path in segment_files(folder):
+        _check_segment(path, result)
+    indexes = (path for home in homes_in(folder) for path in home.glob(f"segment_rank*{INDEX_SUFFIX}"))
+    segments = (path.with_suffix(SEGMENT_SUFFIX) for path in indexes)
+    result.missing.extend(sorted(path.name for path in segments if not path.exists()))
     return result
+
+
+def _check_segment(path: Path, result: FolderCheck) -> None:
+    try:
+        segment = Segment.open(path)
+    except CaptureError as error:
+        result.damaged[path.name] = str(error)
+        return
+    if segment.num_torn_bytes:
+        result.torn[path.name] = segment.num_torn_bytes
+    if not segment.has_whole_index:
+        result.reindexed.append(path.name)
+    if reason := damage_in(segment):
+        result.damaged[path.name] = reason
+    result.num_good_in[path] = segment.num_passes
+    for number, (record, data) in enumerate(segment.passes()):
+        if not is_whole(record, data):
+            result.num_good_in[path] -= 1
+            name = segment.name(number)
+            result.damaged[name] = f"{name}: the checksum is wrong: this pass of {path.name} is damaged"
+
+
+def damage_in(segment: Segment) -> str | None:
+    """Say what a segment has lost as far as its index tells; None: nothing."""
+    if segment.num_cut_off:
+        return (
+            f"{segment.path.name}: truncated: its index has {segment.num_cut_off} passes more than are here. "
+            "Copy the segment again"
+        )
+    if segment.gaps:
+        num_bytes = sum(length for _, length in segment.gaps)
+        return f"{segment.path.name}: {num_bytes} bytes of it are no pass: damaged. Copy it and its index again"
+    return None

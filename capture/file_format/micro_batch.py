@@ -192,10 +192,12 @@ def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
     return EMBEDDINGS_NAME in tensors and not any(name in tensors for name in ID_NAMES)
 
 
-def check_call(tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin) -> None:
+def check_call(
+    tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin
+) -> MicroBatch | None:
     """Check that a capture may hold the call: a micro-batch, or one with embeddings in the place of token ids.
 
-    Raises CaptureError if not.
+    Returns the micro-batch; None of embeddings. Raises CaptureError for any other call.
     """
     named = dict(tensors)
     if is_of_embeddings(tensors):
@@ -206,7 +208,8 @@ def check_call(tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, 
                 f"not {embeddings.dtype} of shape {list(embeddings.shape)}"
             )
         named["input_ids"] = torch.zeros((), dtype=torch.int64, device="cpu").expand(embeddings.shape[:2])
-    micro_batch_from_call(named, call_facts, trains=trains, origin=origin)
+    batch = micro_batch_from_call(named, call_facts, trains=trains, origin=origin)
+    return None if is_of_embeddings(tensors) else batch
 
 
 def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:

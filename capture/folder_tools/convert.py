@@ -1,6 +1,7 @@
 """Convert older dumps and those of other projects into a folder of format 1."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, read_call, utc_time
-from capture.file_format.manifest import Entry, entry_of, write_manifest
+from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_time
+from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import bytes_of
+from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
 from capture.importers import Project, dump_files, read_dump
 
 DUMP_TIME = "%Y%m%d_%H%M%S_%f"
@@ -21,10 +23,10 @@ DUMP_TIME = "%Y%m%d_%H%M%S_%f"
 class Conversion:
     """What `convert_folder` wrote, and what it refused."""
 
-    written: list[Path] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # file name: why
-    num_bytes_before: int = 0
-    num_bytes_after: int = 0
+    num_written: int
+    refused: Mapping[str, str] = field(default_factory=dict)  # file name: why
+    num_bytes_before: int
+    num_bytes_after: int
 
 
 def convert_folder(
@@ -33,14 +35,16 @@ def convert_folder(
     *,
     project: Project | None = None,
     num_rows: int | None = None,
+    segment: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Conversion:
-    """Write every dump of `source`, a file or a folder, as format 1 into `target`, with a manifest.
+    """Write every dump of `source`, a file or a folder, as format 1 into `target`, with a manifest; or into segments.
 
     Each file is read back and compared before it counts.
 
     project      project that wrote the dumps; None: told from each file
     num_rows     rows of a micro-batch; None: as the dump has them
+    segment      bytes of a segment, a file of many passes; None: each pass becomes a file
     on_progress  called before each dump with the number of dumps that are done, and of all
 
     What a dump does not say stays unknown, except its step, which is its number among its rank's files, and its time,
@@ -55,39 +59,35 @@ def convert_folder(
     if (config := read_actor_config(folder)) is not None:
         write_actor_config(target, config, None)
     now = utc_time()
-    written: list[Path] = []
     refused: dict[str, str] = {}
-    entries: dict[int, list[Entry]] = {}
-    before = after = 0
-    for number, path in enumerate(paths):
-        on_progress(number, len(paths))
-        name = path.relative_to(folder).as_posix()
-        try:
-            for call in read_dump(path, name, project, num_rows):
-                rank = call.origin.rank or 0
-                step = len(entries.get(rank, [])) if call.origin.step is None else call.origin.step
-                time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, path.name)
-                call = replace(call, origin=replace(call.origin, step=step, time=time))
-                entry = _written(call, target)
-                entries.setdefault(rank, []).append(entry)
-                written.append(target / entry.name)
-                after += entry.num_bytes
-        except CaptureError as error:
-            refused[name] = str(error)
-            continue
-        before += path.stat().st_size
-    for rank, committed in entries.items():
-        write_manifest(target, committed, rank=rank, time=utc_time())
-    return Conversion(written=written, refused=refused, num_bytes_before=before, num_bytes_after=after)
+    num_of_rank: Counter[int] = Counter()
+    before = 0
+    with FolderWriter(target, segment=segment) as writer:
+        for number, path in enumerate(paths):
+            on_progress(number, len(paths))
+            name = path.relative_to(folder).as_posix()
+            try:
+                for call in read_dump(path, name, project, num_rows):
+                    rank = call.origin.rank or 0
+                    step = num_of_rank[rank] if call.origin.step is None else call.origin.step
+                    time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, path.name)
+                    call = replace(call, origin=replace(call.origin, step=step, time=time))
+                    copy = writer.write(call)
+                    _refuse_other(call, read_call(copy), copy)
+                    num_of_rank[rank] += 1
+            except CaptureError as error:
+                refused[name] = str(error)
+                continue
+            before += len(read_capture_bytes(path)) if is_in_segment(path) else path.stat().st_size
+    return Conversion(
+        num_written=num_of_rank.total(), refused=refused, num_bytes_before=before, num_bytes_after=writer.num_bytes
+    )
 
 
-def _written(call: Call, target: Path) -> Entry:
-    copy = call.write(target)
-    again = read_call(copy)
+def _refuse_other(call: Call, again: Call, copy: Path) -> None:
     for name, tensor in call.tensors.items():
         if _bytes(again.tensors[name]) != _bytes(tensor):
             raise AssertionError(f"{copy}: {name} is not what was written")
-    return entry_of(copy, again)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -104,10 +104,3 @@ def _iso_time(written: str | None, source: str) -> str | None:
             continue
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat(timespec="microseconds")
     raise CaptureError(f"{source}: its time is {str(written)[:40]!r}; allowed is ISO 8601 or {DUMP_TIME}")
-
-
-def make_empty_folder(folder: Path) -> None:
-    """Make a folder with mode 0700. Raises CaptureError if there is something in it."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CaptureError(f"{folder} is not an empty folder. Give the name of a new one")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from capture.file_format.actor_config import read_actor_config, write_actor_config
-from capture.file_format.capture_file import Call, capture_files, read_call, utc_time
-from capture.file_format.manifest import Entry, entry_of, write_manifest
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.listing import listed, segment_files
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
-from capture.folder_tools.convert import make_empty_folder
+from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
 
 GEOMETRY = (
     "attention_mask",
@@ -39,8 +39,8 @@ class Tokens(StrEnum):
 class Redaction:
     """What `redact_folder` wrote, refused and blanked."""
 
-    written: list[Path] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # file name: why
+    num_written: int
+    refused: dict[str, str] = field(default_factory=dict)  # capture: why
     blanked: set[str] = field(default_factory=set)  # arguments whose values are all 0 now
 
 
@@ -56,27 +56,25 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     model's name, what was computed from the text (outputs, random states, gradients and their norms), and the samples
     of the weights. An optimizer's step keeps its passes, their shares and the settings.
 
+    A source with segments becomes segments, of at most its largest one's size.
+
     Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
-    paths = capture_files(source)
+    captures = listed(source)
+    segment = max((path.stat().st_size for path in segment_files(source)), default=None)
     make_empty_folder(target)
     config = read_actor_config(source)
     if config is not None:
         write_actor_config(target, _without_paths(config), None)
-    redaction = Redaction()
-    entries: dict[int, list[Entry]] = {}
-    for path in paths:
-        try:
-            call = _redacted(read_call(path), tokens, config, redaction.blanked)
-            copy = call.write(target)
-        except CaptureError as error:
-            redaction.refused[path.name] = str(error)
-            continue
-        entries.setdefault(call.origin.rank or 0, []).append(entry_of(copy, call))
-        redaction.written.append(copy)
-    for rank, committed in entries.items():
-        write_manifest(target, committed, rank=rank, time=utc_time())
-    return redaction
+    num_written, refused, blanked = 0, dict[str, str](), set[str]()
+    with FolderWriter(target, segment=segment) as writer:
+        for one in captures:
+            try:
+                writer.write(_redacted(read_call(one.path), tokens, config, blanked))
+                num_written += 1
+            except CaptureError as error:
+                refused[one.path.name] = str(error)
+    return Redaction(num_written=num_written, refused=refused, blanked=blanked)
 
 
 def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:

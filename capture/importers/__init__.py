@@ -11,7 +11,9 @@ from pathlib import Path
 
 from capture.file_format.atomic_write import read_bytes
 from capture.file_format.capture_file import Call, read_call
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.segment import Segment
 from capture.importers.data_proto import ROLL_CLASS, VERL_CLASS, roll_calls, verl_calls
 from capture.importers.nemo_rl import nemo_rl_calls
 from capture.importers.skyrl import MODULE, skyrl_calls
@@ -47,15 +49,23 @@ _MODULES = {Project.VERL: VERL_CLASS[0], Project.ROLL: ROLL_CLASS[0], Project.SK
 def dump_files(source: Path) -> list[Path]:
     """List `source`, or the dumps in it and in its folders, those of a folder in the order of their numbers.
 
-    Raises CaptureError if there is no such file or folder.
+    A segment's passes are listed one by one. Raises CaptureError if there is no such file or folder, or for a segment
+    that cannot be read.
     """
     if source.is_file():
-        return [source]
+        return _passes_of(source) if source.suffix == SEGMENT_SUFFIX else [source]
     if not source.is_dir():
         raise CaptureError(f"{source}: no such file or folder. Give a dump, or a folder of dumps")
-    paths = (path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(source).parts))
-    return sorted(visible, key=lambda path: _by_number(path.relative_to(source).as_posix()))
+    paths = (path for path in source.rglob("*") if path.suffix in (*SUFFIXES, SEGMENT_SUFFIX) and path.is_file())
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(source).parts)]
+    dumps = [path for path in visible if path.suffix != SEGMENT_SUFFIX]
+    dumps += [path for segment in visible if segment.suffix == SEGMENT_SUFFIX for path in _passes_of(segment)]
+    return sorted(dumps, key=lambda path: _by_number(path.relative_to(source).as_posix()))
+
+
+def _passes_of(segment: Path) -> list[Path]:
+    whole = Segment.open(segment)
+    return [whole.pass_path(place) for place in range(whole.num_passes)]
 
 
 def read_dump(path: Path, source: str, project: Project | None, num_rows: int | None) -> Iterator[Call]:
@@ -67,6 +77,9 @@ def read_dump(path: Path, source: str, project: Project | None, num_rows: int | 
 
     Raises CaptureError for a file that is none of these, damaged or hostile; OSError.
     """
+    if is_in_segment(path):
+        yield read_call(path)
+        return
     with open(path, "rb") as file:
         project = project or _told_from(file.read(_CLASS_BYTES), path)
     if project is Project.OPENRLHF:

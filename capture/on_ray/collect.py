@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from capture.file_format.actor_config import ACTOR_CONFIG_NAME
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import Node, connected, nodes, reading
 from capture.on_ray.node_files import Change, Listed, checksum

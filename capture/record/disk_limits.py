@@ -1,64 +1,118 @@
-"""Write one rank's files within its limits: room is made before a file, and the manifest is written after it."""
+"""Write one rank's passes within its limits, as files of one pass each or into segments: room is made before."""
 
+import os
 import re
 import zlib
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from capture.file_format.atomic_write import remove_stale_temporaries, write_atomically
 from capture.file_format.capture_file import EncodedCall
-from capture.file_format.manifest import Entry, read_manifest, rewrite_manifest, write_manifest
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, home_of, make_home, rank_in_name
+from capture.file_format.manifest import (
+    MAX_ENTRIES,
+    Entry,
+    read_manifest,
+    rewrite_manifest,
+    stamp_of,
+    write_manifest,
+)
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.pass_record import RECORD_BYTES
+from capture.file_format.segment import INDEX_SUFFIX, index_of
+from capture.file_format.segment_writer import SegmentWriter, repair_segments
 from capture.record.retention import Keep
 
 MANIFEST_BYTES_A_FILE = 1024  # set aside for its entry
 _MIN_FILES_BETWEEN_MANIFESTS = 16
 
 
-class RankFiles:
-    """One rank's files in the folder, for one thread. Every method raises OSError where the disk fails.
+class RankWriter(Protocol):
+    """Writes one rank's passes, for one thread. Every method raises OSError where the disk fails.
 
-    num_given_up  files of this recording that made room for later ones
+    home          the folder that they go to
+    num_given_up  passes of this recording that made room for later ones
     """
 
-    def __init__(self, folder: Path, keep: Keep, *, rank: int, stamp: str) -> None:
-        self.rank = rank
+    home: Path
+    num_given_up: int
+
+    def write(self, encoded: EncodedCall) -> Path | None:
+        """Write a pass. Returns None if there is no room: under `keep="first"`, or for a pass of this size."""
+
+    def commit(self) -> None:
+        """Have manifests say, and the disk hold, what was written."""
+
+    def close(self) -> None:
+        """Let go of open files. It raises nothing."""
+
+
+def rank_writer(folder: Path, keep: Keep, *, rank: int, world_size: int | None, stamp: str) -> RankWriter:
+    """Prepare the folder for a rank's passes. `stamp`, a time, tells recordings apart. Raises OSError."""
+    home = home_of(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
+    for place in {folder, home}:
+        if place.is_dir():
+            remove_stale_temporaries(place, rank)
+    repair_segments(home, rank)
+    if keep.segment is None:
+        return RankFiles(folder, home, keep, rank=rank, stamp=stamp)
+    return RankSegments(folder, home, keep, segment=keep.segment, rank=rank, stamp=stamp)
+
+
+class RankFiles:
+    """A RankWriter of a file a pass. What it holds in memory does not grow with the passes, or is within the limit."""
+
+    def __init__(self, folder: Path, home: Path, keep: Keep, *, rank: int, stamp: str) -> None:
+        self.home = home
         self.num_given_up = 0
         self._folder = folder
+        self._rank = rank
         self._keep = keep
         self._stamp = stamp
         self._entries: dict[str, Entry] = {}
         self._num_listed = 0
-        remove_stale_temporaries(folder, rank)
+        self._num_manifests = 0
         own = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
-        own_files = sorted(path for path in folder.iterdir() if own.fullmatch(path.name))
-        self._oldest_first = deque((path, self._charge(path.stat().st_size)) for path in own_files)
-        self._num_bytes = sum(charge for _, charge in self._oldest_first)
+        own_files = sorted(
+            (entry.name, Path(entry.path), entry.stat().st_size)
+            for entry in _entries_in({folder, home})
+            if own.fullmatch(entry.name)
+        )
+        self._num_files = len(own_files)
+        self._num_bytes = sum(self._charge(size) for _, _, size in own_files)
+        self._num_bytes += sum(size for _, size in _segments_of(rank, {folder, home}))
+        self._oldest_first = deque(
+            (path, self._charge(size)) for _, path, size in own_files if self._keep.keep == "last"
+        )
         self._listed = self._listed_before() if keep.keep == "last" else set()
 
     def _charge(self, num_bytes: int) -> int:
         return num_bytes + MANIFEST_BYTES_A_FILE
 
-    def has_room(self, num_bytes: int) -> bool:
+    def _has_room(self, num_bytes: int) -> bool:
         max_files, max_bytes = self._keep.max_files, self._keep.max_bytes
-        return (max_files is None or len(self._oldest_first) < max_files) and (
+        return (max_files is None or self._num_files < max_files) and (
             max_bytes is None or self._num_bytes + self._charge(num_bytes) <= max_bytes
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
-        """Write a pass. Returns None if there is no room: under `keep="first"`, or for a file of this size."""
         parts = encoded.parts()
         num_bytes = sum(len(part) for part in parts)
         max_bytes = self._keep.max_bytes
         if max_bytes is not None and self._charge(num_bytes) > max_bytes:
             return None
-        while not self.has_room(num_bytes):
-            if self._keep.keep == "first":
+        while not self._has_room(num_bytes):
+            if not self._oldest_first:
                 return None
             self._give_up_oldest()
-        path = encoded.new_path(self._folder)
+        if self.home != self._folder:
+            make_home(self.home)
+        path = encoded.new_path(self.home)
         write_atomically(path, *parts)
-        self._oldest_first.append((path, self._charge(num_bytes)))
+        self._num_files += 1
         self._num_bytes += self._charge(num_bytes)
         self._entries[path.name] = Entry(
             name=path.name,
@@ -69,32 +123,56 @@ class RankFiles:
             trains=encoded.body["trains"],
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
         )
+        if self._keep.keep == "last":
+            self._oldest_first.append((path, self._charge(num_bytes)))
+            return path
         num_new = len(self._entries) - self._num_listed
-        if self._keep.keep == "first" and num_new >= max(_MIN_FILES_BETWEEN_MANIFESTS, self._num_listed // 4):
-            self.write_manifest()
+        if num_new >= max(_MIN_FILES_BETWEEN_MANIFESTS, self._num_listed // 4):
+            self.commit()
+        if len(self._entries) >= MAX_ENTRIES:
+            self._begin_manifest()
         return path
 
-    def write_manifest(self) -> None:
-        if self._entries:
-            write_manifest(self._folder, list(self._entries.values()), rank=self.rank, time=self._stamp)
-            self._num_listed = len(self._entries)
-            self._listed.update(self._entries)
+    def commit(self) -> None:
+        if not self._entries or self._num_listed == len(self._entries):
+            return
+        names = list(self._entries)
+        for begin in range(0, len(names), MAX_ENTRIES):
+            entries = [self._entries[name] for name in names[begin : begin + MAX_ENTRIES]]
+            number = self._num_manifests + begin // MAX_ENTRIES
+            write_manifest(self.home, entries, rank=self._rank, time=self._stamp, number=number)
+        self._num_listed = len(self._entries)
+        self._listed.update(self._entries if self._keep.keep == "last" else ())
+
+    def _begin_manifest(self) -> None:
+        self.commit()
+        self._num_manifests += 1
+        self._entries.clear()
+        self._num_listed = 0
+
+    def close(self) -> None:
+        pass
 
     def _listed_before(self) -> set[str]:
         names: set[str] = set()
-        for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
+        for manifest in self._manifests():
             names.update(entry.name for entry in _entries_of(manifest))
         return names
+
+    def _manifests(self) -> list[Path]:
+        own = re.compile(rf"manifest_rank{self._rank}_.*\.json")
+        return [Path(entry.path) for entry in _entries_in({self._folder, self.home}) if own.fullmatch(entry.name)]
 
     def _give_up_oldest(self) -> None:
         """Delete the oldest file, out of the manifest first: so a recording that is cut short misses no file."""
         path, charge = self._oldest_first[0]
         if path.name in self._listed:
-            for manifest in self._folder.glob(f"manifest_rank{self.rank}_*.json"):
+            for manifest in self._manifests():
                 self._unlist(manifest, path.name)
             self._listed.remove(path.name)
         path.unlink(missing_ok=True)
         self._oldest_first.popleft()
+        self._num_files -= 1
         self._num_bytes -= charge
         if self._entries.pop(path.name, None) is not None:
             self.num_given_up += 1
@@ -109,6 +187,85 @@ class RankFiles:
         else:
             manifest.unlink()
         self._num_listed = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Taken:
+    """What a segment and its index take of the disk; `num_passes` are those of this recording."""
+
+    path: Path
+    num_bytes: int = 0
+    num_passes: int = 0
+
+
+class RankSegments:
+    """A RankWriter of segments. Where room has to be made, the oldest segment goes as a whole.
+
+    Files of one pass each, of earlier recordings, count for the limit, and stay.
+    """
+
+    def __init__(self, folder: Path, home: Path, keep: Keep, *, segment: int, rank: int, stamp: str) -> None:
+        self.home = home
+        self.num_given_up = 0
+        self._keep = keep
+        self._writer = SegmentWriter(home, rank=rank, stamp=stamp_of(stamp), max_bytes=segment)
+        own_files = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
+        files = (entry for entry in _entries_in({folder, home}) if own_files.fullmatch(entry.name))
+        segments = sorted(_segments_of(rank, {folder, home}))
+        self._num_bytes = sum(entry.stat().st_size for entry in files) + sum(size for _, size in segments)
+        kept: list[tuple[Path, int]] = segments if keep.keep == "last" else []
+        self._oldest_first: deque[_Taken] = deque(_Taken(path=path, num_bytes=size) for path, size in kept)
+
+    def write(self, encoded: EncodedCall) -> Path | None:
+        parts, record, head = encoded.parts(), encoded.record(), encoded.head()
+        num_bytes = sum(map(len, parts))
+        begins = self._writer.will_begin(head, num_bytes, record.number)
+        charge = num_bytes + 2 * RECORD_BYTES + 2 * len(head.packed()) * begins
+        while self._keep.max_bytes is not None and self._num_bytes + charge > self._keep.max_bytes:
+            is_last = len(self._oldest_first) == 1 and not begins
+            if not self._oldest_first or is_last:  # what is left is the segment that is being written
+                return None
+            self._give_up_oldest()
+        path = self._writer.append(parts, record, head)
+        self._num_bytes += charge
+        if self._keep.keep == "last":
+            if begins:
+                self._oldest_first.append(_Taken(path=path.parent))
+            self._oldest_first[-1].num_bytes += charge
+            self._oldest_first[-1].num_passes += 1
+        return path
+
+    def _give_up_oldest(self) -> None:
+        oldest = self._oldest_first.popleft()
+        if oldest.path == self._writer.path:
+            self._writer.close()
+        index_of(oldest.path).unlink(missing_ok=True)  # first: a segment without one loses nothing
+        oldest.path.unlink(missing_ok=True)
+        self._num_bytes -= oldest.num_bytes
+        self.num_given_up += oldest.num_passes
+
+    def commit(self) -> None:
+        self._writer.sync()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _entries_in(places: set[Path]) -> Iterator["os.DirEntry[str]"]:
+    for place in sorted(places):
+        if place.is_dir():
+            yield from os.scandir(place)
+
+
+def _segments_of(rank: int, places: set[Path]) -> Iterator[tuple[Path, int]]:
+    """List a rank's segments, each with its bytes and its index's."""
+    sizes: dict[Path, int] = {}
+    for entry in _entries_in(places):
+        path = Path(entry.path)
+        if path.suffix in (SEGMENT_SUFFIX, INDEX_SUFFIX) and rank_in_name(path) == rank:
+            segment = path.with_suffix(SEGMENT_SUFFIX)
+            sizes[segment] = sizes.get(segment, 0) + entry.stat().st_size
+    yield from sizes.items()
 
 
 def _entries_of(manifest: Path) -> list[Entry]:

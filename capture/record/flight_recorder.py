@@ -110,8 +110,8 @@ def _encoded(path: Path) -> EncodedCall:
     data = path.read_bytes()
     _, start = load_plain(data, source=path.name)
     body, _ = load_plain(data, source=path.name, start=start)
-    origin = call.origin
-    return EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=str(origin.time), body=body)
+    rank, step, time = call.origin.rank or 0, call.origin.step or 0, str(call.origin.time)
+    return EncodedCall(rank=rank, step=step, time=time, body=body, counts=call.counts())
 
 
 def _prefix(folder: Path) -> str:

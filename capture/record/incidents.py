@@ -16,6 +16,7 @@ from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, utc_time
+from capture.file_format.folder_layout import homes_in, make_home
 from capture.file_format.micro_batch import CaptureError
 
 MAX_INCIDENT_BYTES = 8 * 2**20
@@ -96,7 +97,7 @@ def scrubbed(text: str) -> str:
 
 
 def write_incidents(folder: Path, incidents: Sequence[Incident], *, num_others: int, rank: int, stamp: str) -> None:
-    """Write or replace the record of one recording. Raises OSError.
+    """Write or replace the record of one recording. `folder` is made if it is not there. Raises OSError.
 
     num_others  incidents after these, for which nothing was written
     """
@@ -106,6 +107,7 @@ def write_incidents(folder: Path, incidents: Sequence[Incident], *, num_others: 
         "num_others": num_others,
         "incidents": [asdict(one) for one in incidents],
     }
+    make_home(folder)
     write_atomically(folder / f"incidents_rank{rank}_{stamp}.json", json.dumps(content, indent=1).encode())
 
 
@@ -120,8 +122,11 @@ class IncidentRecord:
 
 
 def read_incidents(folder: Path) -> list[IncidentRecord]:
-    """Read all records of a folder, in the order of their first incidents. Raises CaptureError for a damaged one."""
-    paths = [path for pattern in _FILES for path in folder.glob(pattern)]
+    """Read all records of a folder and of its ranks' folders, in the order of their first incidents.
+
+    Raises CaptureError for a damaged one.
+    """
+    paths = [path for home in homes_in(folder) for pattern in _FILES for path in home.glob(pattern)]
     records = [_read(path) for path in sorted(paths)]
     return sorted(records, key=lambda record: min((one.time for one in record.incidents), default=""))
 

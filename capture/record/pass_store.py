@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from capture.file_format.capture_file import EncodedCall, encode_call
+from capture.file_format.folder_layout import home_of
 from capture.file_format.manifest import stamp_of
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
-from capture.record.disk_limits import RankFiles
+from capture.record.disk_limits import RankWriter, rank_writer
 from capture.record.flight_recorder import SHARED_MEMORY, Spool
 from capture.record.incidents import Incident, incident, write_incidents
 from capture.record.retention import Keep
@@ -53,8 +54,8 @@ class Store:
         self._held: deque[EncodedCall] = deque()
         self._spool: Spool | None = None
         self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
-        self._files: dict[int, RankFiles] = {}
-        self._rank = 0
+        self._place = 0, folder  # the rank, and the folder of its files
+        self._files: dict[tuple[int, Path], RankWriter] = {}  # by place
         self._num_committed = 0
         self._num_let_go = 0
         self._num_not_copied = 0
@@ -86,7 +87,7 @@ class Store:
             case StepPart():
                 self._note_step(item)
             case Opened():
-                self._settle(item.rank)
+                self._settle(item.rank, item.world_size)
             case Incident():
                 self.note_incident(item)
 
@@ -116,10 +117,12 @@ class Store:
             self._held.clear()
             if self._spool is not None:
                 self._spool.close()
+            for files in self._files.values():
+                files.close()
 
     def _take(self, taken: Pass) -> None:
         origin = taken.origin()
-        self._settle(origin.rank or 0)
+        self._settle(origin.rank or 0, origin.world_size)
         if self._keep.flight_recorder is None:
             self._commit_held()
         self._await(taken.copied)
@@ -205,7 +208,8 @@ class Store:
     def _commit_held(self) -> list[Path]:
         written = []
         while self._held:
-            path = self._files[self._held[0].rank].write(self._held[0])
+            first = self._held[0]
+            path = self._files[first.rank, self._home_of(first.rank, first.world_size)].write(first)
             self._unspool(self._held.popleft())
             if path is None:
                 self._num_let_go += 1
@@ -215,19 +219,25 @@ class Store:
                 written.append(path)
         return written
 
-    def _settle(self, rank: int) -> None:
+    def _settle(self, rank: int, world_size: int | None) -> None:
         """Prepare this rank's files. A job may learn its rank after the recording was opened."""
-        self._rank = rank
-        if rank not in self._files:
+        self._place = rank, self._home_of(rank, world_size)
+        if self._place not in self._files:
             salvage(self._folder, self._keep)
-            self._files[rank] = RankFiles(self._folder, self._keep, rank=rank, stamp=self._opened)
+            self._files[self._place] = rank_writer(
+                self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened
+            )
+
+    def _home_of(self, rank: int, world_size: int | None) -> Path:
+        in_segments = self._keep.segment is not None
+        return home_of(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 
     def _put_in_spool(self, encoded: EncodedCall) -> None:
         if not self._wants_spool:
             return
         try:
             if self._spool is None:
-                self._spool = Spool(self._folder, self._rank)
+                self._spool = Spool(self._folder, self._place[0])
             self._spool.put(encoded)
         except OSError as error:
             self._do_without_spool(error)
@@ -251,14 +261,14 @@ class Store:
     def _write_records(self) -> None:
         if self._incidents:
             write_incidents(
-                self._folder,
+                self._place[1],
                 self._incidents,
                 num_others=self._num_other_incidents,
-                rank=self._rank,
+                rank=self._place[0],
                 stamp=stamp_of(self._opened),
             )
         for files in self._files.values():
-            files.write_manifest()
+            files.commit()
 
     def _await(self, copied: list[torch.cuda.Event]) -> None:
         """Wait for copies from a device, but never inside the driver, which would not return from a device that hangs.

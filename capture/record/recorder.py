@@ -51,10 +51,11 @@ def recording(
     flight_recorder: int | None = None,
     slow_step: float | None = None,
     reproduce: bool | None = None,
+    segment: str | int | None = None,
     max_queued: int = 64,
     **unknown: Never,
 ) -> "Recorder":
-    """Write the forwards of `model`, one file a pass, until the recorder is closed or the process ends.
+    """Write the forwards of `model` until the recorder is closed or the process ends.
 
     model       what the job calls: the bare model or its wrapper (DDP, DeepSpeed's engine, torch.compile's)
     folder      made if it is not there, with mode 0700; several ranks share it
@@ -64,7 +65,7 @@ def recording(
     passes      `train` (autograd on), `rollout` (autograd off) or `all`
     max_files, max_bytes   for each rank by itself, and for all its files in the folder, also of earlier recordings;
                 1 KiB a file is set aside for the manifest
-    keep        what a full folder does: `first` takes no more, `last` deletes its oldest files
+    keep        what a full folder does: `first` takes no more, `last` deletes its oldest files, or segments
     flight_recorder  the last N passes stay in memory, and only an incident writes them: an exception, a loss or
                 gradient norm that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on),
                 a slow step
@@ -73,6 +74,8 @@ def recording(
                 samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
                 default on with a flight recorder. A pass is then complete, and without a flight recorder written,
                 when the next one begins
+    segment     put many passes into one file of about this size, as `64MB` or a number of bytes, in a folder for each
+                rank. Without it each pass is a file, and a rank has a folder of its own if there are more than 16
     max_queued  passes that may wait for the disk; further ones are dropped and counted
 
     Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
@@ -93,6 +96,7 @@ def recording(
         flight_recorder=flight_recorder,
         slow_step=slow_step,
         reproduce=reproduce,
+        segment=segment,
         **unknown,
     )
     return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
@@ -105,7 +109,7 @@ class Recorder:
 
     num_seen     forwards of the model; a forward inside another one is part of it, and one inside a backward is a
                  checkpoint's re-run
-    num_written  files written
+    num_written  passes written
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
     num_skipped  passes that cannot be replayed from their arguments: tokens generated with a key-value cache, and
                  forwards inside a CUDA graph capture
@@ -142,7 +146,8 @@ class Recorder:
         try:
             model_name = prepare_folder(folder, model)
             self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce)
-            self._writer.tell(Opened(rank=rank_and_world_size()[0]))
+            rank, world_size = rank_and_world_size()
+            self._writer.tell(Opened(rank=rank, world_size=world_size))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return

@@ -3,6 +3,7 @@
 The settings are plain values, checked once. Every rank decides for itself, by its own numbers: ranks never talk.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Never
@@ -14,7 +15,7 @@ FORMER_NAMES = {"ring": "flight_recorder", "steps": "forwards"}
 _EXAMPLES = {"ring": "flight_recorder=64", "steps": 'forwards="100:200"'}
 SETTINGS = (
     *("every", "forwards", "ranks", "passes", "max_files", "max_bytes"),
-    *("keep", "flight_recorder", "slow_step", "reproduce"),
+    *("keep", "flight_recorder", "slow_step", "reproduce", "segment"),
 )
 
 
@@ -31,6 +32,7 @@ class Keep:
     flight_recorder  this many passes stay in memory, and an incident writes them; None: every pass is written at once
     slow_step        a step that takes this many times the median is an incident; None: no step is
     reproduce        keep random states, outputs and environment with each pass
+    segment          bytes of a segment, a file of many passes; None: each pass is a file
     """
 
     every: int = 1
@@ -44,6 +46,7 @@ class Keep:
     flight_recorder: int | None = None
     slow_step: float | None = None
     reproduce: bool = False
+    segment: int | None = None
 
     def is_of_interest(self, *, forward: int, rank: int, trains: bool) -> bool:
         """Tell whether the rules other than `every` want the pass."""
@@ -81,9 +84,10 @@ def keep_of(
     flight_recorder: int | None = None,
     slow_step: float | None = None,
     reproduce: bool | None = None,
+    segment: str | int | None = None,
     **unknown: Never,
 ) -> Keep:
-    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`.
+    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, a segment as `64MB`.
 
     Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
     had another one.
@@ -104,6 +108,14 @@ def keep_of(
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
     first_forward, end_forward = _first_and_end(forwards)
+    segment_bytes = None if segment is None else num_bytes_of(segment)
+    if segment_bytes is not None and max_files is not None:
+        raise ValueError("max_files counts files of one pass each, and segment puts many into one. Give max_bytes")
+    if segment_bytes is not None and keep == "last" and max_bytes is not None and 2 * segment_bytes > max_bytes:
+        raise ValueError(
+            "segment must be at most half of max_bytes with keep='last', which deletes whole segments: "
+            f"{segment_bytes} bytes are more than half of {max_bytes}"
+        )
     return Keep(
         every=every,
         first_forward=first_forward,
@@ -116,7 +128,20 @@ def keep_of(
         flight_recorder=flight_recorder,
         slow_step=slow_step,
         reproduce=flight_recorder is not None if reproduce is None else reproduce,
+        segment=segment_bytes,
     )
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def num_bytes_of(segment: str | int) -> int:
+    """Read the size of a segment, a number of bytes or such as `64MB`, `1GiB`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,15}) ?([A-Z]*)", str(segment).upper())
+    num_bytes = int(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(segment, bool) else 0
+    if num_bytes < 1:
+        raise ValueError(f"segment must be a size, such as 64MB, 1GiB or a number of bytes, not {segment!r}")
+    return num_bytes
 
 
 def _first_and_end(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:

@@ -26,9 +26,10 @@ _SAMPLES = " weights"  # no argument of a forward has this name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A recording was opened, on this rank."""
+    """A recording was opened, on this rank of so many."""
 
     rank: int
+    world_size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

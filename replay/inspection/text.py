@@ -1,6 +1,10 @@
 """Format the facts about a folder of captures as text."""
 
-from replay.inspection.folder_facts import FolderFacts, Spread
+from collections.abc import Sequence
+from itertools import groupby
+
+from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.totals import Spread
 from replay.report.text import Columns, Pairs, counted
 
 
@@ -42,8 +46,8 @@ def incidents(facts: FolderFacts) -> Pairs:
 def stand_outs(facts: FolderFacts, most: int = 10) -> Pairs:
     pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in facts.longest]
     pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in facts.odd[:most]]
-    if len(facts.odd) > most:
-        pairs.append(("odd", f"{len(facts.odd) - most} more"))
+    if (num_more := facts.num_odd - min(len(facts.odd), most)) > 0:
+        pairs.append(("odd", f"{num_more} more"))
     return pairs
 
 
@@ -52,8 +56,8 @@ def kind_table(facts: FolderFacts) -> Columns:
     kinds = facts.kinds
     return {
         "passes": [kind.name for kind in kinds],
-        "files": [str(kind.num_files) for kind in kinds],
-        "ranks": [", ".join("unknown" if rank is None else str(rank) for rank in kind.ranks) for kind in kinds],
+        "number": [str(kind.num_passes) for kind in kinds],
+        "ranks": [_ranks(kind.ranks) for kind in kinds],
         "rows": [_spread(kind.rows) for kind in kinds],
         "row length": [_spread(kind.row_length) for kind in kinds],
         "padded": [f"{kind.padded_tokens:,}" for kind in kinds],
@@ -61,6 +65,15 @@ def kind_table(facts: FolderFacts) -> Columns:
         "share": [f"{kind.real_tokens / kind.padded_tokens:.1%}" for kind in kinds],
         "action": [f"{kind.action_tokens:,}" for kind in kinds],
     }
+
+
+def _ranks(ranks: Sequence[int | None]) -> str:
+    """Write `0, 1`, and of three or more in a row `0 to 511`."""
+    texts: list[str] = []
+    for _, run in groupby(enumerate(rank for rank in ranks if rank is not None), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        texts += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
+    return ", ".join([*texts, *(["unknown"] if None in ranks else [])])
 
 
 def _spread(spread: Spread) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
+from capture.file_format.folder_layout import homes_in
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connected
 from capture.on_ray.node_files import Change
@@ -109,7 +110,8 @@ class Cluster:
 
         Returns the folder of the copy by node.
         """
-        paths = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+        homes = homes_in(folder) if folder.is_dir() else []
+        paths = [path for home in homes for path in home.iterdir() if path.is_file()]
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         lacks = {node: agent.lacks.remote(str(folder), sizes) for node, agent in self.agents.items()}
         lacking = [node for node, lack in lacks.items() if self.ray.get(lack)]

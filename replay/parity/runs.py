@@ -108,7 +108,8 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Her
 def _of_edges(here: Here, folder: Path) -> Here:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import documents_of
-    from capture.file_format.capture_file import capture_files, read_micro_batch
+    from capture.file_format.capture_file import read_micro_batch
+    from capture.file_format.listing import capture_files
 
     batches = [read_micro_batch(path) for path in capture_files(folder)]
     largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size

@@ -11,8 +11,11 @@ from typing import Any
 
 from actor_init.inputs.packing import num_action_tokens
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import capture_files, rank_in_name, read_call
+from capture.file_format.capture_file import read_call
+from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch
+from capture.file_format.pass_record import PassRecord, window_digest
+from capture.file_format.segment import Segment, is_pass
 from replay.loss import tokens_for
 from replay.runner.windows import Captured, Round, WindowOrder
 from replay.spec import InputsSpec, LossName, Passes
@@ -22,7 +25,8 @@ from replay.spec import InputsSpec, LossName, Passes
 class Selection:
     """The inputs that one data rank replays, and those it does not.
 
-    Only the files needed are read: with --max-inputs, files after the last selected one are not opened.
+    Only the files needed are read: with --max-inputs, files after the last selected one are not opened. Of segments the
+    indexes are read, and of the passes those that are selected.
     """
 
     inputs: list[Path]
@@ -53,28 +57,61 @@ class Reader:
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
 
-    def read(self, paths: Iterable[Path]) -> Iterator[Captured]:
-        for path in paths:
-            try:
-                call = read_call(path)
-                batch = call.micro_batch()
-            except CaptureError as error:
-                self.damaged.append((path, str(error)))
+    def read(self, captures: Iterable[Listed]) -> Iterator[Captured]:
+        for one in captures:
+            record = one.record
+            captured = self._opened(one) if record is None else self._recorded(one, record)
+            if captured is None:
                 continue
-            if self.passes is Passes.ALL or batch.trains == (self.passes is Passes.TRAIN):
-                yield Captured(
-                    path=path,
-                    trains=batch.trains,
-                    rank=batch.origin.rank,
-                    forward=batch.origin.step,
-                    world_size=batch.origin.world_size,
-                    num_tokens=_num_tokens(batch, self.loss),
-                    optimizer_step=call.optimizer_step,
-                    window=None if call.step is None else call.step.passes,
-                    has_gradients=call.step is not None and call.step.gradients is not None,
-                )
+            if self.passes is Passes.ALL or captured.trains == (self.passes is Passes.TRAIN):
+                yield captured
             else:
                 self.num_left_out += 1
+
+    def num_tokens(self, captured: Captured) -> int:
+        """Count the tokens of the loss; 0 for a pass that cannot be read: it will report why."""
+        if captured.num_tokens is not None:
+            return captured.num_tokens
+        try:
+            return _num_tokens(read_call(captured.path).micro_batch(), self.loss)
+        except CaptureError:
+            return 0
+
+    def _recorded(self, one: Listed, record: PassRecord) -> Captured | None:
+        """Return what a segment's index knows of a pass."""
+        if record.counts is None:
+            return self._opened(one)
+        assert isinstance(one.file, Segment)
+        return Captured(
+            capture=one,
+            trains=record.trains,
+            rank=one.file.head.rank,
+            forward=record.forward,
+            world_size=one.file.head.world_size,
+            num_tokens=None,
+            optimizer_step=record.optimizer_step,
+            window=record.window,
+            has_gradients=record.has_gradients,
+        )
+
+    def _opened(self, one: Listed) -> Captured | None:
+        try:
+            call = read_call(one.path)
+            batch = call.micro_batch()
+        except CaptureError as error:
+            self.damaged.append((one.path, str(error)))
+            return None
+        return Captured(
+            capture=one,
+            trains=batch.trains,
+            rank=batch.origin.rank,
+            forward=batch.origin.step,
+            world_size=batch.origin.world_size,
+            num_tokens=_num_tokens(batch, self.loss),
+            optimizer_step=call.optimizer_step,
+            window=None if call.step is None else window_digest(call.step.passes),
+            has_gradients=call.step is not None and call.step.gradients is not None,
+        )
 
 
 def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
@@ -123,13 +160,13 @@ def select(
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
     if spec.input_file is not None:
-        files = list(reader.read([_existing_file(spec.input_file)]))
+        files = list(reader.read([Listed(_existing_file(spec.input_file))]))
         rounds = [tuple(files * num_data_ranks)] * (len(files) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
-        paths = _files_of(spec.inputs if spec.inputs is not None else default_folder())
-        rounds, rest, dealing = _dealt(spec, reader, paths, num_data_ranks, order)
+        captures = _captures_in(spec.inputs if spec.inputs is not None else default_folder())
+        rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order)
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
         raise UsageError(_nothing_to_replay(spec, reader.num_left_out, num_left_over, num_data_ranks))
@@ -146,15 +183,15 @@ def select(
         num_left_over=num_left_over,
         damaged=reader.damaged,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
-        rounds=[_round(members) for members in rounds],
+        rounds=[_round(members, reader) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
     )
 
 
-def _round(members: Sequence[Captured]) -> Round:
+def _round(members: Sequence[Captured], reader: Reader) -> Round:
     return Round(
         trains=members[0].trains,
-        num_tokens=[one.num_tokens for one in members],
+        num_tokens=[reader.num_tokens(one) for one in members],
         has_gradients=any(one.has_gradients for one in members),
     )
 
@@ -168,34 +205,33 @@ def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
 def _existing_file(path: Path) -> Path:
     if path.is_dir():
         raise UsageError(f"--input-file {path} is a folder. Try: replay --inputs {path}")
-    if not path.is_file():
+    if not is_pass(path):
         raise UsageError(f"--input-file {path} does not exist. Try: replay inspect {path.parent}")
     return path
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _captures_in(folder: Path) -> list[Listed]:
     if folder.is_file():
         raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
     if not folder.is_dir():
         raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
-    paths = capture_files(folder)
-    if not paths:
+    captures = listed(folder)
+    if not captures:
         raise UsageError(
             f"--inputs {folder} holds no captures (*.pkl). Capture some with `capture.recording`, or try: replay"
         )
-    return paths
+    return captures
 
 
 def _dealt(
-    spec: InputsSpec, reader: Reader, paths: list[Path], num_data_ranks: int, order: WindowOrder
+    spec: InputsSpec, reader: Reader, folder: list[Listed], num_data_ranks: int, order: WindowOrder
 ) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
     """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution."""
-    paths = list(paths)
     if spec.shuffle_inputs:
-        random.Random(spec.random_seed).shuffle(paths)
-        read, said = reader.read(paths), f"shuffled with seed {spec.random_seed}"
+        random.Random(spec.random_seed).shuffle(folder)
+        read, said = reader.read(folder), f"shuffled with seed {spec.random_seed}"
     else:
-        read, said = _in_order(reader, paths, order)
+        read, said = _in_order(reader, folder, order)
     captures: Iterable[Captured] = _repeated(read, spec.epochs)
     dealing = f"{said}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else said
     columns: list[int] | None = None
@@ -212,14 +248,14 @@ def _dealt(
     return rounds, table.left_over() if table.exhausted else [], dealing
 
 
-def _in_order(reader: Reader, paths: list[Path], order: WindowOrder) -> tuple[Iterator[Captured], str]:
+def _in_order(reader: Reader, folder: list[Listed], order: WindowOrder) -> tuple[Iterator[Captured], str]:
     """Return the captures by step if the first one records its step, else by file name; and the order's name."""
-    captures = reader.read(paths)
+    left = iter(folder)
+    captures = reader.read(left)
     first = next(captures, None)
     if first is None or first.optimizer_step is None:
         return chain([] if first is None else [first], captures), "rank by rank in recorded order"
-    behind = paths[paths.index(first.path) + 1 :]
-    streams = [reader.read(list(own)) for _, own in groupby(behind, key=rank_in_name)]
+    streams = [reader.read(list(own)) for _, own in groupby(left, key=lambda one: one.rank)]
     return order.ordered(merge([first], *streams, key=_job_order)), "in the order of the job's steps"
 
 

@@ -17,6 +17,7 @@ from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, read_call
+from capture.file_format.folder_layout import folder_of_capture
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
@@ -342,7 +343,7 @@ def find_source(spec: RunSpec) -> ModelSource:
 
 def inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
-        return spec.input_file.parent
+        return folder_of_capture(spec.input_file)
     return spec.inputs if spec.inputs is not None else default_folder()
 
 

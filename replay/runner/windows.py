@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from capture.file_format.listing import Listed
+from capture.file_format.pass_record import window_digest
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
     """What selection needs to know about one readable capture."""
 
-    path: Path
+    capture: Listed
     trains: bool
     rank: int | None
     forward: int | None  # its number among its rank's forwards
     world_size: int | None
-    num_tokens: int  # tokens that the loss averages over
+    num_tokens: int | None  # tokens that the loss averages over; None: the capture was not opened
     optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
-    window: Sequence[int] | None  # on the last pass before a step: the forwards of its rank in the window
+    window: int | None  # on the last pass before a step: `window_digest` of its rank's forwards in the window
     has_gradients: bool  # the capture holds samples of the gradient used in the step
+
+    @property
+    def path(self) -> Path:
+        return self.capture.path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +49,8 @@ def is_whole(passes: Sequence[Captured]) -> bool:
     if len(by_rank) != (passes[0].world_size or 1):
         return False
     return all(
-        own[-1].window is not None and list(own[-1].window) == [one.forward for one in own] for own in by_rank.values()
+        own[-1].window is not None and own[-1].window == window_digest([one.forward for one in own])
+        for own in by_rank.values()
     )
 
 

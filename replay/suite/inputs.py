@@ -8,8 +8,10 @@ from pathlib import Path
 
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
-from capture.file_format.actor_config import ACTOR_CONFIG_NAME
-from capture.file_format.capture_file import capture_files, read_micro_batch
+from capture.file_format.atomic_write import write_atomically
+from capture.file_format.capture_file import read_capture_bytes, read_micro_batch
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
+from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.report.text import counted
 from replay.runner.selection import default_folder
@@ -68,7 +70,7 @@ def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]
         except CaptureError as error:
             raise UsageError(f"{error}. Try: capture check {dataset}") from error
         if trains:
-            shutil.copy2(path, folder)
+            write_atomically(folder / path.name, read_capture_bytes(path))
             num_copied += 1
         if num_copied == most:
             break

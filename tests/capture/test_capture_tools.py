@@ -67,7 +67,7 @@ def secrets_in(folder: Path) -> Path:
 def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = dumps(tmp_path / "old")
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert "3 files" in capsys.readouterr().out
+    assert "3 passes" in capsys.readouterr().out
     batches = [read_micro_batch(path) for path in capture_files(tmp_path / "new")]
     for batch, dump in zip(batches, [made[0], made[2], made[1]], strict=True):  # by rank, then as recorded
         assert batch.sequences_BS.equal(dump["sequences"])

@@ -22,6 +22,7 @@ from capture import Recorder, capture_files, read_micro_batch, recording
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
 CALLS = ("open", "fsync", "replace", "unlink", "scandir", "listdir", "mkdir", "stat", "lstat")
+SEGMENT_CALLS = ("write", "fdatasync", "ftruncate", "fstat")
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 
 
@@ -73,7 +74,7 @@ class BadDisk:
     failed: list[str] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in CALLS:
+        for name in (*CALLS, *SEGMENT_CALLS):
             monkeypatch.setattr(os, name, self.watched(name, getattr(os, name)))
         monkeypatch.setattr(io, "open", self.watched("io.open", io.open))
         monkeypatch.setattr(builtins, "open", self.opened)
@@ -133,6 +134,8 @@ class Watched:
 KINDS: dict[str, dict[str, Any]] = {
     "last two": {"max_files": 2, "keep": "last"},
     "flight recorder": {"flight_recorder": 2},
+    "segments": {"segment": 1500},
+    "last segments": {"segment": 1500, "max_bytes": 3500, "keep": "last"},
 }
 
 
@@ -150,7 +153,8 @@ def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
         train(tmp_path / "whole", **KINDS[kind])
     num_calls = len(whole.calls)
     assert {"open", "write", "flush", "fsync", "replace", "scandir", "mkdir"} <= set(whole.calls)
-    assert ("unlink" in whole.calls) == (kind == "last two")
+    assert ("unlink" in whole.calls) == kind.startswith("last")
+    assert ("fdatasync" in whole.calls) == ("segment" in KINDS[kind])
     for first_bad in range(num_calls):
         folder = tmp_path / str(first_bad)
         bad = range(first_bad, 10**9 if stays_bad else first_bad + 1)
@@ -205,7 +209,7 @@ def test_a_folder_that_goes_away_changes_nothing_for_the_job(fault: str, tmp_pat
 
 
 def test_temporaries_of_the_living_and_of_other_ranks_stay(tmp_path: Path) -> None:
-    host, token = capture.file_format.atomic_write._HOST, capture.file_format.atomic_write._TOKEN
+    host, token = capture.file_format.atomic_write.HOST, capture.file_format.atomic_write._TOKEN
     dead = next(number for number in range(300_000, 400_000) if not Path(f"/proc/{number}").exists())
     me = os.getpid()
     stale = {

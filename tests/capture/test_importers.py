@@ -326,7 +326,8 @@ def test_a_batch_that_is_too_large_says_how_many_rows_to_take(tmp_path: Path, mo
 def test_log_probs_that_are_not_a_number_come_over(tmp_path: Path) -> None:
     sample = slime_sample(0) | {"log_probs": torch.tensor([float("nan"), float("-inf"), 0.0])}
     torch.save({"rollout_id": 1, "samples": [sample]}, tmp_path / "1.pt")
-    (done,) = convert_folder(tmp_path, tmp_path / "out").written
+    assert convert_folder(tmp_path, tmp_path / "out").num_written == 1
+    [done] = capture_files(tmp_path / "out")
     found = read_micro_batch(done).extra_tensors["log_probs"]
     assert found[0].isnan().tolist() == [True, False, False]
     assert found[0, 1] == float("-inf")

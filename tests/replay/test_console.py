@@ -10,7 +10,8 @@ import pytest
 
 from actor_init.backends import BACKENDS
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import FolderFacts, KindFacts, Spread
+from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.totals import KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
 from replay.runlog.records import PassRecord
@@ -233,7 +234,7 @@ def test_short_names_are_whole_where_two_captures_would_share_one() -> None:
 def test_the_facts_of_a_folder_are_a_table() -> None:
     kind = KindFacts(
         name="train",
-        num_files=32,
+        num_passes=32,
         ranks=[0, None],
         rows=Spread(least=2, median=2, most=2),
         row_length=Spread(least=61, median=140.5, most=311),

@@ -16,14 +16,15 @@ import capture.record.pass_store
 from actor_init.spec import UsageError
 from capture import capture_files, recording
 from capture.cli import main
-from capture.file_format.actor_config import ACTOR_CONFIG_NAME
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import incident, read_incidents, write_incidents
 from capture.record.retention import Keep
 from capture.record.salvage import salvage
 from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import Spread, inspect_folder
+from replay.inspection.folder_facts import inspect_folder
+from replay.inspection.totals import Spread
 from tests.helpers.doomed_jobs import TinyModel
 from tests.helpers.made_captures import damage, write_config, write_pass
 
@@ -36,11 +37,11 @@ def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:
     write_config(tmp_path)
     facts = inspect_folder(tmp_path)
     train, rollout = facts.kinds
-    assert (train.name, train.num_files, train.ranks) == ("train", 3, [0, 1])
+    assert (train.name, train.num_passes, train.ranks) == ("train", 3, [0, 1])
     assert train.rows == Spread(least=2, median=2, most=2)
     assert train.row_length == Spread(least=10, median=20, most=30)
     assert (train.padded_tokens, train.real_tokens, train.action_tokens) == (2 * 60, 2 * 48, 2 * 12)
-    assert (rollout.name, rollout.num_files, rollout.ranks) == ("rollout", 1, [0])
+    assert (rollout.name, rollout.num_passes, rollout.ranks) == ("rollout", 1, [0])
     assert (rollout.padded_tokens, rollout.real_tokens, rollout.action_tokens) == (20, 4, 8)
     assert facts.model == "llama, layers 2, hidden 64, vocabulary 1000"
     assert facts.num_by_format == {"of format 1": 4}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from capture.file_format.capture_file import capture_files
+from capture import capture_files
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.processes import pool

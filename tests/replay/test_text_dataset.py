@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
-from capture.file_format.capture_file import capture_files, read_micro_batch
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.listing import capture_files
 from replay.spec import LossName
 from replay.suite import text_dataset
 from replay.suite.inputs import prepare_inputs

@@ -10,7 +10,7 @@ import pytest
 
 from actor_init.backends.protocol import open_backend
 from capture.file_format.actor_config import write_actor_config
-from capture.file_format.capture_file import capture_files
+from capture.file_format.listing import capture_files
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord

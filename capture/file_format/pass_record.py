@@ -1,0 +1,191 @@
+"""What a segment and its index know of one pass without opening it: 128 bytes, little-endian.
+
+    magic, offset, num_bytes, crc32, number, time, flags, rows, row_length, real_tokens, action_tokens, empty_rows,
+    optimizer_step, window, 0, crc32 of these
+
+Each is an integer of 8 bytes; `time` counts microseconds since 1970, and what is not known is -1.
+"""
+
+import hashlib
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import torch
+from torch import Tensor
+
+from capture.file_format.micro_batch import MAX_TOKENS, CaptureError, MicroBatch
+
+RECORD_BYTES = 128
+MAGIC = b"\x93pass\r\n\x01"
+NUM_COLUMNS = 16
+_LAYOUT = struct.Struct("<8s14qQ")
+assert _LAYOUT.size == RECORD_BYTES
+COLUMN = {
+    name: number
+    for number, name in enumerate(
+        (
+            *("magic", "offset", "num_bytes", "crc32", "number", "time", "flags", "rows", "row_length"),
+            *("real_tokens", "action_tokens", "empty_rows", "optimizer_step", "window"),
+        )
+    )
+}
+TRAINS, HAS_TOKENS, IS_ODD, HAS_GRADIENTS, IS_NUMBERED = (1 << bit for bit in range(5))
+_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+_MOST = {
+    "offset": 2**53,
+    "num_bytes": 2**32,
+    "number": 2**53,
+    "time": 253_402_300_800 * 10**6,  # the year 10000
+    **dict.fromkeys(("rows", "row_length", "real_tokens", "action_tokens", "empty_rows"), MAX_TOKENS + 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Rows and tokens of a micro-batch. `action_tokens` is None without an action mask."""
+
+    rows: int
+    row_length: int  # padding included
+    real_tokens: int
+    action_tokens: int | None
+    empty_rows: int  # without a real token
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> "Counts":
+        real_B = batch.attention_mask_BS.sum(1)
+        return cls(
+            rows=batch.num_rows,
+            row_length=batch.sequences_BS.shape[1],
+            real_tokens=int(real_B.sum()),
+            action_tokens=None if batch.action_mask_BA is None else int(batch.action_mask_BA.sum()),
+            empty_rows=int((real_B == 0).sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One pass in a segment.
+
+    offset          of this record in the segment; the pass comes behind it
+    crc32           of the pass
+    number          of the forward, as in the capture's name
+    time            microseconds since 1970
+    forward         `number`, or None if the capture does not say it
+    counts          None for a call with embeddings in the place of token ids
+    has_odd_number  one of its outputs is not finite
+    window          `window_digest` of the passes that went into the step behind it; None if it was not the last of one
+    """
+
+    offset: int
+    num_bytes: int
+    crc32: int
+    number: int
+    time: int
+    forward: int | None
+    trains: bool
+    counts: Counts | None
+    has_odd_number: bool
+    has_gradients: bool
+    optimizer_step: int | None
+    window: int | None
+
+    @property
+    def end(self) -> int:
+        """Return the offset of what follows."""
+        return self.offset + RECORD_BYTES + self.num_bytes
+
+    def packed(self) -> bytes:
+        flags = self.trains * TRAINS | (self.counts is not None) * HAS_TOKENS | self.has_odd_number * IS_ODD
+        flags |= self.has_gradients * HAS_GRADIENTS | (self.forward is not None) * IS_NUMBERED
+        counts = self.counts or Counts(rows=0, row_length=0, real_tokens=0, action_tokens=None, empty_rows=0)
+        known = _LAYOUT.pack(
+            *(MAGIC, self.offset, self.num_bytes, self.crc32, self.number, self.time, flags, counts.rows),
+            *(counts.row_length, counts.real_tokens, _or_unknown(counts.action_tokens), counts.empty_rows),
+            *(_or_unknown(self.optimizer_step), _or_unknown(self.window), 0, 0),
+        )[:-8]
+        return known + zlib.crc32(known).to_bytes(8, "little")
+
+    @classmethod
+    def read(cls, data: bytes) -> "PassRecord":
+        """Read what `packed` wrote. Raises CaptureError for anything else."""
+        if len(data) != RECORD_BYTES or not data.startswith(MAGIC) or not are_records(data):
+            raise CaptureError("no record of a pass")
+        return cls.unpacked(data)
+
+    @classmethod
+    def unpacked(cls, data: bytes | bytearray | memoryview) -> "PassRecord":
+        """Read a record that is known to be one."""
+        _, offset, num_bytes, crc32, number, time, flags, rows, row_length, real, action, empty, step, window, _, _ = (
+            _LAYOUT.unpack(data)
+        )
+        counts = Counts(
+            rows=rows,
+            row_length=row_length,
+            real_tokens=real,
+            action_tokens=None if action < 0 else action,
+            empty_rows=empty,
+        )
+        return cls(
+            offset=offset,
+            num_bytes=num_bytes,
+            crc32=crc32,
+            number=number,
+            time=time,
+            forward=number if flags & IS_NUMBERED else None,
+            trains=bool(flags & TRAINS),
+            counts=counts if flags & HAS_TOKENS else None,
+            has_odd_number=bool(flags & IS_ODD),
+            has_gradients=bool(flags & HAS_GRADIENTS),
+            optimizer_step=None if step < 0 else step,
+            window=None if window < 0 else window,
+        )
+
+
+def are_records(data: bytes | bytearray | memoryview) -> bool:
+    """Tell whether these are whole records, one after the other, with right checksums and numbers that can be."""
+    if len(data) % RECORD_BYTES:
+        return False
+    if not len(data):
+        return True
+    view, table = memoryview(data), columns(data)
+    sums = array("q", (zlib.crc32(view[at : at + RECORD_BYTES - 8]) for at in range(0, len(data), RECORD_BYTES)))
+    magic = int.from_bytes(MAGIC, "little", signed=True)
+    return (
+        torch.equal(table[:, -1], torch.frombuffer(sums, dtype=torch.int64))
+        and bool((table[:, 0] == magic).all())
+        and bool((table[:, 1:6] >= 0).all())
+        and all(
+            bool(((of := table[:, COLUMN[name]]) >= -1).all() and (of < most).all()) for name, most in _MOST.items()
+        )
+    )
+
+
+def columns(records: bytes | bytearray | memoryview) -> Tensor:
+    """Return records as a tensor of a row each; COLUMN says what is where."""
+    if not len(records):
+        return torch.empty(0, NUM_COLUMNS, dtype=torch.int64, device="cpu")
+    writable = records if isinstance(records, bytearray) else bytearray(records)
+    return torch.frombuffer(writable, dtype=torch.int64).view(-1, NUM_COLUMNS)
+
+
+def microseconds_of(time: str) -> int:
+    """Turn an ISO 8601 time into microseconds since 1970."""
+    return (datetime.fromisoformat(time).astimezone(UTC) - _BEGINNING) // timedelta(microseconds=1)
+
+
+def time_of(microseconds: int) -> datetime:
+    return _BEGINNING + timedelta(microseconds=microseconds)
+
+
+def window_digest(passes: Sequence[int | None]) -> int:
+    """Name a sequence of forwards by 62 bits."""
+    text = ",".join(map(str, passes)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+def _or_unknown(value: int | None) -> int:
+    return -1 if value is None else value
