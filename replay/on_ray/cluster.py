@@ -48,6 +48,10 @@ class Cluster:
     def num_slots(self) -> int:
         return sum(node.num_slots for node in self.nodes)
 
+    def num_slots_left(self) -> int:
+        """Return how many ranks fit now: nodes may be lost, and others come."""
+        return sum(int(node["Resources"].get(self.kind, 0)) for node in self.ray.nodes() if node["Alive"])
+
     @property
     def largest(self) -> int:
         """Return how many ranks fit into one node."""

@@ -71,6 +71,11 @@ class FolderStates:
 
     def check(self) -> None:
         if not self.is_resumed:
+            if whole_states(self.folder):
+                raise UsageError(
+                    f"--save-state {self.folder} holds the states of a run. "
+                    f"Try: --resume, or --save-state {self.folder}-2"
+                )
             check_folder(self.folder, "--save-state")
             try:
                 self.folder.mkdir(exist_ok=True)
