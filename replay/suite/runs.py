@@ -67,7 +67,7 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
     spec = run_spec_of(
         one,
         replace(suite.spec, init_weights=begin),
-        inputs=suite.inputs.folder,
+        inputs=suite.inputs_for_all,
         num_inputs=suite.inputs.num_inputs,
         inputs_a_step=suite.inputs_a_step,
         loss=suite.inputs.loss,
@@ -100,8 +100,9 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
 
 def save_init_weights(suite: Suite, run: RunTasks) -> None:
     """Write the weights with which all configurations begin. Raises UsageError if that fails."""
-    inputs, folder = suite.inputs, suite.init_weights
-    spec = spec_of_init_weights(suite.spec, inputs=inputs.folder, loss=inputs.loss, folder=folder)
+    spec = spec_of_init_weights(
+        suite.spec, inputs=suite.inputs_for_all, loss=suite.inputs.loss, folder=suite.init_weights
+    )
     logs, output = suite.room_for("init-weights")
     task = Task(arguments=command_line(spec), num_processes=1, logs=logs, output=output, limit=suite.spec.limit)
     if error := run_child(task, run).error:

@@ -135,6 +135,12 @@ class Suite:
         """Return the folder for --save-init-weights, which all nodes share if --storage is given."""
         return (self._copy() or self.folder) / "init-weights"
 
+    @property
+    def inputs_for_all(self) -> Path:
+        """Return the folder of the inputs, which all nodes share if --storage is given."""
+        copy = self._copy()
+        return self.inputs.folder if copy is None else copy / INPUTS
+
     def _copy(self) -> Path | None:
         """Return the folder in the storage for copies of what this folder holds."""
         is_folder = self.spec.storage is not None and "://" not in self.spec.storage
