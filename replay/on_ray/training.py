@@ -176,7 +176,7 @@ class _Run:
         kind: str,
     ) -> tuple[int, str]:
         """Train to the end, and return the exit code and what there is to say about it."""
-        from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+        from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
         os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
@@ -191,7 +191,6 @@ class _Run:
                 storage_path=storage,
                 failure_config=FailureConfig(max_failures=MOST_FAILURES),
                 checkpoint_config=CheckpointConfig(num_to_keep=KEPT),
-                logging_config=LoggingConfig(log_level="WARNING"),
             ),
         )
         try:

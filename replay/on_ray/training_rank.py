@@ -4,6 +4,7 @@ Each worker reports its own part of a state; Ray Train joins the parts in its st
 when all workers have reported. Workers that Ray Train starts again go on from the latest.
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -75,6 +76,7 @@ def train(job: Mapping[str, Any]) -> int:
         os.chdir(job["folder"])
     output = home / f"{job['output']}.node-{node}"
     output.parent.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # each state would be two lines
     broke_off: list[Exception] = []
     with ExitStack() as stack:
         checkpoint = get_checkpoint()

@@ -30,6 +30,7 @@ from tests.helpers.commands import LIMIT, ROOT
 ray = pytest.importorskip("ray")
 
 STEPS = 12
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that count
 SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype fp32"
 
 
@@ -37,12 +38,14 @@ SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype 
 def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    try:
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # for nodes: a state counts when Ray Train has looked
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def doomed(run: Any, marks: Path) -> Any:
     """Workers that find `marks` in their job."""
 
     def rank(job: Mapping[str, Any]) -> int:
-        snapshot = marks / "storage" / "ddp" / "checkpoint_manager_snapshot.json"
+        snapshot = marks / "storage" / "ddp" / SNAPSHOT
         code: int = run({**job, "marks": str(marks), "snapshot": str(snapshot)})
         return code
 
@@ -99,7 +102,7 @@ def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(address: str, w
     where = ["--launcher", "ray", "--address", address, "--storage", str(storage)]
     begin = [*SUITE.split(), "--save-state", "--save-every", "2", *where, "--log-folder", str(tmp_path / "logs")]
     with subprocess.Popen([sys.executable, "-m", "replay", *begin], cwd=ROOT, stdout=subprocess.PIPE) as driver:
-        while not any(storage.glob("*/ddp/step-000004/state.json")):
+        while not any("step-000002" in path.read_text() for path in storage.glob(f"*/ddp/{SNAPSHOT}")):
             assert driver.poll() is None
             time.sleep(0.05)
         driver.kill()
