@@ -6,31 +6,34 @@ STORAGE/<name>/...             what Ray Train writes down about them
 A task that was trained before under the same name and storage goes on from its latest checkpoint.
 """
 
+import json
 import math
-import os
+import signal
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
+from replay.on_ray.fit import FAILED, Fit, answer_file
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.node_files import Change, write
 from replay.on_ray.training_rank import train
 from replay.processes.pool import Child, Task
-from replay.report.text import one_line
 from replay.runlog.writer import RUN_FILE
-from replay.runner.states import KEPT
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
-MOST_FAILURES = 3  # of workers or nodes, before a training is given up
 NODE_SECONDS = 60.0  # for a lost node to come back
-FAILED = 1
+END_SECONDS = 15.0  # for Ray Train to end its workers
 
 
 class Trainings:
@@ -89,44 +92,60 @@ class Trainings:
             marker.unlink(missing_ok=True)
 
     def _train(self, task: Task) -> Child:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        ray = self._cluster.ray
         began = time.monotonic()
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        run = ray.remote(num_cpus=0)(_Run).options(scheduling_strategy=here).remote()
-        said, exit_code = "", None
-        try:
-            fitting = run.fit.remote(
-                self._rank, self._job(task), self._storage, task.logs.name, task.num_processes, self._cluster.kind
-            )
-            enough_at = began
-            while True:
-                ended, _ = ray.wait([fitting], timeout=POLL_SECONDS)
-                self._cluster.fetch(self._take)
-                if ended:
-                    exit_code, said = ray.get(fitting)
-                    break
-                if time.monotonic() - began > task.limit:
-                    break
-                self._cluster.meet_new_nodes()
-                num_left = self._cluster.num_slots_left()
-                enough_at = time.monotonic() if num_left >= task.num_processes else enough_at
-                if time.monotonic() - enough_at > self._node_seconds:
-                    exit_code = FAILED
-                    said = (
-                        f"{task.num_processes} ranks need as many {self._cluster.kind}s, and {num_left} are left since "
-                        f"a node was lost; states are kept in {self._storage}"
-                    )
-                    break
-        except ray.exceptions.RayError as error:
-            exit_code, said = FAILED, f"Ray Train: {one_line(str(error))}"
-        finally:
-            ray.kill(run)  # and with it the workers
+        with TemporaryDirectory() as folder, self._fitting(task, Path(folder) / "fit") as fitting:
+            exit_code, said = self._followed(fitting, task, answer_file(Path(folder) / "fit"))
         self._cluster.fetch(self._take)
         self._bring_home(task, said)
         return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
+
+    @contextmanager
+    def _fitting(self, task: Task, file: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Start Ray Train in a process of its own, and end it at the end."""
+        ray = self._cluster.ray
+        fit = Fit(
+            address=ray.get_runtime_context().gcs_address,
+            rank=self._rank,
+            job=self._job(task),
+            storage=self._storage,
+            name=task.logs.name,
+            num_ranks=task.num_processes,
+            on_gpus=self._cluster.kind == "GPU",
+        )
+        file.write_bytes(ray.cloudpickle.dumps(fit))
+        command = [sys.executable, "-m", "replay.on_ray.bound", "replay.on_ray.fit", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)  # Ray Train ends its workers
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(END_SECONDS)
+                process.kill()
+
+    def _followed(self, fitting: subprocess.Popen[bytes], task: Task, answer: Path) -> tuple[int | None, str]:
+        """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
+        began = enough_at = time.monotonic()
+        while fitting.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                fitting.wait(POLL_SECONDS)
+            self._cluster.fetch(self._take)
+            self._cluster.meet_new_nodes()
+            now, num_left = time.monotonic(), self._cluster.num_slots_left()
+            if now - began > task.limit:
+                return None, ""
+            enough_at = now if num_left >= task.num_processes else enough_at
+            if now - enough_at > self._node_seconds:
+                return FAILED, (
+                    f"{task.num_processes} ranks need as many {self._cluster.kind}s, and {num_left} are left since "
+                    f"a node was lost; states are kept in {self._storage}"
+                )
+        if not answer.is_file():
+            return FAILED, f"Ray Train ended with exit code {fitting.returncode}"
+        exit_code, said = json.loads(answer.read_text())
+        return exit_code, said
 
     def _job(self, task: Task) -> dict[str, Any]:
         copies = self._cluster.ship(inputs_of(task.arguments))
@@ -161,39 +180,3 @@ class Trainings:
             aside = next(path for path in asides if not path.exists())
             aside.mkdir()
             attempt.rename(aside / attempt.name)
-
-
-class _Run:
-    """A Ray actor that runs Ray Train. Ray ends the workers, and frees their places, when it ends."""
-
-    def fit(
-        self,
-        rank: Callable[[Mapping[str, Any]], int],
-        job: Mapping[str, Any],
-        storage: str,
-        name: str,
-        num_ranks: int,
-        kind: str,
-    ) -> tuple[int, str]:
-        """Train to the end, and return the exit code and what there is to say about it."""
-        from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
-
-        os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
-        on_gpus = kind == "GPU"
-        trainer = TorchTrainer(
-            rank,
-            train_loop_config=dict(job),
-            scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=on_gpus),
-            torch_config=TorchConfig(backend="nccl" if on_gpus else "gloo"),
-            run_config=RunConfig(
-                name=name,
-                storage_path=storage,
-                failure_config=FailureConfig(max_failures=MOST_FAILURES),
-                checkpoint_config=CheckpointConfig(num_to_keep=KEPT),
-            ),
-        )
-        try:
-            return int(trainer.fit().return_value), ""
-        except Exception as error:
-            return FAILED, f"given up after {MOST_FAILURES} failures, the last: {one_line(str(error))}"

@@ -1,4 +1,4 @@
-"""Workers of Ray Train that are killed once: in the middle of a run, and while a checkpoint is written.
+"""Workers of Ray Train that are killed: in the middle of a run, while a checkpoint is written, with their node.
 
 Their job has `marks`, a folder that all nodes see, and `snapshot`, the file where Ray Train lists its checkpoints.
 """
@@ -14,8 +14,9 @@ from unittest.mock import patch
 from replay.on_ray.training_rank import train
 from replay.runner.pass_runner import PassRunner
 
-SAVED_STATE, KILLED_PASS = "step-000002", 3
+KILLED_PASS, LOST_PASS = 3, 7
 KILLED_STATE = "step-000004"
+NODE_MAY_GO = "node-may-go"
 DOOMED = 1  # rank
 
 
@@ -28,17 +29,20 @@ def once(job: Mapping[str, Any], what: str) -> bool:
     return True
 
 
-def killed_twice(job: Mapping[str, Any]) -> int:
-    """Train; rank 1 dies in a pass, and later, when the workers have begun again, with half of a state written."""
+def doomed(job: Mapping[str, Any]) -> int:
+    """Train. Rank 1 dies in a pass; later with half of a state written; at last it waits for its node to die."""
     from ray.train.v2._internal.execution.storage import StorageContext
 
     replayed, persisted = PassRunner.replay, StorageContext.persist_current_checkpoint
 
     def replay(self: PassRunner, index: int, path: Path) -> Any:
         if index == KILLED_PASS and once(job, "run"):
-            while SAVED_STATE not in Path(job["snapshot"]).read_text():  # Ray Train looks every two seconds
-                time.sleep(0.02)
+            wait_for_checkpoint(job, index // 2 * 2)
             os.kill(os.getpid(), signal.SIGKILL)
+        if index == LOST_PASS and once(job, "node"):
+            wait_for_checkpoint(job, index // 2 * 2)
+            (Path(job["marks"]) / NODE_MAY_GO).touch()
+            signal.pause()
         return replayed(self, index, path)
 
     def persist(self: Any, checkpoint: Any, name: str) -> Any:
@@ -58,6 +62,12 @@ def killed_twice(job: Mapping[str, Any]) -> int:
         patch.object(StorageContext, "persist_current_checkpoint", persist),
     ):
         return train(job)
+
+
+def wait_for_checkpoint(job: Mapping[str, Any], num_steps: int) -> None:
+    """Ray Train counts a state when it has looked."""
+    while f"step-{num_steps:06d}" not in Path(job["snapshot"]).read_text():
+        time.sleep(0.02)
 
 
 def hang(job: Mapping[str, Any]) -> int:

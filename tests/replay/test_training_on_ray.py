@@ -5,12 +5,15 @@ Needs the extra `ray`. The cluster has two nodes on this machine, with room for 
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -34,18 +37,48 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that coun
 SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype fp32"
 
 
+class TwoNodes:
+    """A cluster with room for a worker on each of its nodes; the second one can be lost."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self.address: str = self.cluster.address
+        self.add()
+
+    def add(self) -> None:
+        self.second = self.cluster.add_node(num_cpus=1)
+
+    def lose(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    @contextmanager
+    def when(self, is_time: Callable[[], object], *deeds: Callable[[], None]) -> Iterator[None]:
+        """Do the deeds, in a thread, as soon as it is time."""
+
+        def wait() -> None:
+            while not is_time():
+                time.sleep(0.05)
+            for deed in deeds:
+                deed()
+
+        thread = Thread(target=wait, daemon=True)
+        thread.start()
+        yield
+        thread.join(LIMIT)
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
+def nodes() -> Iterator[TwoNodes]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # for nodes: a state counts when Ray Train has looked
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        cluster.add_node(num_cpus=1)
+        two = TwoNodes()
         try:
-            yield cluster.address
+            yield two
         finally:
-            cluster.shutdown()
+            two.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -78,28 +111,30 @@ def task_of(root: Path, arguments: list[str], name: str = "ddp") -> Task:
     )
 
 
-def test_a_worker_killed_in_a_run_and_one_killed_in_a_state_change_no_number(
-    address: str, whole: Path, tmp_path: Path
+def test_a_worker_killed_in_a_run_or_in_a_state_or_with_its_node_changes_no_number(
+    nodes: TwoNodes, whole: Path, tmp_path: Path
 ) -> None:
     spec = PastRun.read(whole / "runs" / "ddp").spec
     spec = replace(spec, state=StateSpec(save_state=tmp_path / "none", save_every=2, resume=True))
-    with cluster_at(address) as cluster:
-        rank = doomed(doomed_training.killed_twice, tmp_path)
+    may_go = (tmp_path / doomed_training.NODE_MAY_GO).exists
+    with cluster_at(nodes.address) as cluster, nodes.when(may_go, nodes.lose, nodes.add):
+        rank = doomed(doomed_training.doomed, tmp_path)
         run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
         [(_, child)] = run([(None, task_of(tmp_path, command_line(spec)))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
     assert numbers(tmp_path / "runs" / "ddp") == numbers(whole / "runs" / "ddp")
-    assert {path.name for path in tmp_path.glob("*-was-killed")} == {"run-was-killed", "state-was-killed"}
-    assert said.count("resumed    behind 2 steps, 2 of 12 passes on each rank\n") == 2
+    assert len(list(tmp_path.glob("*-was-killed"))) == 3
+    resumed = re.findall(r"^resumed +(.*?), .*", said, re.MULTILINE)
+    assert sorted(resumed) == []
     states = sorted(path.name for path in (tmp_path / "storage" / "ddp").glob("step-*"))
     assert states == ["step-000010", "step-000012"]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["ddp", "ddp.1", "ddp.2"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["ddp", "ddp.1", "ddp.2", "ddp.3"]
 
 
-def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(address: str, whole: Path, tmp_path: Path) -> None:
+def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(nodes: TwoNodes, whole: Path, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    where = ["--launcher", "ray", "--address", address, "--storage", str(storage)]
+    where = ["--launcher", "ray", "--address", nodes.address, "--storage", str(storage)]
     begin = [*SUITE.split(), "--save-state", "--save-every", "2", *where, "--log-folder", str(tmp_path / "logs")]
     with subprocess.Popen([sys.executable, "-m", "replay", *begin], cwd=ROOT, stdout=subprocess.PIPE) as driver:
         while not any("step-000002" in path.read_text() for path in storage.glob(f"*/ddp/{SNAPSHOT}")):
@@ -123,8 +158,8 @@ def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(address: str, w
     assert ours == theirs
 
 
-def test_what_is_ended_leaves_no_worker_and_no_place_taken(address: str, tmp_path: Path) -> None:
-    with cluster_at(address) as cluster:
+def test_what_is_ended_leaves_no_worker_and_no_place_taken(nodes: TwoNodes, tmp_path: Path) -> None:
+    with cluster_at(nodes.address) as cluster:
         run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=doomed(doomed_training.hang, tmp_path))
         fetch = cluster.fetch
 
@@ -143,6 +178,23 @@ def test_what_is_ended_leaves_no_worker_and_no_place_taken(address: str, tmp_pat
             time.sleep(0.1)
 
 
+def test_a_node_that_is_lost_for_good_ends_the_training_with_one_line(
+    nodes: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    storage = str(tmp_path / "storage")
+    with cluster_at(nodes.address) as cluster, nodes.when(lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose):
+        rank = doomed(doomed_training.hang, tmp_path)
+        [(_, child)] = Trainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
+            [(None, task_of(tmp_path, []))]
+        )
+    nodes.add()
+    assert child.exit_code == 1
+    assert (
+        child.error == f"2 ranks need as many CPUs, and 1 are left since a node was lost; states are kept in {storage}"
+    )
+    assert " is lost; what it had not sent yet is lost too\n" in capfd.readouterr().err
+
+
 def taken() -> list[object]:
     from ray.util import placement_group_table
 
@@ -157,9 +209,9 @@ def is_alive(process: int) -> bool:
     return True
 
 
-def test_a_storage_that_cannot_be_used_is_one_line(address: str, tmp_path: Path) -> None:
+def test_a_storage_that_cannot_be_used_is_one_line(nodes: TwoNodes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with cluster_at(address) as cluster, pytest.raises(UsageError) as caught:
+    with cluster_at(nodes.address) as cluster, pytest.raises(UsageError) as caught:
         Trainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
     assert str(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
     assert str(caught.value).endswith("Give a folder where you may write")
