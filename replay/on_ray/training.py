@@ -33,7 +33,7 @@ from replay.runlog.writer import RUN_FILE
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
 NODE_SECONDS = 60.0  # for a lost node to come back
-END_SECONDS = 15.0  # for Ray Train to end its workers
+END_SECONDS = 5.0  # for Ray Train to end its workers
 
 
 class Trainings:

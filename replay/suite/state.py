@@ -1,12 +1,12 @@
 """Keep a suite on disk: its options, its inputs, and finished configurations.
 
-LOGS/<time>-suite/suite.json     the options and the machine; at the end the results
-                  inputs/        training inputs, unless --output-dir is given
-                  init-weights/  model folder of --save-init-weights
-                  states/        of --save-state, unless --storage is given
-                  <name>.log     output of a configuration
-                  <name>.jsonl   a line per step, written after the last step
-                  runs/<name>/   log of its replay
+LOGS/<time>-suite/suite.json        the options and the machine; at the end the results
+                  inputs/           training inputs, unless --output-dir is given
+                  initial-weights/  model folder of --save-init-weights, unless --storage is given
+                  states/           of --save-state, unless --storage is given
+                  <name>.log        output of a configuration
+                  <name>.jsonl      a line per step, written after the last step
+                  runs/<name>/      log of its replay
 
 STORAGE/<name of the folder>/ holds the states of each configuration, and copies of suite.json, the curves and the
 inputs: enough to go on where LOGS is not.
@@ -133,7 +133,7 @@ class Suite:
     @property
     def init_weights(self) -> Path:
         """Return the folder for --save-init-weights, which all nodes share if --storage is given."""
-        return (self._copy() or self.folder) / "init-weights"
+        return (self._copy() or self.folder) / "initial-weights"
 
     @property
     def inputs_for_all(self) -> Path:
