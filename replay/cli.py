@@ -6,7 +6,6 @@ The subcommands are declared in `subcommands.py`.
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -19,14 +18,14 @@ from typer.core import TyperGroup
 from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, command_line, run_spec, with_options
+from replay.processes.exit_code import exit_code_of, own_rank, say
 from replay.processes.launch import num_processes_missing, relaunch
-from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.report.text import one_line
 from replay.spec import RunSpec
 from replay.subcommands import COMMANDS
 
 # the base class of typer's own errors; newer versions of typer vendor click, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
-HEAD_START_SECONDS = 3.0
 
 
 class PanelledHelp(TyperGroup):
@@ -115,23 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         action = app(typed, prog_name="replay", standalone_mode=False, obj=main)  # what ranks elsewhere call
     except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
-        return _refuse(error, typed, show_traceback) if _rank() == 0 else 2
+        return _refuse(error, typed, show_traceback) if own_rank() == 0 else 2
     if not callable(action):  # --help has been printed
         return int(action or 0)
-    try:
-        return int(action())
-    except UsageError as error:
-        if _rank() > 0:  # rank 0 reports an error that all ranks share; the launcher then ends the others
-            time.sleep(HEAD_START_SECONDS)
-        return _refuse(error, typed, show_traceback)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if show_traceback:
-            traceback.print_exc()
-        else:
-            _say(f"{type(error).__name__}: {_one_line(str(error))}. --traceback shows where")
-        return 1
+    return exit_code_of(action, show_traceback=show_traceback)
 
 
 def run_and_leave() -> NoReturn:
@@ -153,7 +139,7 @@ def leave(exit_code: int) -> NoReturn:
 def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    _say(str(error) if isinstance(error, UsageError) else _explain(error, typed))
+    say(str(error) if isinstance(error, UsageError) else _explain(error, typed))
     return 2
 
 
@@ -162,7 +148,7 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a subcommand do not name it
     advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
-    message = _one_line(error.format_message()).rstrip(".")
+    message = one_line(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
         message += f", not {os.environ[from_environment[1]]!r}"
     elif value := _value_of(getattr(getattr(error, "param", None), "opts", ()), typed):
@@ -183,17 +169,3 @@ def _value_of(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
         if name in option_names:
             return value if is_joined else following
     return None
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s*\n\s*", " ", text).strip()
-
-
-def _say(message: str) -> None:
-    where = f"rank {_rank()}: " if _rank() > 0 else ""
-    print(f"replay: {where}{message}", file=sys.stderr, flush=True)
-    repeat_for_torchrun(f"replay: {where}{message}")
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))

@@ -7,7 +7,7 @@ allowed.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -216,6 +216,21 @@ def command_line(spec: RunSpec) -> list[str]:
         arguments += toggle.as_typed(value)
         done.add((toggle.part, toggle.field))
     return arguments
+
+
+def spec_of(arguments: Sequence[str]) -> RunSpec:
+    """Return the spec that these arguments, as `command_line` returns them, produce. A later one counts."""
+    flags = {toggle.flag: toggle for toggle in toggles()}
+    negations = {toggle.negation: toggle for toggle in toggles() if toggle.base is bool and not toggle.is_switch}
+    given: dict[str, Any] = {}
+    words = iter(arguments)
+    for word in words:
+        if word in negations:
+            given[negations[word].parameter] = False
+        else:
+            toggle = flags[word]
+            given[toggle.parameter] = True if toggle.is_switch or toggle.base is bool else next(words)
+    return run_spec(given)
 
 
 def spec_to_dict(spec: RunSpec) -> dict[str, Any]:

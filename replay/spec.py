@@ -102,15 +102,32 @@ class MeasureSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
-    """What to load before the first pass and save after the last. A folder to save into must be new or empty."""
+    """What to load before the first pass, and save after the last or every few steps.
+
+    A folder to save into must be new or empty; under --resume it may hold the states of the run that was begun.
+    """
 
     load_state: Path | None = option(
         None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."
     )
     save_state: Path | None = option(None, "Folder for weights, optimizer, schedule and step, to go on from.")
+    save_every: int | None = option(
+        None, "Save a state below --save-state after every N optimizer steps, and the last; keep the last two.", min=1
+    )
+    resume: bool = option(
+        False, "Go on from the latest state of --save-every, if there is one, as the run that was begun."
+    )
     save_model: Path | None = option(None, "Folder for the weights in --dtype, as from_pretrained and --model open it.")
 
     def __post_init__(self) -> None:
+        if self.save_every is not None and self.save_state is None:
+            raise UsageError(
+                f"--save-every {self.save_every} needs a folder. Try: --save-state PATH --save-every {self.save_every}"
+            )
+        if self.resume and self.save_every is None:
+            raise UsageError("--resume goes on from what --save-every saved. Try: --save-state PATH --save-every N")
+        if self.resume and self.load_state is not None:
+            raise UsageError("--resume and --load-state exclude each other. Give one of the two")
         if self.save_state is not None and self.save_state == self.save_model:
             raise UsageError(
                 f"--save-state and --save-model are both {self.save_state}. Try: --save-model {self.save_model}-model"
@@ -131,6 +148,16 @@ class RunSpec:
             raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
         if self.measure.step and self.actor.optimizer == "none":
             raise UsageError("--step needs an optimizer, but --optimizer none was given. Try: --optimizer adamw")
+        if self.state.save_every is not None and not self.measure.step:
+            raise UsageError(
+                f"--save-every {self.state.save_every} counts optimizer steps. "
+                f"Try: --step --save-every {self.state.save_every}"
+            )
+        if self.state.resume and (self.measure.trace or self.measure.details):
+            option_given = "--trace" if self.measure.trace else "--details"
+            raise UsageError(
+                f"{option_given} needs every pass, and --resume leaves out those done. Drop one of the two"
+            )
         if self.actor.optimizer == "none" and (self.state.save_state or self.state.load_state):
             option_given = "--load-state" if self.state.load_state else "--save-state"
             raise UsageError(

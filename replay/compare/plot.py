@@ -50,6 +50,26 @@ def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], th
     below.xaxis.get_major_locator().set_params(integer=True)
     above.legend()
     below.legend(fontsize="small")
+    _save(figure, path)
+
+
+def draw_curves(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
+    """Save a picture of loss curves by name, each a loss per step. Raises UsageError if `path` cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, losses in curves.items():
+        axes.plot(range(1, len(losses) + 1), losses, marker=".", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.locator_params(axis="x", integer=True)
+    if curves:
+        axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

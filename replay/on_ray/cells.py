@@ -11,11 +11,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.node_agent import inputs_of, with_inputs
 from replay.on_ray.rank_process import GRACE_SECONDS, Place, RankProcess
 from replay.processes.pool import Child, Task
+from replay.report.text import counted
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
@@ -60,6 +62,7 @@ class Cells:
                     while len(running) < num_threads and time.monotonic() <= until:
                         if (following := next(waiting, None)) is None:
                             break
+                        self._refuse_too_many(following[1].num_processes)
                         copies = self._copies_of_inputs(following[1])
                         running[threads.submit(self._run, following[1], copies, until)] = following
                     if not running:
@@ -73,6 +76,14 @@ class Cells:
                             yield key, child
             finally:
                 self._end_all()
+
+    def _refuse_too_many(self, num_ranks: int) -> None:
+        """Raise UsageError for a run that would wait for a place without end."""
+        if num_ranks > self._cluster.num_slots:
+            slots = counted(self._cluster.num_slots, self._cluster.kind)
+            raise UsageError(
+                f"a run needs {num_ranks} ranks, and the cluster has {slots}. Try: smaller --tp and --ring"
+            )
 
     def _copies_of_inputs(self, task: Task) -> Mapping[str, Path]:
         inputs = inputs_of(task.arguments)

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +34,10 @@ class Cluster:
     """The nodes that were alive at the start. What ranks write on a node is below `home_on(node)` there."""
 
     def __init__(self, ray: Any) -> None:
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
         self.ray = ray
-        self.kind = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"  # what a rank takes
-        self.nodes = [
-            Node(node["NodeID"], node["NodeManagerHostname"], int(node["Resources"].get(self.kind, 0)))
-            for node in alive
-        ]
+        self.kind = "GPU" if has_gpus else "CPU"  # what a rank takes
+        self.nodes = self._alive()
         self._home = Path(tempfile.gettempdir()) / f"replay-on-ray-{uuid.uuid4().hex[:12]}"
         self._lost: set[str] = set()
         self._originals: dict[str, Path] = {}  # folders of inputs, by their copies on nodes
@@ -48,6 +45,10 @@ class Cluster:
     @property
     def num_slots(self) -> int:
         return sum(node.num_slots for node in self.nodes)
+
+    def num_slots_left(self) -> int:
+        """Return how many ranks fit now: nodes may be lost, and others come."""
+        return sum(node.num_slots for node in self._alive())
 
     @property
     def largest(self) -> int:
@@ -68,6 +69,23 @@ class Cluster:
     @cached_property
     def agents(self) -> dict[str, Any]:
         """Start an agent on each node. Raises UsageError if a node cannot run it, or has other versions."""
+        return self._agents_on(self.nodes)
+
+    def meet_new_nodes(self) -> None:
+        """Start an agent on each node that has joined the cluster since. Raises UsageError as `agents` does."""
+        known = {node.id for node in self.nodes}
+        new = [node for node in self._alive() if node.id not in known]
+        self.agents.update(self._agents_on(new))
+        self.nodes += new
+
+    def _alive(self) -> list[Node]:
+        return [
+            Node(node["NodeID"], node["NodeManagerHostname"], int(node["Resources"].get(self.kind, 0)))
+            for node in self.ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _agents_on(self, nodes: Sequence[Node]) -> dict[str, Any]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         kind = self.ray.remote(num_cpus=0)(NodeAgent)
@@ -75,10 +93,10 @@ class Cluster:
             node.id: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
                 str(self.home_on(node.id))
             )
-            for node in self.nodes
+            for node in nodes
         }
-        here, theirs = versions(), [agents[node.id].versions.remote() for node in self.nodes]
-        for node, answer in zip(self.nodes, theirs, strict=True):
+        here, theirs = versions(), [agents[node.id].versions.remote() for node in nodes]
+        for node, answer in zip(nodes, theirs, strict=True):
             try:
                 there = self.ray.get(answer)
             except self.ray.exceptions.RayError as error:

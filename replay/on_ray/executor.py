@@ -10,6 +10,7 @@ from actor_init.spec import UsageError
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
+from replay.on_ray.training import Trainings
 from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
 from replay.processes.launch import visible_gpus
 from replay.processes.pool import RunHere, RunTasks
@@ -25,6 +26,12 @@ class Executor(Protocol):
 
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         """Return what runs tasks whose logs lie below `root`; `at_once` is that of `run_children`; None: as usual."""
+
+    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        """Return what trains tasks whose logs lie below `root`, one after another.
+
+        storage  where the tasks keep the states that they go on from; None: they keep none
+        """
 
     def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
         """Does one run at a time have the machine for itself, so that its times mean something?"""
@@ -47,6 +54,9 @@ class ThisMachine:
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         gpus = visible_gpus(machine.num_devices) if at_once and machine.has_gpus else []
         return RunHere(at_once=at_once or 1, gpus=gpus)
+
+    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        return self.runner(root, machine, None)
 
     def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
         return (at_once or 1) * (machine.num_devices if at_once and machine.has_gpus else 1) == 1
@@ -72,15 +82,18 @@ class OnRay:
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         return Cells(self.cluster, root, at_once=at_once or 1)
 
+    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        return self.runner(root, machine, None) if storage is None else Trainings(self.cluster, root, storage)
+
     def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
         return False
 
 
 @contextmanager
-def executor(ray: RayOptions | None) -> Iterator[Executor]:
-    """Open a Ray cluster as `cluster_at` does, or use this machine."""
+def executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
+    """Open a Ray cluster as `cluster_at` does, for runs of at most `num_ranks` on a CPU, or use this machine."""
     if ray is None:
         yield ThisMachine()
     else:
-        with cluster_at(ray.address, PROCESSES_ON_A_CPU) as cluster:
+        with cluster_at(ray.address, num_ranks) as cluster:
             yield OnRay(cluster)

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from capture.on_ray.node_files import NodeFiles
 from replay.runlog.writer import versions
@@ -19,6 +20,11 @@ class NodeAgent(NodeFiles):
     def folder_of_inputs(home: Path, name: str) -> Path:
         return home.with_name(f"{home.name}-inputs") / name
 
+    @staticmethod
+    def folder_of_states(home: Path) -> Path:
+        """Return the folder where ranks write their part of a state, for Ray Train to carry to its storage."""
+        return home.with_name(f"{home.name}-states")
+
     def versions(self) -> dict[str, str | None]:
         return versions()
 
@@ -33,9 +39,20 @@ class NodeAgent(NodeFiles):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
+    def sees(self, folder: str, name: str) -> str | None:
+        """Try to write into a folder that all nodes share, where the driver wrote `name`. Return why not."""
+        if not (Path(folder) / name).is_file():
+            return "it sees another folder there, or none"
+        try:
+            with TemporaryDirectory(dir=folder):
+                return None
+        except OSError as error:
+            return error.strerror
+
     def leave(self) -> None:
         """Remove all that this agent and the ranks have written."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder_of_states(self.folder), ignore_errors=True)
         shutil.rmtree(self.folder_of_inputs(self.folder, ""), ignore_errors=True)
 
 

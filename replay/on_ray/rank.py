@@ -29,13 +29,13 @@ def replay(job: Mapping[str, Any]) -> None:
         arguments = with_inputs(arguments, Path(job["inputs"][node]))
     if Path(job["folder"]).is_dir():
         os.chdir(job["folder"])
-    with _output(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
+    with output_into(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
         exit_code = job["command"](arguments)
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))
 
 
 @contextmanager
-def _output(out: Path, err: Path) -> Iterator[None]:
+def output_into(out: Path, err: Path) -> Iterator[None]:
     """Send this process's standard output and error into files, native code's too."""
     streams = sys.stdout, sys.stderr
     for stream in streams:

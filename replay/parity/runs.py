@@ -33,7 +33,7 @@ from replay.runner.session import inputs_folder
 from replay.spec import Passes, RunSpec
 
 SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
-NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 

@@ -155,7 +155,7 @@ def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: boo
     records: list[PassRecord] = []
     for rank in range(num_ranks):
         path = folder / f"rank{rank}.jsonl"
-        own = _read_lines(path, command)
+        own = read_lines(path, command)
         if [(record.index, record.rank) for record in own] != [(index, rank) for index in range(len(own))]:
             raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
         if len(own) != num_passes and not (may_differ and len(own) < num_passes):
@@ -166,7 +166,8 @@ def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: boo
     return sorted(records, key=lambda record: (record.index, record.rank))
 
 
-def _read_lines(path: Path, command: str) -> list[PassRecord]:
+def read_lines(path: Path, command: str) -> list[PassRecord]:
+    """Read one rank's passes. Raises UsageError, which advises `command`, for a file that is damaged or cut short."""
     try:
         *lines, rest = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:

@@ -1,12 +1,14 @@
-"""Load model state before the first pass, save it after the last, and report both.
+"""Load model state before the first pass, save it every few steps and after the last pass, and report both.
 
 saved      state in runs/a: 3 steps, the next with learning rate 0.0003
 go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend
 from actor_init.model import ModelSource
 from actor_init.saving.huggingface import check_folder, whole_folder
-from actor_init.saving.state_file import SavedState
+from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from replay.option_parsing import command_line
 from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.runlog.writer import versions
+from replay.runner.states import States, passes_file, whole_states
 from replay.spec import RunSpec, StateSpec
 
 
@@ -51,9 +54,8 @@ class StateWeights:
         return None
 
 
-def loaded_source(spec: RunSpec, source: ModelSource, world: World) -> ModelSource:
-    """Return `source` with the weights of --load-state, if given. Raises UsageError if they cannot be loaded here."""
-    folder = spec.state.load_state
+def loaded_source(spec: RunSpec, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
+    """Return `source` with the weights of the state in `folder`, if any. Raises UsageError if they cannot be loaded."""
     if folder is None:
         return source
     state = SavedState.read(folder)
@@ -61,53 +63,104 @@ def loaded_source(spec: RunSpec, source: ModelSource, world: World) -> ModelSour
     return replace(source, weights=StateWeights(folder=folder, num_steps=state.num_steps))
 
 
-def refuse_folders(spec: StateSpec, world: World) -> None:
+def state_to_load(spec: StateSpec) -> Path | None:
+    """Return the folder of --load-state; of one with the states of --save-every, the latest."""
+    folder = spec.load_state
+    if folder is None or (folder / STATE_FILE).is_file():
+        return folder
+    return next(reversed(whole_states(folder)), folder)
+
+
+def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None:
     """Raise UsageError, on all ranks, for a folder that cannot be written, before the run begins."""
     problem = None
     if world.rank == 0:
         try:
+            if states is not None:
+                states.check()
             for option, folder in _wanted(spec).items():
-                check_folder(folder, option)
+                if states is None or folder != spec.save_state:
+                    check_folder(folder, option)
         except UsageError as error:
             problem = str(error)
     if problem := world.from_first(problem):
         raise UsageError(problem)
 
 
-def save(
-    spec: RunSpec, source: ModelSource, world: World, backend: Backend, num_settled: int, num_passes: int
-) -> Pairs:
-    """Write what was asked for and return the lines that report it. All ranks must call this.
-
-    An incomplete last accumulation window changed no weights, so its inputs count as not replayed. Raises SavingError;
-    the other ranks may then wait for this one.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saver:
+    """What saving needs of a run. All ranks must call its methods. They raise SavingError; the other ranks may then
+    wait for this one.
     """
-    lines: Pairs = []
-    try:
+
+    spec: RunSpec
+    source: ModelSource
+    world: World
+    logs: Path  # the run's log folder
+    states: States | None  # of --save-every
+
+    def keep(self, backend: Backend, num_steps: int, num_inputs: int) -> None:
+        """Keep a state after `num_steps` steps and `num_inputs` inputs of each data rank, with the log so far."""
+        assert self.states is not None
+
+        def write(folder: Path) -> None:
+            self._write_state(backend, folder, self.spec.inputs.skip_inputs + num_inputs)
+            with passes_file(self.logs, self.world.rank).open("rb") as log:
+                passes_file(folder, self.world.rank).write_bytes(b"".join(islice(log, num_inputs)))
+
+        with _saving(f"{self.spec.state.save_state}, the state after {counted(num_steps, 'step')},"):
+            self.states.keep(num_steps, write, self.world)
+
+    def at_end(self, backend: Backend, num_settled: int, num_passes: int) -> Pairs:
+        """Write what was asked for and return the lines that report it.
+
+        An incomplete last accumulation window changed no weights, so its inputs count as not replayed.
+        """
+        spec = self.spec
+        lines: Pairs = []
         if (folder := spec.state.save_model) is not None:
-            with whole_folder(folder, world) as unfinished:
+            with _saving(str(folder)), whole_folder(folder, self.world) as unfinished:
                 backend.save_model(unfinished)
             lines.append(("saved", f"model in {folder}: {spec.actor.dtype}, {gibibytes(_size(folder))} GiB"))
-        if (folder := spec.state.save_state) is not None:
-            num_inputs = spec.inputs.skip_inputs + num_settled
-            progress = backend.progress()
-            with whole_folder(folder, world) as unfinished:
-                backend.save_state(unfinished)
-                if world.rank == 0:
-                    SavedState.of(
-                        spec.actor, source, world, progress, num_inputs=num_inputs, versions=versions()
-                    ).write(unfinished)
-            steps = counted(progress.num_steps, "step")
-            lines.append(
-                ("saved", f"state in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}")
+        if (folder := spec.state.save_state) is None:
+            return lines
+        num_inputs = spec.inputs.skip_inputs + num_settled
+        progress = backend.progress()
+        if self.states is None:
+            with _saving(str(folder)), whole_folder(folder, self.world) as unfinished:
+                self._write_state(backend, unfinished, num_inputs)
+            what = "state"
+        else:
+            what = f"states, every {counted(spec.state.save_every or 1, 'step')},"
+        steps = counted(progress.num_steps, "step")
+        lines.append(("saved", f"{what} in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}"))
+        if num_passes > num_settled:
+            open_window = counted(num_passes - num_settled, "pass")
+            lines.append(("not saved", f"the last {open_window}: their accumulation window was cut short"))
+        if self.states is None or self.states.has_folder:
+            lines.append(("go on", _go_on(spec, folder, num_inputs, self.world)))
+        return lines
+
+    def _write_state(self, backend: Backend, folder: Path, num_inputs: int) -> None:
+        backend.save_state(folder)
+        if self.world.rank == 0:
+            state = SavedState.of(
+                self.spec.actor,
+                self.source,
+                self.world,
+                backend.progress(),
+                num_inputs=num_inputs,
+                versions=versions(),
             )
-            if num_passes > num_settled:
-                open_window = counted(num_passes - num_settled, "pass")
-                lines.append(("not saved", f"the last {open_window}: their accumulation window was cut short"))
-            lines.append(("go on", _go_on(spec, folder, num_inputs, world)))
+            state.write(folder)
+
+
+@contextmanager
+def _saving(what: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise SavingError(f"{folder} could not be saved and does not exist: {one_line(str(error))}") from error
-    return lines
+        raise SavingError(f"{what} could not be saved and does not exist: {one_line(str(error))}") from error
 
 
 def not_saved(spec: StateSpec) -> Pairs:

@@ -5,6 +5,7 @@ import shutil
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor
-from replay.runner.checkpoint import SavingError, loaded_source, not_saved, refuse_folders, save
+from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import settled
@@ -36,6 +37,7 @@ from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.runner.selection import Selection, default_folder, select
+from replay.runner.states import Earlier, FolderStates, States
 from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
@@ -48,16 +50,18 @@ from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching
 
 
-def run(spec: RunSpec, *, show_traceback: bool) -> int:
+def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) -> int:
     """Replay as `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
+
+    states  where those of --save-every are kept; None: below --save-state
 
     Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(spec.actor.parallel) as world:
-        return run_in(world, spec, show_traceback=show_traceback)
+        return run_in(world, spec, show_traceback=show_traceback, states=states)
 
 
-def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
+def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states: States | None = None) -> int:
     """Run a replay in a world that is already open, and leave it open."""
     selection = select(
         spec.inputs,
@@ -68,8 +72,13 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     )
     first = _first_call(selection)
     spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
-    source = loaded_source(spec, find_source(spec), world)
-    refuse_folders(spec.state, world)
+    states = states or FolderStates.of(spec.state)
+    refuse_folders(spec.state, world, states)
+    latest = states.latest(world) if states is not None and spec.state.resume else None
+    earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
+    original = find_source(spec)
+    state = earlier.folder or state_to_load(spec.state)
+    source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
@@ -77,7 +86,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
-        actor = _open(spec, source, world, folder, watch, console)
+        actor = _open(spec, source, world, folder, state, watch, console)
         session = Session(
             world=world,
             spec=spec,
@@ -91,8 +100,12 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
             console=console,
             same_weights=SameWeights(source),
             setting=_setting(spec, source, world, actor.backend.facts()),
+            saver=Saver(spec=spec, source=source, world=world, logs=folder, states=states),
+            earlier=earlier,
+            begun_with=source if earlier.folder is None else original,
         )
         session.describe(actor, first)
+        session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
             actor.backend.close()
@@ -105,7 +118,13 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False) -> int:
 
 
 def _open(
-    spec: RunSpec, source: ModelSource, world: World, folder: Path, watch: Watch, console: Console | None
+    spec: RunSpec,
+    source: ModelSource,
+    world: World,
+    folder: Path,
+    state: Path | None,
+    watch: Watch,
+    console: Console | None,
 ) -> ReopenedActor:
     """Open the actor. If this raises a usage error, remove the log folder."""
 
@@ -117,7 +136,7 @@ def _open(
             console.opening(num_filled, num_parameters)
 
     try:
-        actor = ReopenedActor(spec.actor, source, world, spec.state.load_state, goes_on)
+        actor = ReopenedActor(spec.actor, source, world, state, goes_on)
     except Exception as reason:
         if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -133,10 +152,11 @@ class Done:
     passes: Sequence[Pass]
     saved: Pairs
     ended: BaseException | None
+    earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
 
     @property
     def records(self) -> list[PassRecord]:
-        return [record for record, _, _ in self.passes]
+        return [*self.earlier, *(record for record, _, _ in self.passes)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +183,9 @@ class Session:
     console: Console | None  # on rank 0
     same_weights: SameWeights
     setting: Setting
+    saver: Saver
+    earlier: Earlier  # under --resume
+    begun_with: ModelSource  # before the first pass in the log
 
     def describe(self, actor: ReopenedActor, first: Call | None) -> None:
         """Begin run.json and print the header, on rank 0."""
@@ -174,16 +197,23 @@ class Session:
             self.logbook.begin(
                 spec,
                 facts=facts,
-                work={"weights": digest_of_weights(source.weights), "config": lasting_config(source.config)},
+                work={"weights": digest_of_weights(self.begun_with.weights), "config": lasting_config(source.config)},
                 inputs=self.selection.described(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
+            header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
             self.console.header(header, num_passes=len(self.selection.inputs))
         world.gather(None)  # run.json exists before any rank can fail
+
+    def repeat_earlier(self) -> None:
+        """Begin this rank's log with the passes that were done before."""
+        for record in self.earlier.records:
+            if record.rank == self.world.rank:
+                self.logbook.write(record)
 
     def replay_each(self, actor: ReopenedActor) -> Done:
         """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for."""
@@ -203,26 +233,39 @@ class Session:
         )
         passes: list[Pass] = []
         saved: Pairs = []
+        begin = runner.num_settled = self.earlier.num_passes
+        num_steps = num_kept = self.earlier.num_steps
         try:
-            for index, path in enumerate(self.selection.inputs):
+            for index, path in islice(enumerate(self.selection.inputs), begin, None):
                 ranks, error = self._replay_one(runner, index, path)
                 passes += ranks
                 if error and spec.measure.step:
                     break  # the weights of the steps so far are lost
                 del error  # its frames hold the pass's tensors
                 runner.mend()
+                num_steps += ranks[world.rank][0].grad_norm is not None
+                if self._is_due(num_steps, num_kept):
+                    tracker.at(Phase.SAVING)
+                    self.saver.keep(actor.backend, num_steps, runner.num_settled)
+                    num_kept = num_steps
             tracker.has_passed(len(self.selection.inputs), Phase.OUT_OF_INPUTS)
             self.watch.meet()
             tracker.has_passed(len(self.selection.inputs), Phase.SAVING)
             if not any(record.error for record, _, _ in passes):
-                num_passes = len(passes) // world.world_size
-                saved = save(spec, self.source, world, actor.backend, runner.num_settled, num_passes)
+                if spec.state.save_every is not None and num_steps > num_kept:
+                    self.saver.keep(actor.backend, num_steps, runner.num_settled)
+                num_passes = begin + len(passes) // world.world_size
+                saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
                 raise  # the other ranks wait for this one
-            return Done(passes=passes, saved=saved, ended=reason)
-        return Done(passes=passes, saved=saved, ended=None)
+            return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
+        return Done(passes=passes, saved=saved, ended=None, earlier=self.earlier.records)
+
+    def _is_due(self, num_steps: int, num_kept: int) -> bool:
+        every = self.spec.state.save_every
+        return every is not None and num_steps > num_kept and num_steps % every == 0
 
     def _replay_one(self, runner: PassRunner, index: int, path: Path) -> tuple[list[Pass], Exception | None]:
         """Replay one input on every rank. A pass that fails ends a run of several ranks."""
@@ -247,7 +290,8 @@ class Session:
         opinion: Verdict | None = None
         remarks: Pairs = []
         measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
-        if done.ended is None and measures and rounding_floor.is_worth_it(self.spec, done.passes):
+        whole = done.ended is None and self.earlier.folder is None
+        if whole and measures and rounding_floor.is_worth_it(self.spec, done.passes):
             again = rounding_floor.Again(
                 world=self.world,
                 spec=self.spec,
@@ -375,6 +419,16 @@ def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call |
     whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
     weights = {} if first.weights is None else {"recorded": weights_line(same_weights.check(first.weights))}
     return weights | ({"dropout": f"{', '.join(dropout)}, {whose}"} if dropout else {})
+
+
+def _resumed(spec: RunSpec, earlier: Earlier, num_passes: int) -> dict[str, str]:
+    """Under --resume, say where the run goes on."""
+    if not spec.state.resume:
+        return {}
+    if earlier.folder is None:
+        return {"resumed": "from the beginning: no state was saved yet"}
+    done = f"{counted(earlier.num_steps, 'step')}, {earlier.num_passes} of {counted(num_passes, 'pass')} on each rank"
+    return {"resumed": f"behind {done}"}
 
 
 def _first_step(spec: RunSpec, selection: Selection) -> dict[str, str]:

@@ -43,7 +43,7 @@ def begin(spec: RunSpec, size: int, limits: Limits, ray: RayOptions | None) -> i
     num_inputs = len(selection.inputs)
     with executor(ray) as where:
         machine = where.machine(None, "--workers")
-        if machine.has_gpus and num_processes > machine.num_devices:
+        if machine.has_gpus and ray is None and num_processes > machine.num_devices:
             raise UsageError(
                 f"tp x ring needs {counted(num_processes, 'GPU')}, and there are {machine.num_devices}. "
                 "Try: a smaller --tp or --ring"

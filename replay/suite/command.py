@@ -8,7 +8,7 @@ import typer
 from actor_init.spec import Dtype, UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action
-from replay.suite.plan import SuiteSpec, skipped
+from replay.suite.plan import SAVE_EVERY, SuiteSpec, all_but, num_ranks_of, skipped
 
 DEFAULTS = SuiteSpec()
 
@@ -55,6 +55,29 @@ def suite(
     skip_fsdp2: bool = typer.Option(False, "--skip-fsdp2", envvar="SKIP_FSDP2", help="Those of FSDP2."),
     skip_tp: bool = typer.Option(False, "--skip-tp", envvar="SKIP_TP", help="Those with tensor parallelism."),
     skip_ring: bool = typer.Option(False, "--skip-ring", envvar="SKIP_RING", help="Those with ring attention."),
+    only: list[str] = typer.Option([], metavar="NAME", help="Train this one alone. May be given again."),  # noqa: B008
+    data_ranks: int | None = typer.Option(
+        None, min=1, help="Data ranks of each configuration. Default: as many as the GPUs are enough for."
+    ),
+    init_weights: str | None = typer.Option(
+        None, metavar="PATH", help="Begin with the weights in this model folder. Default: those of --model."
+    ),
+    save_init_weights: bool = typer.Option(
+        False, "--save-init-weights", help="Write the weights to begin with, in fp32, and begin with that file."
+    ),
+    save_state: bool = typer.Option(
+        False, "--save-state", help="Keep a state every few steps, from which a training goes on."
+    ),
+    save_every: int | None = typer.Option(
+        None, min=1, metavar="N", help=f"Steps between two states of --save-state. (default: {SAVE_EVERY})"
+    ),
+    storage: str | None = typer.Option(
+        None, metavar="PATH", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
+    ),
+    resume_from: str | None = typer.Option(
+        None, metavar="NAME", help="Go on with the suite of this name, in --log-folder or --storage."
+    ),
+    plot: Path | None = typer.Option(None, help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
     output_dir: Path | None = typer.Option(  # noqa: B008
         None, envvar="OUTPUT_DIR", help="Where the folder inputs, on which all train, is made. Default: with the logs."
     ),
@@ -70,15 +93,31 @@ def suite(
     1: one is not, or failed.
     """
     ray = ray_options(launcher, address)
-    if go_on is not None:
-        where = ("go_on", "launcher", "address")
+    if go_on is not None or resume_from is not None:
+        option = "--continue" if resume_from is None else "--resume-from"
+        if go_on is not None and resume_from is not None:
+            raise UsageError("--continue and --resume-from exclude each other. Give one of the two")
+        where = ["go_on", "resume_from", "launcher", "address", "plot"]
+        where += ["storage", "log_folder"] if resume_from is not None else []
         typed = [name for name in context.params if _is_typed(context, name) and name not in where]
         if typed:
-            option = f"--{typed[0].replace('_', '-')}"
+            other = f"--{typed[0].replace('_', '-')}"
             raise UsageError(
-                f"--continue takes its options from the suite that was begun. Try: replay suite, with {option}"
+                f"{option} takes its options from the suite that was begun. Try: replay suite, with {other}"
             )
-        return partial(_continue_suite, go_on, ray)
+        return partial(_continue_suite, go_on, resume_from, log_folder, storage, ray, plot)
+    if not save_state:
+        for other, value in (("--save-every", save_every), ("--storage", storage)):
+            if value is not None:
+                raise UsageError(f"{other} is for the states of --save-state. Try: --save-state {other} {value}")
+    elif storage is None and ray is not None and ray.address is not None:
+        raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
+    elif storage is not None and ray is None and "://" in storage:
+        raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
+    if save_init_weights and init_weights is not None:
+        raise UsageError("--init-weights and --save-init-weights exclude each other. Give one of the two")
+    if skip and only:
+        raise UsageError("--skip and --only exclude each other. Give one of the two")
     groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
     spec = SuiteSpec(
         dataset=dataset,
@@ -94,9 +133,14 @@ def suite(
         ring=ring,
         output_dir=output_dir,
         limit=limit,
-        skip=skipped(skip, [group for group, is_given in groups.items() if is_given]),
+        skip=skipped(skip, [group for group, is_given in groups.items() if is_given]) | all_but(only),
+        init_weights=init_weights,
+        saves_init_weights=save_init_weights,
+        num_data_ranks=data_ranks,
+        save_every=(save_every or SAVE_EVERY) if save_state else None,
+        storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
     )
-    return partial(_suite, spec, log_folder, ray)
+    return partial(_suite, spec, log_folder, ray, plot)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -104,21 +148,37 @@ def _is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _suite(spec: SuiteSpec, log_folder: Path, ray: RayOptions | None) -> int:
+def _suite(spec: SuiteSpec, log_folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
+    from replay.compare.plot import check_plot
     from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite
     from replay.suite.state import Suite
 
-    with executor(ray) as where:
+    if plot is not None:
+        check_plot(plot)
+    with executor(ray, num_ranks_of(spec)) as where:
         suite = Suite.begin(spec, log_folder, where)
-        return run_suite(suite, where.runner(suite.folder, suite.machine, None))
+        return run_suite(suite, where.trainer(suite.folder, suite.machine, suite.storage), plot)
 
 
-def _continue_suite(folder: Path, ray: RayOptions | None) -> int:
+def _continue_suite(
+    folder: Path | None,
+    name: str | None,
+    log_folder: Path,
+    storage: str | None,
+    ray: RayOptions | None,
+    plot: Path | None,
+) -> int:
+    from replay.compare.plot import check_plot
     from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite
-    from replay.suite.state import Suite
+    from replay.suite.state import Suite, folder_named, read_spec
 
-    with executor(ray) as where:
+    if plot is not None:
+        check_plot(plot)
+    if name is not None:
+        folder = folder_named(name, log_folder, storage)
+    assert folder is not None
+    with executor(ray, num_ranks_of(read_spec(folder))) as where:
         suite = Suite.read(folder, where)
-        return run_suite(suite, where.runner(suite.folder, suite.machine, None))
+        return run_suite(suite, where.trainer(suite.folder, suite.machine, suite.storage), plot)

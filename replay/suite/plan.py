@@ -11,11 +11,12 @@ from pathlib import Path
 
 from actor_init.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
-from replay.processes.devices import Machine
-from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec
+from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
+from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec, StateSpec
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
 DDP, DEEPSPEED = "ddp", "deepspeed"
+SAVE_EVERY = 10  # steps between two states, unless --save-every says so
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,14 @@ def configurations() -> tuple[Configuration, ...]:
 CONFIGURATIONS = configurations()
 
 
+def all_but(names: Sequence[str]) -> frozenset[str]:
+    """Return the configurations without these names; none if there are no names. Raises UsageError for unknown ones."""
+    every = {one.name for one in CONFIGURATIONS}
+    if unknown := sorted(set(names) - every):
+        raise UsageError(f"--only {unknown[0]} is no configuration. Give one of {', '.join(sorted(every))}")
+    return frozenset(every - set(names)) if names else frozenset()
+
+
 def skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
     """Return the configurations with these names, and those that belong to a group (deepspeed, fsdp2, tp, ring)."""
     return frozenset(names) | {one.name for one in CONFIGURATIONS if not one.groups.isdisjoint(groups)}
@@ -75,6 +84,11 @@ class SuiteSpec:
     output_dir: Path | None = None
     limit: float = 1800.0  # seconds for one configuration
     skip: frozenset[str] = field(default_factory=frozenset)
+    init_weights: str | None = None  # model folder with the weights to begin with
+    saves_init_weights: bool = False
+    num_data_ranks: int | None = None  # of each configuration; None: as many as fit
+    save_every: int | None = None  # steps; None: no states are kept
+    storage: str | None = None  # folder or URI for the states; None: beside the logs
 
     def __post_init__(self) -> None:
         names = [one.name for one in CONFIGURATIONS]
@@ -103,11 +117,12 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
     plan = []
     for one in CONFIGURATIONS:
         share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
-        num_data_ranks = machine.num_devices // share or (0 if machine.has_gpus else 1)
+        fits, wanted = machine.num_devices // share, spec.num_data_ranks or 1
+        num_data_ranks = spec.num_data_ranks or fits or 1  # on a CPU, processes stand in for GPUs
         reason = ""
-        if not num_data_ranks:
+        if machine.has_gpus and fits < wanted:
             limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"
-            reason = f"needs {share} GPUs, {limit} {machine.num_devices}"
+            num_data_ranks, reason = 0, f"needs {share * wanted} GPUs, {limit} {machine.num_devices}"
         if one.name in spec.skip:
             reason = "skipped"
         plan.append(
@@ -121,6 +136,12 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
     return plan
 
 
+def num_ranks_of(spec: SuiteSpec) -> int:
+    """Return the most processes that a configuration has on a CPU, where processes stand in for GPUs."""
+    machine = Machine(num_devices=spec.num_gpus or PROCESSES_ON_A_CPU, has_gpus=False)
+    return max(one.num_processes for one in planned(spec, machine) if not one.reason)
+
+
 def num_inputs_a_step(plan: list[Planned]) -> int:
     """Return the smallest number divisible by every number of data ranks, so that skipping a configuration changes
     none.
@@ -129,15 +150,27 @@ def num_inputs_a_step(plan: list[Planned]) -> int:
 
 
 def run_spec_of(
-    one: Planned, spec: SuiteSpec, *, inputs: Path, num_inputs: int, inputs_a_step: int, loss: LossName
+    one: Planned,
+    spec: SuiteSpec,
+    *,
+    inputs: Path,
+    num_inputs: int,
+    inputs_a_step: int,
+    loss: LossName,
+    states: Path | None = None,
 ) -> RunSpec:
-    """Return the replay of one configuration. Raises UsageError if its options contradict each other."""
+    """Return the replay of one configuration.
+
+    states  folder for the states of --save-state
+
+    Raises UsageError if its options contradict each other.
+    """
     of = one.configuration
     num_passes = spec.steps * inputs_a_step
     return RunSpec(
         actor=ActorSpec(
             backend=of.backend,
-            model=spec.model,
+            model=spec.init_weights or spec.model,
             num_layers=spec.num_layers,
             dtype=spec.dtype,
             zero_stage=of.zero_stage,
@@ -153,4 +186,15 @@ def run_spec_of(
             shuffle_inputs=True,
         ),
         measure=MeasureSpec(loss=loss, step=True, name=of.name),
+        state=StateSpec(save_state=states, save_every=spec.save_every, resume=states is not None),
+    )
+
+
+def spec_of_init_weights(spec: SuiteSpec, *, inputs: Path, loss: LossName, folder: Path) -> RunSpec:
+    """Return the replay that writes the weights, as all configurations begin, into `folder`: in fp32, as they are."""
+    return RunSpec(
+        actor=ActorSpec(backend=DDP, model=spec.model, num_layers=spec.num_layers, dtype=Dtype.FP32),
+        inputs=InputsSpec(inputs=inputs, max_inputs=1),
+        measure=MeasureSpec(loss=loss, backward=False, name="init-weights"),
+        state=StateSpec(save_model=folder),
     )

@@ -4,9 +4,12 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
+from replay.compare.plot import draw_curves
 from replay.option_parsing import command_line
 from replay.processes.pool import RunTasks, Task, run_child
 from replay.runlog.reader import PastRun
@@ -14,14 +17,16 @@ from replay.suite import text as suite_wording
 from replay.suite.console import SuiteConsole
 from replay.suite.loss_curve import curve_of
 from replay.suite.outcome import NoCurve, Status, TrainingResult, outcomes
-from replay.suite.plan import DDP, Planned, run_spec_of
+from replay.suite.plan import DDP, Planned, run_spec_of, spec_of_init_weights
 from replay.suite.state import Suite
 
 TERMINATED = 143
 
 
-def run_suite(suite: Suite, run: RunTasks) -> int:
+def run_suite(suite: Suite, run: RunTasks, plot: Path | None = None) -> int:
     """Run the suite and return 0 if every configuration that ran passed, else 1. Finished ones are not repeated.
+
+    plot  file for a picture of the curves; None: none is drawn
 
     Raises UsageError, and leaves no folder, if no configuration can run.
     """
@@ -31,6 +36,9 @@ def run_suite(suite: Suite, run: RunTasks) -> int:
     wanted = [one for one in suite.plan if not one.reason and suite.curve(one.name) is None]
     try:
         with _sigterm_exits():
+            if wanted and suite.spec.saves_init_weights and not suite.init_weights.exists():
+                save_init_weights(suite, run)
+                console.say(suite_wording.init_weights(suite))
             for number, one in enumerate(wanted):
                 console.say(suite_wording.begins(one, suite.inputs_a_step))
                 console.trained(number, len(wanted))
@@ -44,6 +52,8 @@ def run_suite(suite: Suite, run: RunTasks) -> int:
     results = training_results(suite, no_curves)
     has_failed = any(one.status is Status.FAILED for one in results)
     suite.write("failed" if has_failed else "passed", _results(results))
+    if plot is not None:
+        draw_curves(plot, {one.planned.name: one.judgement.curve.losses for one in results if one.judgement})
     console.finish(suite_wording.table(results), suite_wording.verdict(suite, results))
     return 1 if has_failed else 0
 
@@ -53,13 +63,15 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
 
     Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
     """
+    begin = str(suite.init_weights) if suite.spec.saves_init_weights else suite.spec.init_weights
     spec = run_spec_of(
         one,
-        suite.spec,
-        inputs=suite.inputs.folder,
+        replace(suite.spec, init_weights=begin),
+        inputs=suite.inputs_for_all,
         num_inputs=suite.inputs.num_inputs,
         inputs_a_step=suite.inputs_a_step,
         loss=suite.inputs.loss,
+        states=suite.states_of(one.name),
     )
     logs, output = suite.room_for(one.name)
     task = Task(
@@ -84,6 +96,17 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
         return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
     suite.write_curve(one.name, curve)
     return None
+
+
+def save_init_weights(suite: Suite, run: RunTasks) -> None:
+    """Write the weights with which all configurations begin. Raises UsageError if that fails."""
+    spec = spec_of_init_weights(
+        suite.spec, inputs=suite.inputs_for_all, loss=suite.inputs.loss, folder=suite.init_weights
+    )
+    logs, output = suite.room_for("init-weights")
+    task = Task(arguments=command_line(spec), num_processes=1, logs=logs, output=output, limit=suite.spec.limit)
+    if error := run_child(task, run).error:
+        raise UsageError(f"--save-init-weights: {error}")
 
 
 def training_results(suite: Suite, no_curves: Mapping[str, NoCurve]) -> list[TrainingResult]:

@@ -19,7 +19,12 @@ def header(suite: Suite) -> Pairs:
         ("suite", str(_shown(suite.folder))),
         ("inputs", f"{suite.inputs.said}; {each}, learning rate {spec.learning_rate:g}, {spec.dtype}"),
         ("device", device),
+        *([("states", f"every {counted(spec.save_every, 'step')} in {suite.storage}")] if spec.save_every else []),
     ]
+
+
+def init_weights(suite: Suite) -> Pairs:
+    return [("weights", f"all begin with {_shown(suite.init_weights)}")]
 
 
 def begins(one: Planned, inputs_a_step: int) -> Pairs:

@@ -7,7 +7,7 @@ import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import app
-from replay.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.option_parsing import command_line, spec_from_dict, spec_of, spec_to_dict, toggles
 from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
 
 
@@ -115,6 +115,7 @@ FULL = RunSpec(
 def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: RunSpec) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
     assert parsed(*command_line(spec)) == spec
+    assert spec_of(command_line(spec)) == spec
 
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:

@@ -90,6 +90,15 @@ def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes
     assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --num-gpus is 1"]
 
 
+def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
+    for machine in (Machine(num_devices=4, has_gpus=True), Machine(num_devices=2, has_gpus=False)):
+        plan = {one.name: one for one in planned(SuiteSpec(num_data_ranks=2), machine)}
+        ranks = {name: plan[name].num_processes for name in ("ddp", "deepspeed-autotp", "fsdp2-tp")}
+        assert ranks == {"ddp": 2, "deepspeed-autotp": 4, "fsdp2-tp": 4}
+        assert {one.num_data_ranks for one in plan.values() if not one.reason} == {2}
+        assert plan["fsdp2-tp-ring"].reason == ("needs 8 GPUs, this machine has 4" if machine.has_gpus else "")
+
+
 def test_skipping_changes_no_other_configuration() -> None:
     machine = Machine(num_devices=4, has_gpus=True)
     whole = planned(SuiteSpec(), machine)
@@ -263,6 +272,13 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
         ("", {"NUM_GPUS": "two"}, "invalid value for '--num-gpus' (env var: 'NUM_GPUS')"),
         ("", {"SKIP_TP": "maybe"}, "invalid value for '--skip-tp' (env var: 'SKIP_TP')"),
         ("", {"TP_SIZE": "1"}, "invalid value for '--tp' (env var: 'TP_SIZE')"),
+        ("--only zero", {}, "--only zero is no configuration. Give one of ddp, deepspeed, deepspeed-autotp"),
+        ("--only ddp --skip fsdp2", {}, "--skip and --only exclude each other."),
+        ("--save-every 3", {}, "--save-every is for the states of --save-state. Try: --save-state --save-every 3"),
+        ("--save-state --storage s3://a/b", {}, "--storage s3://a/b is for a Ray cluster. Try: --launcher ray"),
+        ("--save-state --launcher ray --address auto", {}, "--save-state needs a folder that all nodes share"),
+        ("--init-weights a --save-init-weights", {}, "--init-weights and --save-init-weights exclude each other."),
+        ("--resume-from x --storage nowhere", {}, "--resume-from x: there is no suite of that name in "),
         ("--skip zero", {}, "--skip zero is no configuration. Give one of ddp, deepspeed, fsdp2"),
         ("--skip ddp", {"SKIP_FSDP2": "1", "SKIP_DEEPSPEED": "1"}, "every configuration is skipped."),
         (

@@ -1,0 +1,192 @@
+"""Train on a Ray cluster, one task after another, by Ray Train: it keeps states, and begins again from the latest.
+
+STORAGE/<name>/step-000010/    a checkpoint of the task whose logs are in LOGS/<name>: the parts of all workers
+STORAGE/<name>/...             what Ray Train writes down about them
+
+A task that was trained before under the same name and storage goes on from its latest checkpoint.
+"""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from actor_init.saving.huggingface import check_folder
+from actor_init.spec import UsageError
+from capture.on_ray.node_files import Change, write
+from replay.on_ray.cluster import Cluster
+from replay.on_ray.fit import FAILED, Fit, answer_file
+from replay.on_ray.node_agent import inputs_of
+from replay.on_ray.training_rank import train
+from replay.processes.pool import Child, Task
+from replay.runlog.writer import RUN_FILE
+
+Key = TypeVar("Key")
+POLL_SECONDS = 0.5
+NODE_SECONDS = 60.0  # for a lost node to come back
+END_SECONDS = 5.0  # for Ray Train to end its workers
+
+
+class Trainings:
+    """Runs tasks on a cluster, as `run_children` does on this machine; each is a run of Ray Train."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        root: Path,
+        storage: str,
+        *,
+        rank: Callable[[Mapping[str, Any]], int] = train,
+        node_seconds: float = NODE_SECONDS,
+    ) -> None:
+        """Create it for tasks whose logs and outputs lie below `root`.
+
+        storage  folder that all nodes share, or a URI as Ray Train takes it
+        rank     what each worker runs
+
+        Raises UsageError if a node cannot write into the storage.
+        """
+        self._cluster = cluster
+        self._root = root
+        self._storage = storage
+        self._rank = rank
+        self._node_seconds = node_seconds
+        self._is_running = False
+        if "://" not in storage:
+            self._check(Path(storage))
+
+    @property
+    def num_running(self) -> int:
+        return int(self._is_running)
+
+    def __call__(self, tasks: Iterable[tuple[Key, Task]], *, until: float = math.inf) -> Generator[tuple[Key, Child]]:
+        """Yield the result of each task as it ends, with its files at home. None starts after `until` (monotonic).
+
+        On Ctrl-C, or any other exception here or in the caller's loop, the running one is ended first.
+        """
+        for key, task in tasks:
+            if time.monotonic() > until:
+                return
+            self._is_running = True
+            try:
+                child = self._train(task)
+            finally:
+                self._is_running = False
+            yield key, child
+
+    def _check(self, storage: Path) -> None:
+        check_folder(storage / "any", "--storage")
+        marker = storage / f".{uuid.uuid4().hex}"
+        try:
+            marker.touch()
+            answers = {
+                node.host: self._cluster.agents[node.id].sees.remote(str(storage), marker.name)
+                for node in self._cluster.nodes
+            }
+            for host, answer in answers.items():
+                if reason := self._cluster.ray.get(answer):
+                    raise UsageError(
+                        f"--storage {storage}: node {host} cannot use it: {reason}. "
+                        "Give a folder that all nodes share, or a URI such as s3://bucket/path"
+                    )
+        finally:
+            marker.unlink(missing_ok=True)
+
+    def _train(self, task: Task) -> Child:
+        began = time.monotonic()
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory() as folder, self._fitting(task, Path(folder) / "fit") as fitting:
+            exit_code, said = self._followed(fitting, task, answer_file(Path(folder) / "fit"))
+        self._cluster.fetch(self._take)
+        self._bring_home(task, said)
+        return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
+
+    @contextmanager
+    def _fitting(self, task: Task, file: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Start Ray Train in a process of its own, and end it at the end."""
+        ray = self._cluster.ray
+        fit = Fit(
+            address=ray.get_runtime_context().gcs_address,
+            rank=self._rank,
+            job=self._job(task),
+            storage=self._storage,
+            name=task.logs.name,
+            num_ranks=task.num_processes,
+            on_gpus=self._cluster.kind == "GPU",
+        )
+        file.write_bytes(ray.cloudpickle.dumps(fit))
+        command = [sys.executable, "-m", "replay.on_ray.bound", "replay.on_ray.fit", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)  # Ray Train ends its workers
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(END_SECONDS)
+                process.kill()
+
+    def _followed(self, fitting: subprocess.Popen[bytes], task: Task, answer: Path) -> tuple[int | None, str]:
+        """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
+        began = enough_at = time.monotonic()
+        while fitting.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                fitting.wait(POLL_SECONDS)
+            self._cluster.fetch(self._take)
+            self._cluster.meet_new_nodes()
+            now, num_left = time.monotonic(), self._cluster.num_slots_left()
+            if now - began > task.limit:
+                return None, ""
+            enough_at = now if num_left >= task.num_processes else enough_at
+            if now - enough_at > self._node_seconds:
+                return FAILED, (
+                    f"{task.num_processes} ranks need as many {self._cluster.kind}s, and {num_left} are left since "
+                    f"a node was lost; states are kept in {self._storage}"
+                )
+        if not answer.is_file():
+            return FAILED, f"Ray Train ended with exit code {fitting.returncode}"
+        exit_code, said = json.loads(answer.read_text())
+        return exit_code, said
+
+    def _job(self, task: Task) -> dict[str, Any]:
+        copies = self._cluster.ship(inputs_of(task.arguments))
+        return {
+            "arguments": list(task.arguments),
+            "homes": str(self._cluster.home_on("")),
+            "logs": str(task.logs.relative_to(self._root)),
+            "output": str(task.output.relative_to(self._root)),
+            "folder": str(Path.cwd()),
+            "inputs": {node: str(folder) for node, folder in copies.items()},
+        }
+
+    def _take(self, change: Change) -> None:
+        if change.is_whole_text:
+            change = change._replace(data=self._cluster.with_paths_here(change.data, self._root))
+        write(change, self._root)
+
+    def _bring_home(self, task: Task, said: str) -> None:
+        """Join what was printed on the nodes; move the logs of attempts that broke off aside; clear up on the nodes."""
+        parts = sorted(task.output.parent.glob(f"{task.output.name}.node-*"))
+        printed = b"".join(part.read_bytes() for part in parts)
+        printed = self._cluster.with_paths_here(printed, self._root)
+        printed += f"replay: {said}\n".encode() if said else b""
+        task.output.write_bytes(printed)
+        for part in parts:
+            part.unlink()
+        for path in (task.logs, *parts):
+            self._cluster.forget(path.relative_to(self._root).as_posix())
+        attempts = sorted(path.parent for path in task.logs.glob(f"*/{RUN_FILE}"))
+        for attempt in attempts[:-1]:
+            asides = (task.logs.with_name(f"{task.logs.name}.{number}") for number in count(1))
+            aside = next(path for path in asides if not path.exists())
+            aside.mkdir()
+            attempt.rename(aside / attempt.name)

@@ -1,0 +1,101 @@
+"""What one worker of Ray Train does for a training: a replay with --save-every, whose states Ray Train keeps.
+
+Each worker reports its own part of a state; Ray Train joins the parts in its storage, and counts them as a checkpoint
+when all workers have reported. Workers that Ray Train starts again go on from the latest.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import UsageError
+from actor_init.world import World
+from replay.on_ray.node_agent import NodeAgent, with_inputs
+from replay.on_ray.rank import output_into
+from replay.option_parsing import spec_of
+from replay.processes.exit_code import exit_code_of
+from replay.runner.states import name_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayStates:
+    """The states of a run, as checkpoints of Ray Train."""
+
+    begun: Path | None  # the latest checkpoint, where this node reads it
+    parts: Path  # folder on this node for what a worker reports
+    has_folder = False
+
+    def check(self) -> None:
+        """Ray Train and the driver have looked at the storage."""
+
+    def latest(self, world: World) -> Path | None:
+        return self.begun
+
+    def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
+        from ray.train import Checkpoint, report
+
+        self.parts.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{name_of(num_steps)}-rank{world.rank}-", dir=self.parts))
+        write(part)
+        report(
+            {"num_steps": num_steps},
+            checkpoint=Checkpoint.from_directory(part),
+            checkpoint_dir_name=name_of(num_steps),
+            delete_local_checkpoint_after_upload=True,
+        )
+
+
+def train(job: Mapping[str, Any]) -> int:
+    """Run a replay with `job["arguments"]` as a rank of the group that Ray has opened. Returns its exit code.
+
+    homes   folder with a folder for each node, for what ranks write there
+    logs    the folder for the run's log, relative to the node's folder
+    output  file for what is printed there, with the node's name behind it; relative, too
+    folder  the driver's working folder, which becomes this rank's if the node has it
+    inputs  by node, the folder of the inputs that were sent there; none where a node sees the driver's folder
+
+    Raises what breaks a run off, so that Ray Train ends the other workers and begins again.
+    """
+    import ray
+    from ray.train import get_checkpoint
+
+    from replay.runner.session import run
+
+    node = ray.get_runtime_context().get_node_id()
+    home = Path(job["homes"]) / node
+    arguments = [*job["arguments"], "--log-folder", str(home / job["logs"])]
+    if node in job["inputs"]:
+        arguments = with_inputs(arguments, Path(job["inputs"][node]))
+    if Path(job["folder"]).is_dir():
+        os.chdir(job["folder"])
+    output = home / f"{job['output']}.node-{node}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # each state would be two lines
+    broke_off: list[Exception] = []
+    with ExitStack() as stack:
+        checkpoint = get_checkpoint()
+        begun = Path(stack.enter_context(checkpoint.as_directory())) if checkpoint else None
+        states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
+        stack.enter_context(output_into(output, output))
+        exit_code = exit_code_of(
+            partial(_kept, broke_off, lambda: run(spec_of(arguments), show_traceback=False, states=states))
+        )
+    if broke_off:
+        raise broke_off[0]
+    return exit_code
+
+
+def _kept(broke_off: list[Exception], action: Callable[[], int]) -> int:
+    try:
+        return action()
+    except UsageError:
+        raise
+    except Exception as error:
+        broke_off.append(error)
+        raise

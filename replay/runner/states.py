@@ -1,0 +1,149 @@
+"""Keep a state every few steps, and go on from the latest as the run that was begun.
+
+PATH/step-000010/state.json, ...   as --save-state writes it
+                 rank<k>.jsonl     the passes so far; the log of a run that goes on begins with them
+
+A folder is written under another name and renamed: what has a name is whole. The last KEPT are kept.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from actor_init.saving.huggingface import check_folder, whole_folder
+from actor_init.saving.state_file import STATE_FILE, SavedState
+from actor_init.spec import UsageError
+from actor_init.world import World
+from replay.runlog.reader import read_lines
+from replay.runlog.records import PassRecord
+from replay.runner.selection import Selection
+from replay.spec import StateSpec
+
+KEPT = 2
+PREFIX = "step-"
+
+
+def name_of(num_steps: int) -> str:
+    return f"{PREFIX}{num_steps:06d}"
+
+
+def passes_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.jsonl"
+
+
+class States(Protocol):
+    """Where the states of a run are kept. All ranks must call its methods, but `check`, which is for rank 0."""
+
+    @property
+    def has_folder(self) -> bool:
+        """Are they below --save-state, for --load-state to find?"""
+
+    def check(self) -> None:
+        """Raise UsageError unless states can be kept here. Under --resume, clear up what a killed run left."""
+
+    def latest(self, world: World) -> Path | None:
+        """Return the folder of the latest whole state, or None if there is none."""
+
+    def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
+        """Keep what `write` writes into a folder on each rank: one for all ranks, or one for each.
+
+        Raises what writing raises; then the state is not there.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderStates:
+    """The states below a folder that all ranks share."""
+
+    folder: Path
+    is_resumed: bool
+    has_folder = True
+
+    @classmethod
+    def of(cls, spec: StateSpec) -> Self | None:
+        """Return where --save-every keeps its states; None without it."""
+        if spec.save_every is None:
+            return None
+        assert spec.save_state is not None
+        return cls(folder=spec.save_state, is_resumed=spec.resume)
+
+    def check(self) -> None:
+        if not self.is_resumed:
+            if whole_states(self.folder):
+                raise UsageError(
+                    f"--save-state {self.folder} holds the states of a run. "
+                    f"Try: --resume, or --save-state {self.folder}-2"
+                )
+            check_folder(self.folder, "--save-state")
+            try:
+                self.folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--save-state {self.folder}: {error.strerror}. Give a folder where you may write"
+                ) from None
+            return
+        check_folder(self.folder / "any", "--save-state")
+        if (self.folder / STATE_FILE).is_file():
+            raise UsageError(
+                f"--save-state {self.folder} is one state, not those of --save-every. Try: --load-state {self.folder}"
+            )
+        for unfinished in self.folder.glob(f".{PREFIX}*.unfinished-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def latest(self, world: World) -> Path | None:
+        found = whole_states(self.folder) if world.rank == 0 else []
+        latest: Path | None = world.from_first(found[-1] if found else None)
+        return latest
+
+    def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
+        with whole_folder(self.folder / name_of(num_steps), world) as unfinished:
+            write(unfinished)
+        if world.rank == 0:
+            for old in whole_states(self.folder)[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def whole_states(folder: Path) -> list[Path]:
+    """Return the folders of the states below `folder`, the latest last."""
+    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/{STATE_FILE}"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Earlier:
+    """What the run had done when its latest state was saved; nothing, if this is its beginning."""
+
+    folder: Path | None = None
+    num_steps: int = 0
+    num_passes: int = 0  # on each rank
+    records: Sequence[PassRecord] = ()  # of all ranks
+
+    @classmethod
+    def read(cls, folder: Path, selection: Selection, world: World) -> Self:
+        """Read the passes before the state in `folder`. All ranks must call this.
+
+        Raises UsageError if they were of another number of ranks, or on other inputs.
+        """
+        state = SavedState.read(folder)
+        here = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
+        if (state.world_size, state.tp, state.ring) != here:
+            raise UsageError(
+                f"--resume: {folder} was saved by {state.world_size} ranks with --tp {state.tp} --ring {state.ring}, "
+                f"and here are {here[0]} with --tp {here[1]} --ring {here[2]}. "
+                f"Try: as there; or --load-state {folder} --skip-inputs {state.num_inputs}, a run of its own"
+            )
+        records = [
+            record for rank in range(world.world_size) for record in read_lines(passes_file(folder, rank), "replay")
+        ]
+        own = [record.source for record in records if record.rank == world.rank]
+        names = [path.name for path in selection.inputs]
+        problem = None
+        for index, (there, now) in enumerate(zip(own, [*names, *["none"] * len(own)], strict=False), start=1):
+            if there != now:
+                problem = f"--resume: pass {index} in {folder} was on {there}, and here it is on {now}"
+                break
+        if problem := next(filter(None, world.gather(problem)), None):
+            raise UsageError(f"{problem}. Try: the inputs and options of the run that was begun")
+        num_steps = sum(record.grad_norm is not None for record in records if record.rank == world.rank)
+        return cls(folder=folder, num_steps=num_steps, num_passes=len(own), records=records)

@@ -1,0 +1,130 @@
+"""`--save-every` and `--resume`: a run that was killed goes on from its latest whole state as if nothing had happened.
+
+About 8 s.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actor_init.saving.huggingface import whole_folder
+from replay.cli import main
+from replay.runlog.reader import PastRun
+from replay.runner.pass_runner import PassRunner
+from replay.runner.states import whole_states
+
+TRAINING = "--step --dtype fp32 --quiet --learning-rate 0.01 --backend"
+pytestmark = pytest.mark.usefixtures("one_world")
+
+
+def train(home: Path, typed: str, logs: str = "logs", *, backend: str = "fsdp2") -> int:
+    where = ["--save-state", str(home / "states"), "--log-folder", str(home / logs)]
+    return main([*TRAINING.split(), backend, *where, *typed.split()])
+
+
+def numbers(logs: Path) -> list[tuple[object, ...]]:
+    (folder,) = logs.iterdir()
+    return [(one.index, one.source, one.loss, one.grad_norm) for one in PastRun.read(folder).records]
+
+
+def names(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "states").iterdir())
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp", "deepspeed"])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the last bit. Its log is one log, of all passes."""
+    assert train(tmp_path / "whole", "--max-inputs 5 --save-every 2", backend=backend) == 0
+    replayed = PassRunner.replay
+
+    def interrupted(self: PassRunner, index: int, path: Path) -> object:
+        if index == 3:
+            raise KeyboardInterrupt
+        return replayed(self, index, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PassRunner, "replay", interrupted)
+        assert train(tmp_path, "--max-inputs 5 --save-every 2", "first", backend=backend) == 130
+    assert names(tmp_path) == ["step-000002"]
+    (tmp_path / "states" / ".step-000004.unfinished-1234").mkdir()
+    capsys.readouterr()
+    assert train(tmp_path, "--max-inputs 5 --save-every 2 --resume --no-quiet", "second", backend=backend) == 0
+    assert "resumed    behind 2 steps, 2 of 5 passes on each rank\n" in capsys.readouterr().out
+    assert numbers(tmp_path / "second") == numbers(tmp_path / "whole" / "logs")
+    assert names(tmp_path) == names(tmp_path / "whole") == ["step-000004", "step-000005"]
+    work = [
+        json.loads(next((tmp_path / logs).glob("*/run.json")).read_text())["work"] for logs in ("second", "whole/logs")
+    ]
+    assert work[0] == work[1]
+
+
+def test_a_state_holds_whole_windows_and_is_loaded_by_the_folder_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, "--max-inputs 5 --grad-accumulation 2 --save-every 3") == 0
+    said = capsys.readouterr().out
+    assert "not saved  the last 1 pass: their accumulation window was cut short\n" in said
+    assert f"--skip-inputs 4 --max-inputs 5 --step --quiet --log-folder {tmp_path / 'logs'} --load-state" in said
+    (state,) = whole_states(tmp_path / "states")
+    assert state.name == "step-000002"
+    assert len((state / "rank0.jsonl").read_text().splitlines()) == 4
+    going_on = ["--skip-inputs", "4", "--max-inputs", "2", "--grad-accumulation", "2", "--log-folder", str(tmp_path)]
+    assert main([*TRAINING.split(), "fsdp2", *going_on, "--load-state", str(tmp_path / "states")]) == 0
+    longer = train(tmp_path, "--max-inputs 6 --grad-accumulation 2 --save-every 3 --resume", "longer")
+    assert (longer, names(tmp_path)) == (0, ["step-000002", "step-000003"])
+    whole = train(tmp_path / "whole", "--max-inputs 6 --grad-accumulation 2 --save-every 3")
+    assert whole == 0
+    assert numbers(tmp_path / "longer") == numbers(tmp_path / "whole" / "logs")
+
+
+def test_a_state_that_cannot_be_written_ends_the_run_and_leaves_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, world: object) -> object:
+        if folder.name == "step-000003":
+            raise OSError(28, "No space left on device")
+        return whole_folder(folder, world)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("replay.runner.states.whole_folder", full)
+    assert train(tmp_path, "--max-inputs 4 --save-every 1") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"replay: SavingError: {tmp_path / 'states'}, the state after 3 steps, could not be saved")
+    assert "No space left on device" in said
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--save-every 2", "--save-every 2 needs a folder. Try: --save-state PATH --save-every 2"),
+        ("--save-state a --resume", "--resume goes on from what --save-every saved."),
+        ("--save-state a --save-every 2", "--save-every 2 counts optimizer steps. Try: --step --save-every 2"),
+        ("--step --save-state a --save-every 2 --resume --load-state b", "--resume and --load-state exclude"),
+        ("--step --save-state a --save-every 2 --resume --trace", "--trace needs every pass, and --resume leaves out"),
+        ("--step --save-state pyproject.toml --save-every 2", "--save-state pyproject.toml is a file."),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    assert capsys.readouterr().err.startswith(f"replay: {says}")
+
+
+def test_states_of_another_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "--max-inputs 2 --save-every 1") == 0
+    folder = tmp_path / "states"
+    for typed, says in {
+        "": f"--save-state {folder} holds the states of a run. Try: --resume, or --save-state {folder}-2",
+        "--resume --shuffle-inputs": f"--resume: pass 1 in {folder / 'step-000002'} was on actor_inputs_rank0_",
+        "--resume --learning-rate 1": f"--load-state {folder / 'step-000002'} was saved with --learning-rate 0.01, not",
+    }.items():
+        capsys.readouterr()
+        assert train(tmp_path, f"--max-inputs 2 --save-every 1 {typed}", "other") == 2
+        assert capsys.readouterr().err.startswith(f"replay: {says}")
+    text = json.loads((folder / "step-000002" / "state.json").read_text())
+    (folder / "step-000002" / "state.json").write_text(json.dumps(text | {"world_size": 4, "tp": 2}))
+    assert train(tmp_path, "--max-inputs 2 --save-every 1 --resume", "other") == 2
+    said = capsys.readouterr().err
+    assert "was saved by 4 ranks with --tp 2 --ring 1, and here are 1 with --tp 1 --ring 1. Try: as there" in said
