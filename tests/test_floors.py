@@ -68,7 +68,10 @@ LIBRARIES = {
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
     "ray": {"capture/on_ray/cluster.py"}
-    | {f"replay/on_ray/{name}.py" for name in ("cells", "cluster", "launch", "rank", "rank_process")},
+    | {
+        f"replay/on_ray/{name}.py"
+        for name in ("cells", "cluster", "fit", "launch", "rank", "rank_process", "training_rank")
+    },
 }
 OPTIONAL = {  # in capture
     "capture/integrations.py": {"transformers"},  # for those who import it: they have the trainer
