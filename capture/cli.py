@@ -178,7 +178,8 @@ def _check(parsed: argparse.Namespace) -> int:
     good = [f"{len(result.good)} files"] if result.good or not result.num_good_in else []
     if result.num_good_in:
         num_passes = sum(result.num_good_in.values())
-        good.append(f"{num_passes} passes in {len(result.num_good_in)} segments")
+        num_segments = len(result.num_good_in)
+        good.append(f"{num_passes} passes in {num_segments} segment{'s' * (num_segments > 1)}")
     print(f"good       {', '.join(good)}")
     if result.uncommitted:
         reason = "no manifest" if not result.num_manifests else "in no manifest"

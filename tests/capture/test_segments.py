@@ -120,7 +120,7 @@ def test_a_bad_byte_costs_one_pass(one: Path, capsys: pytest.CaptureFixture[str]
     one.write_bytes(data)
     assert main(["check", str(one.parents[1])]) == 1
     out = capsys.readouterr().out
-    assert "5 passes in 1 segments" in out
+    assert "5 passes in 1 segment\n" in out
     assert f"damaged    {segment.name(3)}: the checksum is wrong" in out
     readable = [path for path in capture_files(one.parents[1]) if not raises(path)]
     assert [path.name for path in readable] == [segment.name(place) for place in (0, 1, 2, 4, 5)]
