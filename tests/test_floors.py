@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -232,3 +233,9 @@ def test_what_help_and_the_doctor_need_imports_nothing_heavy_at_the_top(name: st
 @pytest.mark.parametrize("path", sorted((ROOT / "replay").iterdir()), ids=name_of)
 def test_nothing_in_replay_hides_another_package_when_the_folder_is_run(path: Path) -> None:
     assert path.stem not in sys.stdlib_module_names | INSTALLED
+
+
+def test_every_folder_of_code_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for path in MODULES if path.name == "__init__.py"}
+    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} <= set(listed)
