@@ -27,8 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.capture_kill import TinyModel
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import encode_call, read_call
@@ -41,16 +41,6 @@ from capture.file_format.segment import index_of
 PASS_BYTES = 16_384  # from one pass to the next, in made segments
 BEGINNING = 1_760_000_000_000_000
 IDS_BS = torch.arange(4 * 256).view(4, 256)
-
-
-class TinyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4096, 8)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.embedding(input_ids)
-        return embedded.sum()
 
 
 def main() -> None:

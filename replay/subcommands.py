@@ -3,17 +3,16 @@
 A command is parsed before anything heavy is imported, and returns the work still to do.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import typer
 
-from actor_init.spec import UsageError
 from replay.diagnose.command import diagnose
 from replay.option_parsing import Action
 from replay.parity.command import parity
+from replay.processes.launch import refuse_launcher
 from replay.scan.command import scan
 from replay.suite.command import suite
 
@@ -49,8 +48,7 @@ def doctor(
 
 
 def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("doctor starts its own processes. Try: replay doctor, without a launcher and its WORLD_SIZE")
+    refuse_launcher("doctor")
     from replay.doctor.report import examine
 
     return examine(log_folder, json, timeout)

@@ -1,6 +1,5 @@
 """Declare the options of `replay parity`: its own, and those of a replay."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import typer
 from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action, with_options
+from replay.processes.launch import refuse_launcher
 
 
 @with_options
@@ -65,8 +65,7 @@ def _parity(
     ray: RayOptions | None,
     given: dict[str, Any],
 ) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("parity starts its own processes. Try: replay parity, without a launcher and its WORLD_SIZE")
+    refuse_launcher("parity")
     own = {"matrix": matrix, "num_devices": num_devices}
     typed = [name for name, value in {**own, **given}.items() if value is not None]
     if go_on is not None and typed:

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from replay.parity.shares import shares_of
 from replay.parity.state import FILE, ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
-from replay.processes.pool import Child, RunTasks, Task
+from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
@@ -169,20 +168,17 @@ def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, 
     run, runs_alone = where.runner(log.folder, machine, limits.at_once), where.runs_alone(machine, limits.at_once)
     until = math.inf if limits.total is None else time.monotonic() + limits.total
     judge, progress = MatrixJudge(), ParityProgress(log)
-    # a SIGTERM, such as that of a time limit, ends the runs' processes too
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     differences: Pairs = []
     interrupted = False
     try:
-        for are_references in (True, False):  # the others depend on the outcome of their references
-            for number, settled in _settle(log, are_references, limits.cell, run, until, runs_alone):
-                progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
-        if trace:
-            differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
+        with sigterm_interrupts():
+            for are_references in (True, False):  # the others depend on the outcome of their references
+                for number, settled in _settle(log, are_references, limits.cell, run, until, runs_alone):
+                    progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
+            if trace:
+                differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        signal.signal(signal.SIGTERM, before)
     result = judge.result_of(log.rows)
     _report(log, result, differences, progress)
     if interrupted:
@@ -214,16 +210,8 @@ def _settle(
 
 
 def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
-    home = log.home_of(number)
-    home.mkdir(parents=True, exist_ok=True)
-    logs = home / str(len(list(home.iterdir())))  # a new folder for each attempt
-    return Task(
-        arguments=command_line(row.cell.spec),
-        num_processes=row.cell.num_processes,
-        logs=logs,
-        output=logs / "output.txt",
-        limit=limit,
-    )
+    arguments = command_line(row.cell.spec)
+    return Task.attempt(log.home_of(number), arguments, num_processes=row.cell.num_processes, limit=limit)
 
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:

@@ -28,6 +28,14 @@ def num_processes_missing(parallel: ParallelSpec) -> int:
     return needed if needed > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1 else 0
 
 
+def refuse_launcher(command: str) -> None:
+    """Raise UsageError if a launcher started several of a command that starts processes itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"{command} starts its own processes. Try: replay {command}, without a launcher and its WORLD_SIZE"
+        )
+
+
 def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `replay` with `arguments` in that many processes on this machine, and return their exit code.
 

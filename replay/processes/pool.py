@@ -6,7 +6,8 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,16 @@ Key = TypeVar("Key")
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 PROGRAM = Path(__file__).parents[1]  # run as `python replay`
 REFUSED = 2  # the exit code of a replay with invalid options
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, such as that of a time limit, so that running tasks are ended too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +78,14 @@ class Task:
     logs: Path
     output: Path
     limit: float
+
+    @classmethod
+    def attempt(cls, home: Path, arguments: Sequence[str], *, num_processes: int, limit: float) -> Self:
+        """Return a task with a new folder below `home`, which holds those of earlier attempts."""
+        home.mkdir(parents=True, exist_ok=True)
+        logs = home / str(len(list(home.iterdir())))
+        output = logs / "output.txt"
+        return cls(arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit)
 
 
 class RunTasks(Protocol):

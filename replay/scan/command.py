@@ -1,6 +1,5 @@
 """Declare the options of `replay scan`: its own, and those of a replay that it does not set itself."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import typer
 from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
 
 
@@ -57,17 +57,12 @@ def scan(
 def _scan(spec: RunSpec, size: int, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
     from replay.scan import runs
 
-    _refuse_launcher()
+    refuse_launcher("scan")
     return runs.begin(spec, size, runs.Limits(*limits), ray)
 
 
 def _go_on(folder: Path, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
     from replay.scan import runs
 
-    _refuse_launcher()
+    refuse_launcher("scan")
     return runs.go_on(folder, runs.Limits(*limits), ray)
-
-
-def _refuse_launcher() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("scan starts its own processes. Try: replay scan, without a launcher and its WORLD_SIZE")

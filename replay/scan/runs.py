@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line
-from replay.processes.pool import Child, Task
+from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
 from replay.runlog.writer import INTERRUPTED, RUN_FILE, create_folder, read_log
 from replay.runner.selection import select
@@ -78,21 +77,16 @@ def go_on(folder: Path, limits: Limits, ray: RayOptions | None) -> int:
 def _work(log: ScanLog, where: Executor, limits: Limits) -> int:
     console = ScanConsole(log)
     until = math.inf if limits.total is None else time.monotonic() + limits.total
-    # a SIGTERM, such as that of a time limit, ends the groups' processes too
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run = where.runner(log.folder, log.machine, limits.at_once)
+    tasks = ((number, _task(log, number, group, limits.group)) for number, group in log.pending())
     interrupted = False
     try:
-        run = where.runner(log.folder, log.machine, limits.at_once)
-        pending = list(log.pending())
-        for number, child in run(
-            ((number, _task(log, number, group, limits.group)) for number, group in pending), until=until
-        ):
-            group = log.settle(number, seconds=child.seconds, **_outcome(log, child))
-            console.ended(group, run.num_running)
+        with sigterm_interrupts():
+            for number, child in run(tasks, until=until):
+                group = log.settle(number, seconds=child.seconds, **_outcome(log, child))
+                console.ended(group, run.num_running)
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        signal.signal(signal.SIGTERM, before)
     console.finish()
     if interrupted:
         return INTERRUPTED
@@ -102,15 +96,11 @@ def _work(log: ScanLog, where: Executor, limits: Limits) -> int:
 
 
 def _task(log: ScanLog, number: int, group: Group, limit: float) -> Task:
-    home = log.folder / "groups" / f"{number + 1:04d}"
-    home.mkdir(parents=True, exist_ok=True)
-    logs = home / str(len(list(home.iterdir())))  # a new folder for each attempt
     inputs = replace(log.spec.inputs, skip_inputs=group.first, max_inputs=group.size)
-    return Task(
-        arguments=command_line(replace(log.spec, inputs=inputs)),
+    return Task.attempt(
+        log.folder / "groups" / f"{number + 1:04d}",
+        command_line(replace(log.spec, inputs=inputs)),
         num_processes=log.spec.actor.parallel.tp * log.spec.actor.parallel.ring,
-        logs=logs,
-        output=logs / "output.txt",
         limit=limit,
     )
 
