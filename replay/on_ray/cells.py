@@ -8,13 +8,13 @@ import signal
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
-from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster
-from replay.on_ray.node_agent import inputs_of, with_inputs
+from replay.on_ray.node_agent import arguments_on_node, inputs_of
 from replay.on_ray.rank_process import GRACE_SECONDS, Place, RankProcess
 from replay.processes.pool import Child, Task
 from replay.report.text import counted
@@ -23,6 +23,7 @@ Key = TypeVar("Key")
 POLL_SECONDS = 0.5
 END_SECONDS = 2 * GRACE_SECONDS  # for ranks that are told to end
 MOST_AT_ONCE = 256
+LOST = "the node of a rank, or the worker that ran it, was lost"
 
 
 class Cells:
@@ -68,11 +69,11 @@ class Cells:
                     if not running:
                         return
                     over, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                    self._cluster.fetch(self._take)
+                    self._cluster.fetch(partial(self._cluster.write_home, root=self._root))
                     for one in over:
                         key, task = running.pop(one)
                         if (child := one.result()) is not None:
-                            self._bring_home(task)
+                            self._cluster.finish(task, self._root, LOST if task.output in self._lost else "")
                             yield key, child
             finally:
                 self._end_all()
@@ -132,9 +133,8 @@ class Cells:
         running = []
         for rank, (actor, place) in enumerate(zip(actors, places, strict=True)):
             home = self._cluster.home_on(place.node_id)
-            arguments = [*task.arguments, "--log-folder", str(home / task.logs.relative_to(self._root))]
-            if place.node_id in copies:
-                arguments = with_inputs(arguments, copies[place.node_id])
+            logs = home / task.logs.relative_to(self._root)
+            arguments = arguments_on_node(task.arguments, logs, copies.get(place.node_id))
             output = output_of(nodes.index(place.node_id), home / task.output.relative_to(self._root))
             variables = variables_of(rank, places, port)
             running.append(actor.run.remote(self._module, arguments, variables, str(Path.cwd()), output, task.limit))
@@ -156,25 +156,6 @@ class Cells:
     def _end_all(self) -> None:
         self._is_ending = True
         self._end([actor for actors in list(self._actors.values()) for actor in actors])
-
-    def _take(self, change: Change) -> None:
-        if change.is_whole_text:
-            change = change._replace(data=self._cluster.with_paths_here(change.data, self._root))
-        write(change, self._root)
-
-    def _bring_home(self, task: Task) -> None:
-        """Join what the task's ranks printed on several nodes, with paths as they are here; clear up on the nodes."""
-        parts = [task.output, *sorted(task.output.parent.glob(f"{task.output.name}.node*"))]
-        said = b"".join(part.read_bytes() for part in parts if part.is_file())
-        said = self._cluster.with_paths_here(said, self._root)
-        if task.output in self._lost:
-            said += b"replay: the node of a rank, or the worker that ran it, was lost\n"
-        task.output.parent.mkdir(parents=True, exist_ok=True)
-        task.output.write_bytes(said)
-        for part in parts[1:]:
-            part.unlink()
-        for path in (task.logs, *parts):
-            self._cluster.forget(path.relative_to(self._root).as_posix())
 
 
 def output_of(node_index: int, output: Path) -> Path:

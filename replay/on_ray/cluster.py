@@ -15,8 +15,9 @@ from actor_init.spec import UsageError
 from capture.file_format.folder_layout import homes_in
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connected
-from capture.on_ray.node_files import Change
+from capture.on_ray.node_files import Change, write
 from replay.on_ray.node_agent import NodeAgent
+from replay.processes.pool import Task
 from replay.report.text import counted
 from replay.runlog.writer import versions
 
@@ -168,6 +169,23 @@ class Cluster:
         self._lost.add(node_id)
         [host] = [node.host for node in self.nodes if node.id == node_id]
         print(f"replay: node {host} is lost; what it had not sent yet is lost too", file=sys.stderr, flush=True)
+
+    def write_home(self, change: Change, root: Path) -> None:
+        """Make a node's change below `root`, with paths as they are here."""
+        if change.is_whole_text:
+            change = change._replace(data=self.with_paths_here(change.data, root))
+        write(change, root)
+
+    def finish(self, task: Task, root: Path, said: str = "") -> None:
+        """Join what a task's ranks printed on the nodes, and `said`; clear up there. Its logs lie below `root`."""
+        parts = [task.output, *sorted(task.output.parent.glob(f"{task.output.name}.node*"))]
+        printed = self.with_paths_here(b"".join(part.read_bytes() for part in parts if part.is_file()), root)
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        task.output.write_bytes(printed + (f"replay: {said}\n".encode() if said else b""))
+        for part in parts[1:]:
+            part.unlink()
+        for path in (task.logs, *parts):
+            self.forget(path.relative_to(root).as_posix())
 
     def forget(self, name: str) -> None:
         """Remove what lies below `name` on every node: it has come home."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
-from capture.on_ray.node_files import Change, write
+from capture.on_ray.node_files import Change
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.node_agent import inputs_of
@@ -61,11 +61,10 @@ class _RayRun:
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
-        homes = {node: str(self._cluster.home_on(node)) for node in self._cluster.agents}
         job = {
             "command": command,
             "arguments": list(arguments),
-            "homes": homes,
+            "homes": str(self._cluster.home_on("")),
             "folder": str(Path.cwd()),
             "inputs": {node: str(folder) for node, folder in self._cluster.ship(inputs_of(arguments)).items()},
         }
@@ -111,9 +110,7 @@ class _RayRun:
             stream.flush()
             self._printed[change.name] = printed + len(said)
         else:
-            if change.is_whole_text:
-                change = change._replace(data=self._cluster.with_paths_here(change.data, self._logs))
-            write(change, self._logs)
+            self._cluster.write_home(change, self._logs)
             if Path(change.name).name == RUN_FILE:
                 self._folders.add((self._logs / change.name).parent)
 

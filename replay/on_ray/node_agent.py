@@ -1,11 +1,13 @@
 """Send what ranks write on a node to the driver of a Ray job, take inputs from it, and say what is installed."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from capture.file_format.folder_layout import folder_of_capture
 from capture.on_ray.node_files import NodeFiles
 from replay.runlog.writer import versions
 from replay.runner.selection import default_folder
@@ -60,12 +62,23 @@ def inputs_of(arguments: Sequence[str]) -> Path:
     """Return the folder of the inputs that a replay with these arguments reads."""
     for option, value in pairwise(arguments):
         if option in (FOLDER, FILE):
-            return Path(value).absolute() if option == FOLDER else Path(value).absolute().parent
+            path = Path(value).absolute()
+            return path if option == FOLDER else folder_of_capture(path)
     return default_folder()
 
 
-def with_inputs(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments with a copy of that folder in its place."""
+def arguments_on_node(arguments: Sequence[str], logs: Path, copy: str | Path | None) -> list[str]:
+    """Return the arguments of a replay that logs into `logs`, and reads the copy of its folder of inputs, if any."""
+    own = [*arguments, "--log-folder", str(logs)]
+    if copy is None:
+        return own
     if FILE in arguments:
-        return [*arguments, FILE, str(folder / Path(arguments[arguments.index(FILE) + 1]).name)]
-    return [*arguments, FOLDER, str(folder)]
+        file = Path(arguments[arguments.index(FILE) + 1]).absolute()
+        return [*own, FILE, str(Path(copy) / file.relative_to(folder_of_capture(file)))]
+    return [*own, FOLDER, str(copy)]
+
+
+def work_in(folder: str) -> None:
+    """Make the driver's working folder this process's, if this node has it."""
+    if Path(folder).is_dir():
+        os.chdir(folder)

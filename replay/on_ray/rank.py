@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay.on_ray.node_agent import with_inputs
+from replay.on_ray.node_agent import arguments_on_node, work_in
 
 EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its number: `out0`
 
@@ -15,20 +15,17 @@ EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its 
 def replay(job: Mapping[str, Any]) -> None:
     """Run `job["command"]` with `job["arguments"]`; leave its output and exit code in files, for `NodeFiles` to send.
 
-    homes   by node, the folder for what ranks write there
+    homes   folder with a folder for each node, for what ranks write there
     folder  the driver's working folder, which becomes this rank's if the node has it
     inputs  by node, the folder of the inputs that were sent there; none where a node sees the driver's folder
     """
     import ray
 
     node, rank = ray.get_runtime_context().get_node_id(), os.environ["RANK"]
-    home = Path(job["homes"][node])
+    home = Path(job["homes"]) / node
     home.mkdir(parents=True, exist_ok=True)
-    arguments = [*job["arguments"], "--log-folder", str(home)]
-    if node in job["inputs"]:
-        arguments = with_inputs(arguments, Path(job["inputs"][node]))
-    if Path(job["folder"]).is_dir():
-        os.chdir(job["folder"])
+    arguments = arguments_on_node(job["arguments"], home, job["inputs"].get(node))
+    work_in(job["folder"])
     with output_into(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
         exit_code = job["command"](arguments)
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from replay.on_ray.node_agent import work_in
 from replay.processes.launch import without_launcher
 from replay.processes.supervisor import Group, start
 
@@ -55,8 +56,7 @@ class RankProcess:
         folder  the working folder, if this node has it
         output  file for what is printed
         """
-        if Path(folder).is_dir():
-            os.chdir(folder)
+        work_in(folder)
         output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-u", "-m", "replay.on_ray.bound", module, *arguments]
         with output.open("ab") as file:

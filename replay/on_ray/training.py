@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
-from capture.on_ray.node_files import Change, write
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.fit import FAILED, Fit, answer_file
 from replay.on_ray.node_agent import inputs_of
@@ -106,8 +106,9 @@ class Trainings:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory() as folder, self._fitting(task, Path(folder) / "fit") as fitting:
             exit_code, said = self._followed(fitting, task, answer_file(Path(folder) / "fit"))
-        self._cluster.fetch(self._take)
-        self._bring_home(task, said)
+        self._fetch()
+        self._cluster.finish(task, self._root, said)
+        self._move_aside(task)
         return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
     @contextmanager
@@ -141,7 +142,7 @@ class Trainings:
         while fitting.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 fitting.wait(POLL_SECONDS)
-            self._cluster.fetch(self._take)
+            self._fetch()
             self._cluster.meet_new_nodes()
             now, num_left = time.monotonic(), self._cluster.num_slots_left()
             if now - began > task.limit:
@@ -168,22 +169,11 @@ class Trainings:
             "inputs": {node: str(folder) for node, folder in copies.items()},
         }
 
-    def _take(self, change: Change) -> None:
-        if change.is_whole_text:
-            change = change._replace(data=self._cluster.with_paths_here(change.data, self._root))
-        write(change, self._root)
+    def _fetch(self) -> None:
+        self._cluster.fetch(partial(self._cluster.write_home, root=self._root))
 
-    def _bring_home(self, task: Task, said: str) -> None:
-        """Join what was printed on the nodes; move the logs of attempts that broke off aside; clear up on the nodes."""
-        parts = sorted(task.output.parent.glob(f"{task.output.name}.node-*"))
-        printed = b"".join(part.read_bytes() for part in parts)
-        printed = self._cluster.with_paths_here(printed, self._root)
-        printed += f"replay: {said}\n".encode() if said else b""
-        task.output.write_bytes(printed)
-        for part in parts:
-            part.unlink()
-        for path in (task.logs, *parts):
-            self._cluster.forget(path.relative_to(self._root).as_posix())
+    def _move_aside(self, task: Task) -> None:
+        """Move the logs of attempts that broke off aside."""
         attempts = sorted(path.parent for path in task.logs.glob(f"*/{RUN_FILE}"))
         for attempt in attempts[:-1]:
             asides = (task.logs.with_name(f"{task.logs.name}.{number}") for number in count(1))

@@ -5,7 +5,6 @@ when all workers have reported. Workers that Ray Train starts again go on from t
 """
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.on_ray.node_agent import NodeAgent, with_inputs
+from replay.on_ray.node_agent import NodeAgent, arguments_on_node, work_in
 from replay.on_ray.rank import output_into
 from replay.option_parsing import spec_of
 from replay.processes.exit_code import exit_code_of
@@ -69,11 +68,8 @@ def train(job: Mapping[str, Any]) -> int:
 
     node = ray.get_runtime_context().get_node_id()
     home = Path(job["homes"]) / node
-    arguments = [*job["arguments"], "--log-folder", str(home / job["logs"])]
-    if node in job["inputs"]:
-        arguments = with_inputs(arguments, Path(job["inputs"][node]))
-    if Path(job["folder"]).is_dir():
-        os.chdir(job["folder"])
+    arguments = arguments_on_node(job["arguments"], home / job["logs"], job["inputs"].get(node))
+    work_in(job["folder"])
     output = home / f"{job['output']}.node-{node}"
     output.parent.mkdir(parents=True, exist_ok=True)
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # each state would be two lines

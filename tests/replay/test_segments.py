@@ -1,7 +1,9 @@
 """What a replay selects, an inspection finds and a verdict says is the same of segments as of a file a pass."""
 
 import io
+import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from replay.cli import main as replay_main
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, inspect_folder
 from replay.inspection.totals import MOST_ODD
+from replay.on_ray.node_agent import arguments_on_node, inputs_of
 from replay.runner import selection
 from replay.runner.selection import default_folder, select
 from replay.spec import InputsSpec, Passes
@@ -172,3 +175,19 @@ def test_a_job_recorded_into_segments_is_reproduced(tmp_path: Path, one_world: N
     [_, second, _] = capture_files(job / "captures")
     typed = ["--input-file", str(second), "--model", str(job / "model"), "--loss", "sft"]
     assert replay_main([*typed, *FP32, "--log-folder", str(tmp_path / "one"), "--verdict", "strict"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--input-file", "--inputs"])
+def test_a_node_gets_the_whole_folder_of_a_pass_in_a_segment(option: str, sample: Path, tmp_path: Path) -> None:
+    wanted = capture_files(sample)[3]
+    typed = ["--dtype", "fp32", option, str(wanted if option == "--input-file" else sample)]
+    assert inputs_of(typed) == sample
+    copy = shutil.copytree(sample, tmp_path / "copy")
+    there = arguments_on_node(typed, tmp_path / "logs", copy)
+    assert there[:4] == typed
+    [path] = [Path(value) for flag, value in pairwise(there[4:]) if flag == option]
+    if option == "--input-file":
+        assert path.is_relative_to(copy)
+        assert read_call(path).origin.source == read_call(wanted).origin.source
+    else:
+        assert path == copy
