@@ -28,7 +28,7 @@ from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.runlog.reader import PastRun
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.fault_campaign import (
     Campaign,
     Ground,

@@ -100,6 +100,9 @@ class MeasureSpec:
     name: str = option("replay", "Last part of that folder's name.")
 
 
+KEPT_STATES = 2  # the last ones of a run
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
     """What to load before the first pass, and save after the last or every few steps.

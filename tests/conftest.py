@@ -18,7 +18,10 @@ GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
     "test_deaths_and_hangs",  # mostly waits: best beside those that compute
     "test_tensor_parallel",
+    "test_on_ray",
+    "test_training_on_ray",
     "test_contract",
+    "test_deploy",
     "test_ray_jobs",
     "test_ring_attention",
     "test_commands",

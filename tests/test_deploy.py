@@ -326,6 +326,7 @@ def submitted(dashboard: str, typed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("engine", ["--backend fsdp2 --tp 2", "--backend deepspeed --zero-stage 3"])
 def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard: str, tmp_path: Path) -> None:
     done = submitted(dashboard, f"--workers 2 {engine} {OPTIONS} --log-folder {tmp_path}")
@@ -336,6 +337,7 @@ def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard
     assert {path.name for path in folder.glob("rank*.jsonl")} == {"rank0.jsonl", "rank1.jsonl"}
 
 
+@pytest.mark.ray
 def test_a_job_that_is_refused_fails_where_it_was_submitted(dashboard: str, tmp_path: Path) -> None:
     done = submitted(dashboard, f"--workers 3 --log-folder {tmp_path}")
     assert done.returncode == 1

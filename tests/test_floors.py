@@ -41,7 +41,7 @@ ROOMS = {
         ("backends",),  # their engines
     ),
     "replay": (
-        ("spec",),
+        ("spec", "shipped_inputs"),
         ("option_parsing", "loss"),
         ("report",),
         ("processes",),

@@ -26,6 +26,7 @@ from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import TwoNodes, two_nodes
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

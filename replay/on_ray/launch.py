@@ -1,17 +1,15 @@
 """Run a replay, or another command of many ranks, on a Ray cluster: Ray Train starts the ranks."""
 
 import json
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
+from replay.on_ray.fit import Fit, fitting
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
@@ -58,38 +56,27 @@ class _RayRun:
         self._printed: dict[str, int] = {}  # bytes of what each rank has said, by file
 
     def run(self, command: Callable[[Sequence[str]], int], arguments: Sequence[str], num_ranks: int) -> int:
-        from ray.train import RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
-
+        copies = self._cluster.ship(inputs_of(arguments))
         job = {
             "command": command,
             "arguments": list(arguments),
             "homes": str(self._cluster.home_on("")),
             "folder": str(Path.cwd()),
-            "inputs": {node: str(folder) for node, folder in self._cluster.ship(inputs_of(arguments)).items()},
+            "inputs": {node: str(folder) for node, folder in copies.items()},
         }
-        on_gpus = self._cluster.kind == "GPU"
-        os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
-        trainer = TorchTrainer(
-            replay_as_rank,
-            train_loop_config=job,
-            scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=on_gpus),
-            torch_config=TorchConfig(backend="nccl" if on_gpus else "gloo"),
-            run_config=RunConfig(storage_path=str(self._cluster.home_on("ray")), name="train"),
-        )
-        failure = _Failure()
-        training = threading.Thread(target=failure.guard, args=(trainer.fit,), daemon=True)
-        training.start()
+        storage = str(self._cluster.home_on("ray"))
+        fit = Fit(rank=replay_as_rank, job=job, storage=storage, name="train", num_ranks=num_ranks)
         try:
-            while training.is_alive():
-                training.join(POLL_SECONDS)
-                self._cluster.fetch(self._take)
-            self._cluster.fetch(self._take)
+            with fitting(fit, self._cluster) as trainer:
+                while not trainer.is_over(POLL_SECONDS):
+                    self._cluster.fetch(self._take)
         except KeyboardInterrupt:
             self._mark_interrupted()
             raise
-        if failure.error is not None and not self._exit_codes:
-            print(f"replay: Ray Train: {str(failure.error).splitlines()[0]}", file=sys.stderr)
+        self._cluster.fetch(self._take)
+        _, error = trainer.outcome()
+        if error and not self._exit_codes:
+            print(f"replay: Ray Train: {error}", file=sys.stderr)
         return max(self._exit_codes.values(), default=DIED)
 
     def _mark_interrupted(self) -> None:
@@ -113,13 +100,3 @@ class _RayRun:
             self._cluster.write_home(change, self._logs)
             if Path(change.name).name == RUN_FILE:
                 self._folders.add((self._logs / change.name).parent)
-
-
-class _Failure:
-    error: Exception | None = None
-
-    def guard(self, work: Any) -> None:
-        try:
-            work()
-        except Exception as error:  # of Ray Train: what a rank said is in its own output
-            self.error = error

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from capture.file_format.folder_layout import folder_of_capture
 from capture.on_ray.node_files import NodeFiles
 from replay.runlog.writer import versions
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 
 FOLDER, FILE = "--inputs", "--input-file"
 

@@ -12,7 +12,7 @@ from replay.on_ray.node_agent import arguments_on_node, work_in
 EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its number: `out0`
 
 
-def replay(job: Mapping[str, Any]) -> None:
+def replay(job: Mapping[str, Any]) -> int:
     """Run `job["command"]` with `job["arguments"]`; leave its output and exit code in files, for `NodeFiles` to send.
 
     homes   folder with a folder for each node, for what ranks write there
@@ -27,8 +27,9 @@ def replay(job: Mapping[str, Any]) -> None:
     arguments = arguments_on_node(job["arguments"], home, job["inputs"].get(node))
     work_in(job["folder"])
     with output_into(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
-        exit_code = job["command"](arguments)
+        exit_code: int = job["command"](arguments)
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))
+    return exit_code
 
 
 @contextmanager

@@ -6,25 +6,19 @@ STORAGE/<name>/...             what Ray Train writes down about them
 A task that was trained before under the same name and storage goes on from its latest checkpoint.
 """
 
-import json
 import math
-import signal
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
-from replay.on_ray.fit import FAILED, Fit, answer_file
+from replay.on_ray.fit import FAILED, Fit, Fitting, fitting
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.training_rank import train
 from replay.processes.pool import Child, Task
@@ -33,7 +27,7 @@ from replay.runlog.writer import RUN_FILE
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
 NODE_SECONDS = 60.0  # for a lost node to come back
-END_SECONDS = 5.0  # for Ray Train to end its workers
+MOST_FAILURES = 3  # of workers or nodes, before a training is given up
 
 
 class Trainings:
@@ -104,44 +98,25 @@ class Trainings:
     def _train(self, task: Task) -> Child:
         began = time.monotonic()
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory() as folder, self._fitting(task, Path(folder) / "fit") as fitting:
-            exit_code, said = self._followed(fitting, task, answer_file(Path(folder) / "fit"))
-        self._fetch()
-        self._cluster.finish(task, self._root, said)
-        self._move_aside(task)
-        return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
-
-    @contextmanager
-    def _fitting(self, task: Task, file: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """Start Ray Train in a process of its own, and end it at the end."""
-        ray = self._cluster.ray
         fit = Fit(
-            address=ray.get_runtime_context().gcs_address,
             rank=self._rank,
             job=self._job(task),
             storage=self._storage,
             name=task.logs.name,
             num_ranks=task.num_processes,
-            on_gpus=self._cluster.kind == "GPU",
+            most_failures=MOST_FAILURES,
         )
-        file.write_bytes(ray.cloudpickle.dumps(fit))
-        command = [sys.executable, "-m", "replay.on_ray.bound", "replay.on_ray.fit", str(file)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                yield process
-            finally:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # Ray Train ends its workers
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(END_SECONDS)
-                process.kill()
+        with fitting(fit, self._cluster) as trainer:
+            exit_code, said = self._followed(trainer, task)
+        self._fetch()
+        self._cluster.finish(task, self._root, said)
+        self._move_aside(task)
+        return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
-    def _followed(self, fitting: subprocess.Popen[bytes], task: Task, answer: Path) -> tuple[int | None, str]:
+    def _followed(self, trainer: Fitting, task: Task) -> tuple[int | None, str]:
         """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
         began = enough_at = time.monotonic()
-        while fitting.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                fitting.wait(POLL_SECONDS)
+        while not trainer.is_over(POLL_SECONDS):
             self._fetch()
             self._cluster.meet_new_nodes()
             now, num_left = time.monotonic(), self._cluster.num_slots_left()
@@ -153,10 +128,8 @@ class Trainings:
                     f"{task.num_processes} ranks need as many {self._cluster.kind}s, and {num_left} are left since "
                     f"a node was lost; states are kept in {self._storage}"
                 )
-        if not answer.is_file():
-            return FAILED, f"Ray Train ended with exit code {fitting.returncode}"
-        exit_code, said = json.loads(answer.read_text())
-        return exit_code, said
+        exit_code, error = trainer.outcome()
+        return exit_code, error and f"Ray Train gave up, at most {MOST_FAILURES} failures are allowed: {error}"
 
     def _job(self, task: Task) -> dict[str, Any]:
         copies = self._cluster.ship(inputs_of(task.arguments))

@@ -27,8 +27,8 @@ from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.runner.selection import edge_folder
 from replay.runner.session import inputs_folder
+from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, RunSpec
 
 SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")

@@ -18,6 +18,7 @@ from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
 from replay.loss import tokens_for
 from replay.runner.windows import Captured, Round, WindowOrder
+from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Passes
 
 
@@ -120,22 +121,6 @@ def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
         return num_action_tokens(tokens_for(loss, batch))
     except CaptureError:
         return 0
-
-
-def default_folder() -> Path:
-    """Return the folder of the sample inputs that ship with the project."""
-    return _shipped("sample")
-
-
-def edge_folder(name: str) -> Path:
-    """Return one of the folders of edge shapes that ship with the project."""
-    return _shipped("edges") / name
-
-
-def _shipped(name: str) -> Path:
-    package = Path(__file__).resolve().parents[1]
-    checkout, installed = package.parent / "inputs" / name, package / name
-    return checkout if checkout.is_dir() else installed
 
 
 def select(

@@ -36,8 +36,9 @@ from replay.runner.job_defaults import settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
-from replay.runner.selection import Selection, default_folder, select
+from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
+from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting

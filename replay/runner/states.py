@@ -3,7 +3,7 @@
 PATH/step-000010/state.json, ...   as --save-state writes it
                  rank<k>.jsonl     the passes so far; the log of a run that goes on begins with them
 
-A folder is written under another name and renamed: what has a name is whole. The last KEPT are kept.
+A folder is written under another name and renamed: what has a name is whole. The last KEPT_STATES are kept.
 """
 
 import shutil
@@ -19,9 +19,8 @@ from actor_init.world import World
 from replay.runlog.reader import read_lines
 from replay.runlog.records import PassRecord
 from replay.runner.selection import Selection
-from replay.spec import StateSpec
+from replay.spec import KEPT_STATES, StateSpec
 
-KEPT = 2
 PREFIX = "step-"
 
 
@@ -101,7 +100,7 @@ class FolderStates:
         with whole_folder(self.folder / name_of(num_steps), world) as unfinished:
             write(unfinished)
         if world.rank == 0:
-            for old in whole_states(self.folder)[:-KEPT]:
+            for old in whole_states(self.folder)[:-KEPT_STATES]:
                 shutil.rmtree(old, ignore_errors=True)
 
 

@@ -12,6 +12,8 @@ from replay.option_parsing import Action, Toggle, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
 
+GROUP_SIZE = 8  # inputs
+
 
 def _serves_scan(toggle: Toggle) -> bool:
     """Does the option apply to scan? Each group begins from the same weights, so nothing is trained or saved."""
@@ -23,7 +25,7 @@ def _serves_scan(toggle: Toggle) -> bool:
 
 @partial(with_options, serves=_serves_scan)
 def scan(
-    group: int = typer.Option(8, min=1, metavar="N", show_default=False, help="Inputs of one run. (default: 8)"),
+    group: int | None = typer.Option(None, min=1, metavar="N", help=f"Inputs of one run. (default: {GROUP_SIZE})"),
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of scan's lacks, and report all of it."
     ),
@@ -47,11 +49,11 @@ def scan(
     ray = ray_options(launcher, address)
     limits = (group_timeout, time_limit, at_once)
     if go_on is not None:
-        if typed := [name for name, value in given.items() if value is not None]:
+        if typed := [name for name, value in {"group": group, **given}.items() if value is not None]:
             option = f"--{typed[0].replace('_', '-')}"
             raise UsageError(f"--continue takes its options from that folder. Leave out {option}")
         return partial(_go_on, go_on, limits, ray)
-    return partial(_scan, run_spec(given), group, limits, ray)
+    return partial(_scan, run_spec(given), group or GROUP_SIZE, limits, ray)
 
 
 def _scan(spec: RunSpec, size: int, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:

@@ -13,7 +13,7 @@ from actor_init.backends.deepspeed.autotp import check_autotp
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import (
     BF16_NORM_BOUND,

@@ -14,7 +14,7 @@ from capture.file_format.micro_batch import with_rows_reversed
 from replay.cli import main
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.made_captures import write_pass
 
 

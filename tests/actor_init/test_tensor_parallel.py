@@ -11,7 +11,7 @@ import torch.distributed as dist
 from actor_init.parallel.split_linear import sum_over
 from actor_init.world import World
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_BOUND,

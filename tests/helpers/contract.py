@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from capture.file_format.actor_config import read_actor_config
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.reference import Reference
 from tests.warm import warm_bin
 

@@ -19,7 +19,7 @@ from replay.parity.plan import Cell, Here, plan
 from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
 from replay.parity.state import Row, State
 from replay.runlog.reader import PastRun
-from replay.runner.selection import edge_folder
+from replay.shipped_inputs import edge_folder
 from replay.tracing.first_difference import FirstDifference, first_difference
 from tests.helpers.commands import ROOT
 from tests.helpers.faults import Fault

@@ -1,7 +1,7 @@
-"""A Ray cluster of two nodes on this machine, each with a disk and shared memory of its own.
+"""Ray clusters of several nodes on this machine.
 
-The second node runs in a mount namespace of its own. Where that is not allowed, its disk has another path. What tells
-the path on each node is the variable NODE_DISK.
+`two_nodes` gives each node a disk and shared memory of its own: the second node runs in a mount namespace of its own.
+Where that is not allowed, its disk has another path. What tells the path on each node is the variable NODE_DISK.
 """
 
 import ctypes
@@ -39,33 +39,40 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(folder: Path, *, cpus_a_node: int) -> Iterator[TwoNodes]:
-    """Start them, and stop them at the end; nothing else of Ray on this machine is touched.
+def cluster_with_head(*, num_cpus: int, **head: Any) -> Iterator[Any]:
+    """Start a `ray.cluster_utils.Cluster` of one node, and stop it at the end; nothing else of Ray here is touched.
 
     The cluster knows about three seconds after its end that a node is dead.
     """
     from ray.cluster_utils import Cluster
 
-    disks = [folder / "disk", folder / "disk"]
-    disks[0].mkdir()
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
-            "num_cpus": cpus_a_node,
+            "num_cpus": num_cpus,
             "include_dashboard": False,
-            "env_vars": {"NODE_DISK": str(disks[0])},
             "_system_config": {"health_check_period_ms": 500},
+            **head,
         },
     )
     try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def two_nodes(folder: Path, *, cpus_a_node: int) -> Iterator[TwoNodes]:
+    """Start them, and stop them at the end."""
+    disks = [folder / "disk", folder / "disk"]
+    disks[0].mkdir()
+    with cluster_with_head(num_cpus=cpus_a_node, env_vars={"NODE_DISK": str(disks[0])}) as cluster:
         has_namespace = _in_a_namespace(lambda: _add(cluster, cpus_a_node, disks[1]), disks[1])
         if not has_namespace:
             disks[1] = folder / "disk-of-second"
             disks[1].mkdir()
             _add(cluster, cpus_a_node, disks[1])
         yield TwoNodes(cluster, cluster.address, disks[0], has_namespace)
-    finally:
-        cluster.shutdown()
 
 
 def _add(cluster: Any, num_cpus: int, disk: Path) -> None:

@@ -18,7 +18,7 @@ from replay import cli
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from replay.runner.digests import digest_of_inputs, digest_of_weights
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log

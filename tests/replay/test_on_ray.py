@@ -11,26 +11,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
 
 import pytest
 
+from capture import capture_files, read_micro_batch
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
+from replay.on_ray.command import RayOptions
+from replay.on_ray.launch import run_on_ray
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
+from replay.spec import MeasureSpec, RunSpec
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.process_table import processes_with
+from tests.helpers.ray_cluster import cluster_with_head
 
 Captured = pytest.CaptureFixture[str]
+Fds = pytest.CaptureFixture[str]  # of file descriptors
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 
 def home(source: Path, target: Path, files: NodeFiles) -> None:
@@ -86,15 +95,15 @@ def test_a_cluster_that_cannot_be_had_is_one_line(
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
+def ray_cluster() -> Iterator[Any]:
+    with cluster_with_head(num_cpus=2) as cluster:
+        cluster.add_node(num_cpus=2)
+        yield cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=2)
-    try:
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+
+@pytest.fixture
+def address(ray_cluster: Any) -> str:
+    return str(ray_cluster.address)
 
 
 def on_ray(address: str, typed: str, logs: Path) -> int:
@@ -133,26 +142,18 @@ def test_four_ranks_on_two_nodes_have_the_losses_of_one_process(address: str, tm
     [
         ("--workers 3 --tp 2", "--workers 3 is no multiple of tp 2 x ring 1. Try: --workers 4"),
         ("--workers 5", "--workers 5 needs as many CPUs, and the cluster has 4 on 2 nodes. Try: --workers 4"),
-        ("--attention flash", "flash-attn has no CPU kernel. Try: "),
     ],
 )
-def test_a_refusal_is_one_line(typed: str, says: str, address: str, tmp_path: Path, capsys: Captured) -> None:
-    """The last of the ranks, the others of the driver."""
+def test_a_refusal_of_the_driver_is_one_line(
+    typed: str, says: str, address: str, tmp_path: Path, capsys: Captured
+) -> None:
     assert on_ray(address, typed, tmp_path) == 2
     [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("replay: ")]
     assert said.startswith(f"replay: {says}")
 
 
-def test_a_run_that_fails_fails_here(address: str, tmp_path: Path) -> None:
-    (tmp_path / "inputs").mkdir()
-    for path in sorted(default_folder().iterdir())[:8]:
-        (tmp_path / "inputs" / path.name).write_bytes(path.read_bytes()[: None if path.suffix == ".json" else -9])
-    assert on_ray(address, f"--inputs {tmp_path / 'inputs'}", tmp_path / "logs") == 1
-    assert only_log(tmp_path / "logs")[1]["status"] == "failed"
-
-
-def test_a_local_cluster_is_started_and_stopped(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "replay", "--launcher", "ray", "--max-inputs", "1", "--quiet"]
+def test_ranks_of_a_local_cluster_refuse_in_one_line_and_it_is_stopped(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "replay", "--launcher", "ray", "--attention", "flash"]
     with TemporaryDirectory(prefix="ray") as own:  # a path of sockets, which may not be long
         done = subprocess.run(
             [*command, "--log-folder", str(tmp_path)],
@@ -163,10 +164,11 @@ def test_a_local_cluster_is_started_and_stopped(tmp_path: Path) -> None:
             timeout=LIMIT,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         assert any(Path(own).rglob("raylet.out"))
         assert processes_with(own) == []
-    assert only_log(tmp_path)[1]["status"] == "finished"
+    assert done.returncode == 2, done.stdout + done.stderr
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("replay: ")]
+    assert said.startswith("replay: flash-attn has no CPU kernel. Try: ")
 
 
 # many at once
@@ -186,12 +188,14 @@ def cell(root: Path, what: str, *more: str, num_processes: int = 1, limit: float
 
 
 def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path) -> None:
+    four, two = cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)
     tasks = [
         cell(tmp_path, "killed"),
         cell(tmp_path, "hang", limit=3.0),
         cell(tmp_path, "worker lost"),
         cell(tmp_path, "refused"),
-        *(cell(tmp_path, f"wait {number}") for number in range(3)),
+        four,
+        two,
     ]
     done = dict(cells(tasks))
     assert {what: child.exit_code for what, child in done.items()} == {
@@ -200,28 +204,21 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
         "worker lost": -signal.SIGKILL,
         "refused": 2,
         "wait 0": 0,
-        "wait 1": 0,
-        "wait 2": 0,
+        "wait 0.1": 0,
     }
-    for what, child in done.items():
+    for what in ("killed", "hang", "worker lost", "refused"):
+        child = done[what]
         assert child.output.read_text().startswith(f"replay: rank 0: {what} in {child.logs / 'run'}\n")
         assert (child.logs / "run" / "rank0.jsonl").read_text() == "- - - - -\n"
     assert done["worker lost"].error == "the node of a rank, or the worker that ran it, was lost"
     assert done["hang"].error.startswith("not finished within ")
-    assert processes_with("tests.helpers.cell_program") == []
-
-
-def test_ranks_of_a_cell_share_a_node_where_they_fit(cells: Cells, tmp_path: Path) -> None:
-    tasks = [cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)]
-    done = dict(cells(tasks))
-    four, two = done["wait 0"], done["wait 0.1"]
-    for child, size, local in ((four, 4, 2), (two, 2, 2)):
+    for (what, _), size in ((four, 4), (two, 2)):  # two ranks share a node, four need both
+        child = done[what]
         lines = [(child.logs / "run" / f"rank{rank}.jsonl").read_text().split() for rank in range(size)]
-        assert [line[:4] for line in lines] == [
-            [str(rank), str(rank % local), str(size), str(local)] for rank in range(size)
-        ]
+        assert [line[:4] for line in lines] == [[str(rank), str(rank % 2), str(size), "2"] for rank in range(size)]
         assert len({line[4] for line in lines}) == 1
         assert child.output.read_text().count("replay: rank ") == size
+    assert processes_with("tests.helpers.cell_program") == []
 
 
 def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
@@ -229,29 +226,53 @@ def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
     assert [what for what, _ in cells(tasks, until=time.monotonic())] in ([], ["wait 0"])
 
 
-def test_a_lost_node_ends_its_cells_alone(tmp_path: Path) -> None:
-    """Three ranks fit into the second node alone; it is lost while they wait."""
-    from ray.cluster_utils import Cluster
-
-    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    second = ray_cluster.add_node(num_cpus=3)
-    hang = cell(tmp_path, "hang", num_processes=3)
+@contextmanager
+def lost_when(ray_cluster: Any, is_time: Callable[[], bool]) -> Iterator[None]:
+    """Add a node with room for three ranks, which fit there alone, and lose it when it is time."""
+    node = ray_cluster.add_node(num_cpus=3)
 
     def lose_it() -> None:
-        while not hang[1].output.is_file() or hang[1].output.read_text().count("replay: rank ") < 3:
+        while not is_time():
             time.sleep(0.1)
-        ray_cluster.remove_node(second, allow_graceful=False)
+        ray_cluster.remove_node(node, allow_graceful=False)
 
     loser = Thread(target=lose_it)
     loser.start()
     try:
-        with cluster_at(ray_cluster.address) as cluster:
-            run = Cells(cluster, tmp_path, module="tests.helpers.cell_program")
-            done = dict(run([hang, cell(tmp_path, "wait 0"), cell(tmp_path, "wait 0.1")]))
-            again = dict(run([cell(tmp_path, "wait 0.2")]))
+        yield
     finally:
         loser.join()
-        ray_cluster.shutdown()
+
+
+def wait_to_be_ended(arguments: Sequence[str]) -> int:
+    """Say that a rank runs, in the place of `replay.cli.main`."""
+    Path(arguments[0], os.environ["RANK"]).touch()
+    signal.pause()
+    return 0
+
+
+def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path, capfd: Fds) -> None:
+    spec = RunSpec(measure=MeasureSpec(log_folder=tmp_path / "logs"))
+    options = RayOptions(address=ray_cluster.address, num_workers=3)
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
+        assert run_on_ray(spec, wait_to_be_ended, [str(ranks)], options) == 1
+    first, second = [line for line in capfd.readouterr().err.splitlines() if line.startswith("replay: ")]
+    assert re.fullmatch(r"replay: node \S+ is lost; what it had not sent yet is lost too", first)
+    assert second.startswith("replay: Ray Train: ")
+
+
+def test_a_lost_node_ends_its_cells_alone(ray_cluster: Any, tmp_path: Path) -> None:
+    hang = cell(tmp_path, "hang", num_processes=3)
+    output = hang[1].output
+    with (
+        lost_when(ray_cluster, lambda: output.is_file() and output.read_text().count("replay: rank ") == 3),
+        cluster_at(ray_cluster.address) as cluster,
+    ):
+        run = Cells(cluster, tmp_path, module="tests.helpers.cell_program")
+        done = dict(run([hang, cell(tmp_path, "wait 0"), cell(tmp_path, "wait 0.1")]))
+        again = dict(run([cell(tmp_path, "wait 0.2")]))
     assert {what: child.exit_code for what, child in (done | again).items()} == {
         "hang": -signal.SIGKILL,
         "wait 0": 0,
@@ -262,12 +283,15 @@ def test_a_lost_node_ends_its_cells_alone(tmp_path: Path) -> None:
     assert processes_with("tests.helpers.cell_program") == []
 
 
-def test_nodes_that_do_not_see_the_inputs_get_them(address: str, tmp_path: Path) -> None:
+def test_nodes_that_do_not_see_the_inputs_get_them_and_a_damaged_one_fails_here(address: str, tmp_path: Path) -> None:
     """The driver alone has its folder of inputs: what is mounted in its namespace is not seen outside."""
     source, inputs = default_folder(), tmp_path / "inputs"
     inputs.mkdir()
-    command = on_ray_command(address, f"--inputs {inputs} --max-inputs 1 --step", tmp_path / "logs")
-    script = f"mount -t tmpfs none {inputs} && cp {shlex.quote(str(source))}/* {inputs} && exec {shlex.join(command)}"
+    command = on_ray_command(address, f"--inputs {inputs} --max-inputs 2 --step", tmp_path / "logs")
+    two = [path for path in capture_files(source) if read_micro_batch(path).trains][:2]
+    copy = f"cp {shlex.join(map(str, [source / 'actor.json', *two]))} {inputs}"
+    damage = f"truncate -s -9 {inputs / two[0].name}"
+    script = f"mount -t tmpfs none {inputs} && {copy} && {damage} && exec {shlex.join(command)}"
     done = subprocess.run(
         ["unshare", *(["-m"] if os.geteuid() == 0 else ["-rm"]), "sh", "-c", script],
         cwd=ROOT,
@@ -277,13 +301,16 @@ def test_nodes_that_do_not_see_the_inputs_get_them(address: str, tmp_path: Path)
         check=False,
     )
     assert list(inputs.iterdir()) == []
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.startswith(f"model      {inputs / 'actor.json'}, ")
-    assert only_log(tmp_path / "logs")[1]["status"] == "finished"
+    _, run, records = only_log(tmp_path / "logs")
+    assert run["status"] == "failed"
+    assert [record.source for record in records] == [two[1].name]
 
 
 MATRIX = """
 [[cells]]
+backend = "fsdp2"
 dtype = "fp32"
 packing = [true, false]
 """
@@ -318,15 +345,15 @@ def states_of(folder: Path) -> dict[str, str]:
 
 
 def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:
-    command = on_ray_command(address, "--workers 2 --epochs 50 --timeout 300", tmp_path)
+    command = on_ray_command(address, "--workers 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         while not any(path.read_text() for path in tmp_path.glob("*/rank1.jsonl")):
             assert driver.poll() is None
             time.sleep(0.1)
         driver.send_signal(signal.SIGINT)
-        driver.wait(LIMIT)
-    assert driver.returncode == INTERRUPTED
+        said, _ = driver.communicate(timeout=LIMIT)
+    assert driver.returncode == INTERRUPTED, said
     assert only_log(tmp_path)[1]["status"] == "interrupted"
     assert processes_with("replay_as_rank") == []
     with cluster_at(address) as cluster:

@@ -17,7 +17,7 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 
 Captured = pytest.CaptureFixture[str]
 
@@ -137,6 +137,7 @@ def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
         ("--step", "unknown option --step"),
         ("--continue nowhere", "--continue nowhere holds no scan.json. Give a folder that `replay scan` left"),
         ("--continue nowhere --tp 2", "--continue takes its options from that folder. Leave out --tp"),
+        ("--continue nowhere --group 8", "--continue takes its options from that folder. Leave out --group"),
         ("--tp 2 --address auto", "--address is for a Ray cluster. Try: --launcher ray --address ..."),
         ("--inputs nowhere", "--inputs nowhere: no such folder."),
     ],

@@ -20,7 +20,8 @@ from replay.inspection.folder_facts import FolderFacts, inspect_folder
 from replay.inspection.totals import MOST_ODD
 from replay.on_ray.node_agent import arguments_on_node, inputs_of
 from replay.runner import selection
-from replay.runner.selection import default_folder, select
+from replay.runner.selection import select
+from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, Passes
 from tests.helpers.made_captures import write_config, write_passes
 from tests.helpers.small_jobs import TinyModel

@@ -28,8 +28,10 @@ from replay.runlog.reader import PastRun
 from replay.spec import StateSpec
 from tests.helpers import doomed_training
 from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.ray_cluster import cluster_with_head
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 STEPS = 12
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that count
@@ -39,13 +41,9 @@ SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype 
 class TwoNodes:
     """A cluster with room for a worker on each of its nodes; the second one can be lost."""
 
-    def __init__(self) -> None:
-        from ray import cluster_utils
-
-        self.cluster = cluster_utils.Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-        )
-        self.address: str = self.cluster.address
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.address: str = cluster.address
         self.add()
 
     def add(self) -> None:
@@ -73,14 +71,10 @@ def interrupt() -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[TwoNodes]:
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # for nodes: a state counts when Ray Train has looked
-        two = TwoNodes()
-        try:
-            yield two
-        finally:
-            two.cluster.shutdown()
+        with cluster_with_head(num_cpus=1) as cluster:
+            yield TwoNodes(cluster)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
-from replay.runner.selection import default_folder
+from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass
