@@ -44,6 +44,7 @@ ROOMS = {
         ("spec",),
         ("option_parsing", "loss"),
         ("report",),
+        ("objective",),
         ("processes",),
         ("runlog",),
         ("tracing", "watch", "verdict"),
