@@ -40,9 +40,10 @@ def make_rollouts(seed: int = 0, num_rows: int = 2) -> list[dict[str, Tensor]]:
 
 
 def log_probs_of(model: nn.Module, rollout: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the actions' log-probs [B, A] and entropies [B, A] of one forward."""
+    """Return the actions' log-probs [B, A] and entropies [B, A] of one forward, whose logits [B, A, V] are kept."""
     logits_BSV = model(input_ids=rollout["input_ids"], attention_mask=rollout["attention_mask"]).logits
-    log_probs_BSV = logits_BSV[:, -NUM_ACTIONS - 1 : -1].float().log_softmax(-1)
+    rollout["logits"] = logits_BSV[:, -NUM_ACTIONS - 1 : -1].float()
+    log_probs_BSV = rollout["logits"].log_softmax(-1)
     chosen_BA = log_probs_BSV.gather(-1, rollout["input_ids"][:, -NUM_ACTIONS:, None])[..., 0]
     return chosen_BA, -(log_probs_BSV.exp() * log_probs_BSV).sum(-1)
 

@@ -116,8 +116,14 @@ def test_trls_dpo_has_the_same_loss() -> None:
         args=SimpleNamespace(),
     )
     masked_BA = torch.where(mask_BA, inputs.log_probs_BA, 0.0)
+    zeros_BA = torch.zeros_like(masked_BA)
     outputs = SimpleNamespace(
-        log_probs=masked_BA, entropy=torch.zeros_like(masked_BA), loss=None, num_correct_tokens=torch.tensor(0)
+        log_probs=masked_BA,
+        entropy=zeros_BA,
+        mean_logits=zeros_BA,
+        is_top1=zeros_BA > 0,
+        loss=None,
+        num_correct_tokens=torch.tensor(0),
     )
     ids_BS = torch.ones(ROWS, ACTIONS + 1, dtype=torch.long)
     completion_mask = torch.cat([torch.zeros(ROWS, 1, dtype=torch.long), mask_BA.long()], dim=1)
