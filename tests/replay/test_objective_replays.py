@@ -14,6 +14,7 @@ from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.cli import main as replay_main
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, TOKENS
+from tests.helpers.commands import run as typed_in_a_shell
 from tests.helpers.policy_job import by_sequences, make_rollouts, plain_policy, token_losses, train
 
 pytestmark = pytest.mark.usefixtures("one_world")
@@ -246,3 +247,17 @@ class FailsAtLast:
         if self.num_calls == 4:
             raise RuntimeError("the job fails")
         return plain_policy(log_probs_BA, entropies_BA, rollout)
+
+
+@pytest.mark.parametrize("typed", ["--tp 2", "--ring 2"])
+def test_ranks_that_share_a_replica_reproduce_it_too(whole_job: Path, tmp_path: Path, typed: str) -> None:
+    """Its entropies are of logits that are sharded on the vocabulary under tp, and on the tokens under ring."""
+    options = " ".join(as_typed(WHOLE))
+    done = typed_in_a_shell(
+        f"torchrun --nproc-per-node 2 --standalone -m replay --inputs {whole_job / 'captures'} "
+        f"--model {whole_job / 'model'} --backend fsdp2 {typed} --verdict strict --loss policy {options}",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    [written] = tmp_path.glob("*/run.json")
+    reproduced(json.loads(written.read_text()))
