@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from capture import recording
 
-NUM_PASSES = 60
+NUM_PASSES = 20
 
 
 class Scorer(nn.Module):
@@ -39,24 +39,33 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def medians(rows: int, length: int) -> dict[str, float]:
+    """Return the median seconds of each way to hand over two tensors."""
+    ids_BS = torch.randint(64, (rows, length))
+    noted = {name: torch.rand(rows, length) for name in ("advantages", "old_log_probs")}
+    model = Scorer()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = recording(model, Path(folder) / "captures", reproduce=True)
+        ways: dict[str, Callable[[], object]] = {
+            "clone": lambda: [one.clone() for one in noted.values()],
+            "note": lambda: recorder.note(**noted),
+            "note_next": lambda: recorder.note_next(**noted),
+        }
+        spent: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(NUM_PASSES):
+            model(ids_BS)
+            recorder.flush()
+            for name, work in ways.items():
+                spent[name].append(seconds(work))
+        recorder.close()
+    return {name: statistics.median(times) for name, times in spent.items()}
+
+
 def main() -> int:
     print("rows x tokens   clone us   note us   note_next us")
-    for rows, length in ((8, 1024), (8, 8192)):
-        ids_BS = torch.randint(64, (rows, length))
-        noted = {name: torch.rand(rows, length) for name in ("advantages", "old_log_probs")}
-        model, spent = Scorer(), {"clone": list[float](), "note": list[float](), "note_next": list[float]()}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            recording(model, Path(folder) / "captures", reproduce=True) as recorder,
-        ):
-            for _ in range(NUM_PASSES):
-                spent["note_next"].append(seconds(lambda: recorder.note_next(ref_log_probs=noted["advantages"])) * 2)
-                model(ids_BS)
-                spent["note"].append(seconds(lambda: recorder.note(**noted)))
-                spent["clone"].append(seconds(lambda: [one.clone() for one in noted.values()]))
-                recorder.flush()
-        clone, note, following = (statistics.median(times) * 1e6 for times in spent.values())
-        print(f"{rows:>4} x {length:>6}   {clone:>8.0f}   {note:>7.0f}   {following:>12.0f}")
+    for rows, length in ((8, 256), (8, 2048)):
+        clone, note, following = (1e6 * one for one in medians(rows, length).values())
+        print(f"{rows:>4} x {length:>6}   {clone:>8.0f}   {note:>7.0f}   {following:>12.0f}", flush=True)
     return 0
 
 

@@ -164,6 +164,11 @@ def test_what_was_not_noted_is_named_before_the_model_is_opened(
     assert not logs.exists()
 
 
+def test_diagnose_refuses_an_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay_main(["diagnose", "--loss", "policy"]) == 2
+    assert "diagnose learns its inputs, so --loss policy is not for it. Try: --loss stand-in" in capsys.readouterr().err
+
+
 def test_a_job_with_pairs_is_reproduced_as_dpo(tmp_path: Path) -> None:
     def dpo(log_probs_BA: Tensor, _: Tensor, rollout: dict[str, Tensor]) -> Tensor:
         mask_BA = rollout["action_mask"]
@@ -254,7 +259,7 @@ def test_ranks_that_share_a_replica_reproduce_it_too(whole_job: Path, tmp_path: 
     """Its entropies are of logits that are sharded on the vocabulary under tp, and on the tokens under ring."""
     options = " ".join(as_typed(WHOLE))
     done = typed_in_a_shell(
-        f"torchrun --nproc-per-node 2 --standalone -m replay --inputs {whole_job / 'captures'} "
+        f"torchrun --nproc-per-node 2 replay --inputs {whole_job / 'captures'} "
         f"--model {whole_job / 'model'} --backend fsdp2 {typed} --verdict strict --loss policy {options}",
         tmp_path,
     )
