@@ -157,9 +157,9 @@ class ObjectiveSpec:
     )
     reduction: Reduction = option(
         Reduction.TOKENS,
-        "policy: what the loss of a pass is. tokens: the mean over its tokens; window-tokens: their sum by the tokens "
-        "of all passes of the step; sequences: the mean of each sequence's mean; divisor: the sum by --divisor times "
-        "the sequences.",
+        "policy: what the loss of a pass is. tokens: the mean over its tokens; window-tokens: their sum divided by the "
+        "tokens of all passes of the step; sequences: the mean of each sequence's mean; divisor: the sum divided by "
+        "--divisor times the number of sequences.",
     )
     divisor: float | None = option(
         None, "policy: of --reduction divisor; without it the job's noted `divisor`, a number.", min=0
