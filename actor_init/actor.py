@@ -35,6 +35,9 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
         use_cache=False,
         **packed,
     ).logits
+    if inputs.kept_logits is not None:
+        group = None if inputs.ring is None else inputs.ring.group
+        inputs.kept_logits.keep(logits, inputs.predictor_N, inputs.slot_N, tuple(inputs.action_mask_BA.shape), group)
     if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
         log_probs_N = log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
     else:

@@ -19,14 +19,23 @@ def option(
     flags: Mapping[str, Any] | None = None,
     named: bool = True,
     choices: Collection[str] = (),
+    metavar: str | None = None,
 ) -> Any:
     """Return a dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
-    named=False they are the only way to set it. `choices` are the words that a text value may be. `choices`, and a
-    `help` that is a function, are evaluated when needed, because more backends may have been registered by then.
+    named=False they are the only way to set it. `choices` are the words that a text value may be; `metavar` says in the
+    help what it may be where that is no list. `choices`, and a `help` that is a function, are evaluated when needed,
+    because more backends may have been registered by then.
     """
-    shape = {"min": min, "max": max, "flags": dict(flags or {}), "named": named, "choices": choices}
+    shape = {
+        "min": min,
+        "max": max,
+        "flags": dict(flags or {}),
+        "named": named,
+        "choices": choices,
+        "metavar": metavar,
+    }
     return field(default=default, metadata={"help": help, **shape})
 
 

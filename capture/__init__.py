@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from capture.file_format.capture_file import read_micro_batch, write_call
     from capture.file_format.listing import capture_files
     from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
-    from capture.record.recorder import Recorder, recording
+    from capture.record.recorder import Recorder, note, note_next, recording
 
 _HOMES = {
     "CaptureError": "capture.file_format.micro_batch",
@@ -22,6 +22,8 @@ _HOMES = {
     "Origin": "capture.file_format.micro_batch",
     "Recorder": "capture.record.recorder",
     "capture_files": "capture.file_format.listing",
+    "note": "capture.record.recorder",
+    "note_next": "capture.record.recorder",
     "read_actor_config": "capture.file_format.actor_config",
     "read_micro_batch": "capture.file_format.capture_file",
     "recording": "capture.record.recorder",
@@ -35,6 +37,8 @@ __all__ = [
     "Origin",
     "Recorder",
     "capture_files",
+    "note",
+    "note_next",
     "read_actor_config",
     "read_micro_batch",
     "recording",

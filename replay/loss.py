@@ -9,17 +9,13 @@ from capture.file_format.micro_batch import MicroBatch
 from replay.spec import LossName
 
 
-def tokens_for(loss: LossName, batch: MicroBatch) -> MicroBatch:
+def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
     """Return `batch` with the action mask that `loss` averages over.
 
     sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
     none.
     """
-    match loss:
-        case LossName.STAND_IN:
-            return batch
-        case LossName.SFT:
-            return replace(batch, action_mask_BA=None)
+    return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
 
 
 def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:

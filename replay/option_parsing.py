@@ -20,7 +20,7 @@ import typer
 
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from replay.spec import InputsSpec, MeasureSpec, RunSpec, StateSpec
+from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, RunSpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
 
@@ -29,6 +29,7 @@ PARTS: dict[str, type] = {  # parts of a RunSpec by their attribute path
     "actor.parallel": ParallelSpec,
     "inputs": InputsSpec,
     "measure": MeasureSpec,
+    "objective": ObjectiveSpec,
     "state": StateSpec,
 }
 PANELS = {
@@ -36,6 +37,7 @@ PANELS = {
     "actor.parallel": "Ranks",
     "inputs": "Inputs",
     "measure": "Measuring",
+    "objective": "The job's objective",
     "state": "Saving and loading",
 }
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
@@ -56,6 +58,7 @@ class Toggle:
     is_switch: bool = False
     sets: Any = None  # the value that a switch sets
     choices: Collection[str] = ()  # the allowed words, if the value is one of a few
+    metavar: str | None = None  # what help shows for the value, if it is not the choices or the type
 
     @property
     def parameter(self) -> str:
@@ -96,7 +99,16 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
     own_flag = f"--{spec_field.name.replace('_', '-')}"
     text = meta["help"]() if callable(meta["help"]) else meta["help"]
     if meta["named"]:
-        yield Toggle(flag=own_flag, base=base, help=text, min=meta["min"], max=meta["max"], choices=choices, **shared)
+        yield Toggle(
+            flag=own_flag,
+            base=base,
+            help=text,
+            min=meta["min"],
+            max=meta["max"],
+            choices=choices,
+            metavar=meta["metavar"],
+            **shared,
+        )
     for flag, value in meta["flags"].items():
         if meta["named"]:
             text = f"The same as {own_flag} {value}."
@@ -143,7 +155,7 @@ def _parameter(toggle: Toggle) -> inspect.Parameter:
             None,
             f"{toggle.flag}/{toggle.negation}" if has_negation else toggle.flag,
             help=help,
-            metavar="|".join(toggle.choices) or METAVARS[toggle.base],
+            metavar=toggle.metavar or "|".join(toggle.choices) or METAVARS[toggle.base],
             show_default=False,
             rich_help_panel=PANELS[toggle.part],
         ),

@@ -1,6 +1,7 @@
 """Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,6 +18,35 @@ class Passes(StrEnum):
 class LossName(StrEnum):
     STAND_IN = "stand-in"
     SFT = "sft"
+    POLICY = "policy"
+    DPO = "dpo"
+
+
+class Reduction(StrEnum):
+    TOKENS = "tokens"
+    WINDOW_TOKENS = "window-tokens"
+    SEQUENCES = "sequences"
+    DIVISOR = "divisor"
+
+
+class KlEstimator(StrEnum):
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class Pairs(StrEnum):
+    HALVES = "halves"
+    ALTERNATE = "alternate"
+
+
+OPTIONS_OF_DPO = ("dpo_beta", "label_smoothing", "pairs", "average_log_probs")
+USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
+
+
+def is_objective(loss: str) -> bool:
+    """Is it a job's own objective, which has its reduction and needs more than tokens?"""
+    return loss not in (LossName.STAND_IN, LossName.SFT)
 
 
 class WindowWeights(StrEnum):
@@ -57,9 +87,12 @@ class InputsSpec:
 class MeasureSpec:
     """What each pass does and where it is logged."""
 
-    loss: LossName = option(
-        LossName.STAND_IN,
-        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens.",
+    loss: str = option(
+        LossName.STAND_IN.value,
+        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
+        "policy: the clipped ratio of PPO and GRPO. dpo: of preference pairs. FILE.py:FUNCTION: your own "
+        "(docs/objectives.md).",
+        metavar="stand-in|sft|policy|dpo|FILE.py:FUNCTION",
     )
     window: WindowWeights = option(
         WindowWeights.TOKENS,
@@ -98,6 +131,71 @@ class MeasureSpec:
     full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
     log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
     name: str = option("replay", "Last part of that folder's name.")
+
+    def __post_init__(self) -> None:
+        if self.loss not in list(LossName) and not USER_LOSS.fullmatch(self.loss):
+            raise UsageError(
+                f"--loss {self.loss!r} is not allowed. Give one of {', '.join(LossName)}, or FILE.py:FUNCTION"
+            )
+        if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
+            raise UsageError(
+                f"--window {self.window} is for --loss stand-in and sft; --loss {self.loss} weighs each pass by its "
+                "own reduction. Try: without --window, and with --reduction"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveSpec:
+    """Settings of --loss policy and --loss dpo; docs/objectives.md has the formulas."""
+
+    clip_low: float = option(0.2, "policy: the ratio is clipped to no less than 1 - X.", min=0, max=1)
+    clip_high: float | None = option(
+        None, "policy: the ratio is clipped to no more than 1 + X. Default: as --clip-low.", min=0
+    )
+    dual_clip: float | None = option(
+        None, "policy: where the advantage is negative, a token's loss is at most X times its size.", min=1
+    )
+    reduction: Reduction = option(
+        Reduction.TOKENS,
+        "policy: what the loss of a pass is. tokens: the mean over its tokens; window-tokens: their sum divided by the "
+        "tokens of all passes of the step; sequences: the mean of each sequence's mean; divisor: the sum divided by "
+        "--divisor times the number of sequences.",
+    )
+    divisor: float | None = option(
+        None, "policy: of --reduction divisor; without it the job's noted `divisor`, a number.", min=0
+    )
+    on_policy: bool = option(
+        False,
+        "policy: the old log-probs are the pass's own, so that the ratio is 1, as in a first step on new samples.",
+    )
+    kl: KlEstimator = option(KlEstimator.K3, "policy: estimator of the KL divergence to the reference.")
+    kl_coefficient: float = option(0.0, "policy: X times that divergence is added.", min=0)
+    entropy_coefficient: float = option(0.0, "policy: X times the entropy is subtracted.", min=0)
+    dpo_beta: float = option(0.1, "dpo: scale of the log-ratio to the reference.", min=0)
+    label_smoothing: float = option(0.0, "dpo: share of the pairs whose preference is taken for wrong.", min=0, max=0.5)
+    pairs: Pairs = option(
+        Pairs.HALVES,
+        "dpo: where a pair's sequences are. halves: all chosen, then all rejected; alternate: each chosen one before "
+        "its rejected one.",
+    )
+    average_log_probs: bool = option(False, "dpo: a sequence counts by its mean log-prob, not by the sum.")
+
+    def __post_init__(self) -> None:
+        if self.divisor == 0:
+            raise UsageError("--divisor 0 is not allowed. Give a number above 0")
+        if self.divisor is not None and self.reduction is not Reduction.DIVISOR:
+            raise UsageError(
+                f"--divisor {self.divisor:g} is a setting of --reduction divisor. "
+                f"Try: --reduction divisor --divisor {self.divisor:g}"
+            )
+
+    def complaint(self, loss: str) -> str | None:
+        """Complain of an option that was given for another loss than `loss`; None if there is none."""
+        for one in fields(self):
+            owner = LossName.DPO if one.name in OPTIONS_OF_DPO else LossName.POLICY
+            if loss != owner and getattr(self, one.name) != one.default:
+                return f"--{one.name.replace('_', '-')} is a setting of --loss {owner}. Try: --loss {owner}"
+        return None
 
 
 KEPT_STATES = 2  # the last ones of a run
@@ -143,8 +241,11 @@ class RunSpec:
     inputs: InputsSpec = field(default_factory=InputsSpec)
     measure: MeasureSpec = field(default_factory=MeasureSpec)
     state: StateSpec = field(default_factory=StateSpec)
+    objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
 
     def __post_init__(self) -> None:
+        if complaint := self.objective.complaint(self.measure.loss):
+            raise UsageError(complaint)
         if self.measure.trace and self.inputs.reverse_rows:
             raise UsageError("--trace tells rows by their place, which --reverse-rows changes. Drop one of the two")
         if self.measure.step and not self.measure.backward:

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
 from replay.parity.command import parity
 from replay.processes.launch import refuse_launcher
@@ -82,4 +83,4 @@ def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path |
     return compare_logs(logs, threshold, plot, json, full_names=full_names)
 
 
-COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, scan, suite, diagnose, doctor)
+COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, scan, suite, diagnose, mismatch, doctor)

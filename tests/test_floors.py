@@ -44,13 +44,14 @@ ROOMS = {
         ("spec", "shipped_inputs"),
         ("option_parsing", "loss"),
         ("report",),
+        ("objective",),
         ("processes",),
         ("runlog",),
         ("tracing", "watch", "verdict"),
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "parity", "scan", "suite"),
+        ("diagnose", "mismatch", "parity", "scan", "suite"),
         ("subcommands",),
         ("cli",),
         ("", "__main__"),
@@ -59,7 +60,7 @@ ROOMS = {
 ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {f"replay/{name}/command.py" for name in ("diagnose", "on_ray", "parity", "scan", "suite")},
+    | {f"replay/{name}/command.py" for name in ("diagnose", "mismatch", "on_ray", "parity", "scan", "suite")},
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actor_init.attention.ring import RingSlice
 from actor_init.inputs.documents import Documents, documents_of
+from actor_init.inputs.kept_logits import KeptLogits
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
@@ -35,6 +36,7 @@ class ActorInputs:
     action_mask_BA: Tensor
     captured_index: Tensor  # like the ids: each token's index in the flattened captured [B, S], -1 for padding
     ring: RingSlice | None = None  # if set, all fields except the action mask are this rank's slice
+    kept_logits: KeptLogits | None = None  # where the forward leaves its logits for a loss that asks for them
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {

@@ -66,6 +66,14 @@ def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tens
     return log_probs_N
 
 
+def entropies_of_shards(logits: DTensor, predictor_N: Tensor) -> Tensor:
+    """Return fp32 entropies [N] of the predicted distributions, from logits as `log_probs_of_shards` takes them."""
+    assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
+    logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
+    entropy_N: Tensor = _ShardedEntropy.apply(logits_NV, logits.device_mesh.get_group())
+    return entropy_N
+
+
 def _share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
     """Return the start and size of this rank's share, as DTensor shards: like torch.chunk, the last ones smaller."""
     chunk = -(-vocabulary // mesh.size())
@@ -105,3 +113,27 @@ class _ShardedLogProbs(torch.autograd.Function):
         gradient_NV = softmax_NV * -gradient_N[:, None]
         gradient_NV.scatter_add_(1, ids_N[:, None], (gradient_N * owned_N)[:, None])
         return gradient_NV.to(ctx.dtype), None, None, None
+
+
+class _ShardedEntropy(torch.autograd.Function):
+    """Compute log sum exp(x) minus the mean of x, with maximum, sum and mean reduced over the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+        max_N = logits_NV.amax(dim=-1).float()
+        dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=group)
+        shifted_NV = logits_NV.float() - max_N[:, None]
+        softmax_NV = shifted_NV.exp()
+        sums = torch.stack([softmax_NV.sum(dim=-1), (softmax_NV * shifted_NV).sum(dim=-1)])
+        dist.all_reduce(sums, group=group)
+        sum_N, mean_N = sums[0], sums[1] / sums[0]
+        ctx.save_for_backward(softmax_NV.div_(sum_N[:, None]), shifted_NV, mean_N)
+        ctx.dtype = logits_NV.dtype
+        entropy_N: Tensor = sum_N.log() - mean_N
+        return entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None]:
+        softmax_NV, shifted_NV, mean_N = ctx.saved_tensors
+        gradient_NV = -gradient_N[:, None] * softmax_NV * (shifted_NV - mean_N[:, None])
+        return gradient_NV.to(ctx.dtype), None

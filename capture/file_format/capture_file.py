@@ -15,6 +15,10 @@ With `reproduce` the second also has what it takes to do the pass again:
     "optimizer_step": int  number of the optimizer step that the pass went into
     "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
 
+With or without, a pass that the job noted tensors for has them, encoded as the arguments are:
+
+    "notes": {name: tensor}
+
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
 """
@@ -34,6 +38,7 @@ from torch import Tensor
 from capture.file_format.atomic_write import HOST, read_bytes, write_atomically
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
+    ID_NAMES,
     CaptureError,
     MicroBatch,
     Origin,
@@ -41,6 +46,7 @@ from capture.file_format.micro_batch import (
     is_of_embeddings,
     micro_batch_from_call,
 )
+from capture.file_format.notes import misfit
 from capture.file_format.openrlhf_dump import read_legacy
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import ParameterSamples
@@ -57,6 +63,8 @@ from capture.file_format.tensor_codec import (
 )
 
 FORMAT = 1
+ACTION_MASK = "action_mask"
+MAX_NOTES = 32  # of one pass, each at most as large as its token ids in int64
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
 
 _ORIGIN_KINDS: dict[str, Any] = {
@@ -75,6 +83,7 @@ _OPTIONAL_BODY_KINDS = {
     "weights": str,
     "optimizer_step": int,
     "step": str,
+    "notes": dict,
 }
 
 
@@ -111,6 +120,7 @@ class Call:
     weights      samples of the weights that it was done with
     optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
     step         what the optimizer was given after it, if it was the last pass before a step
+    notes        tensors that the job's loop noted for it, such as advantages
     """
 
     format: int | None = FORMAT
@@ -125,11 +135,19 @@ class Call:
     weights: ParameterSamples | None = None
     optimizer_step: int | None = None
     step: OptimizerStep | None = None
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def micro_batch(self) -> MicroBatch:
-        """Name the arguments of the call. Raises CaptureError for a call without token ids."""
+        """Name the arguments of the call; the action mask may have been noted instead.
+
+        Raises CaptureError for a call without token ids.
+        """
         return micro_batch_from_call(
-            self.tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
+            with_noted_mask(self.tensors, self.notes),
+            self.call_facts,
+            trains=self.trains,
+            origin=self.origin,
+            left_out=self.left_out,
         )
 
     def counts(self) -> Counts | None:
@@ -160,6 +178,8 @@ class Call:
             encoded.body["outputs"] = dict(self.outputs)
         if self.step is not None:
             encoded.body["step"] = self.step.text()
+        if self.notes:
+            encoded.body["notes"] = {name: encode_tensor(tensor) for name, tensor in self.notes.items()}
         return encoded
 
 
@@ -186,6 +206,24 @@ class EncodedCall:
     def world_size(self) -> int | None:
         world_size: int | None = self.body["origin"]["world_size"]
         return world_size
+
+    def note(self, notes: Mapping[str, Tensor]) -> dict[str, str]:
+        """Add tensors that the job noted, on the CPU; return those that do not fit the pass, with the reason."""
+        refused: dict[str, str] = {}
+        kept = self.body.setdefault("notes", {})
+        for name, tensor in notes.items():
+            counts = self.counts
+            reason = None if counts is None else misfit(tensor.shape, rows=counts.rows, row_length=counts.row_length)
+            if reason is None and len(kept) >= MAX_NOTES and name not in kept:
+                reason = f"beyond the {MAX_NOTES} tensors that may be noted for a pass"
+            if reason is None:
+                kept[name] = encode_tensor(tensor)
+            else:
+                refused[name] = reason
+        self.body["left_out"].update(refused)
+        if not kept:
+            del self.body["notes"]
+        return refused
 
     def record(self) -> PassRecord:
         """Describe it as a segment's index does, without its place, length and checksum."""
@@ -258,6 +296,19 @@ def encode_call(
     return encoded
 
 
+def with_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a call's tensors, and the action mask that was noted if the call has none.
+
+    A noted mask of whole rows loses its first token, which no model predicts.
+    """
+    mask = notes.get(ACTION_MASK)
+    if mask is None or ACTION_MASK in tensors:
+        return tensors
+    ids = next((tensors[name] for name in ID_NAMES if name in tensors), None)
+    is_of_rows = ids is not None and mask.shape == ids.shape
+    return {**tensors, ACTION_MASK: mask[:, 1:] if is_of_rows else mask}
+
+
 def utc_time() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
@@ -324,6 +375,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         weights=ParameterSamples.of_text(body["weights"], source) if "weights" in body else None,
         optimizer_step=body.get("optimizer_step"),
         step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
+        notes=decode_tensors(body["notes"], source) if "notes" in body else {},
     )
 
 

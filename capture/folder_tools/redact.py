@@ -92,6 +92,7 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
             redacted[name] = torch.zeros_like(tensor)
             blanked.add(name)
     ids_BS, labels_BS = _other_tokens(batch.sequences_BS, batch.attention_mask_BS, batch.labels_BS, tokens, size)
+    blanked |= {name for name in call.notes if not name.startswith(GEOMETRY)}
     redacted[named] = ids_BS.to(call.tensors[named].dtype)
     if labels_BS is not None:
         redacted["labels"] = labels_BS.to(call.tensors["labels"].dtype)
@@ -99,6 +100,7 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
         call,
         tensors=redacted,
         call_facts=_without_texts(call.call_facts),
+        notes={name: one if name.startswith(GEOMETRY) else torch.zeros_like(one) for name, one in call.notes.items()},
         origin=replace(call.origin, model_name=None),
         outputs={},
         random={},

@@ -73,8 +73,8 @@ class BackgroundWriter(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
 
-    def offer(self, item: Item, num_bytes: int) -> None:
-        """Queue a pass, or drop it, without waiting."""
+    def offer(self, item: Item, num_bytes: int) -> bool:
+        """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
             is_full = (
                 self._num_queued >= self._max_queued or self._num_queued_bytes + num_bytes > self._max_queued_bytes
@@ -84,7 +84,7 @@ class BackgroundWriter(Generic[Item]):
                 self._num_queued += 1
                 self._num_queued_bytes += num_bytes
                 self._changed.notify_all()
-                return
+                return True
             self.num_dropped += 1
             must_warn = is_full and self.failure is None and not self._has_warned_of_full_queue
             self._has_warned_of_full_queue |= must_warn
@@ -93,6 +93,7 @@ class BackgroundWriter(Generic[Item]):
                 f"capture: the disk is slower than the job: {self._max_queued} passes or {self._max_queued_bytes} "
                 "bytes are waiting. New passes are dropped and counted until there is room"
             )
+        return False
 
     def tell(self, item: Item, *, is_urgent: bool = False) -> None:
         """Queue something other than a pass. What is not urgent is left out if the disk is far behind."""

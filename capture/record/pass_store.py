@@ -26,7 +26,7 @@ from capture.record.incidents import Incident, incident, write_incidents
 from capture.record.retention import Keep
 from capture.record.rng_and_outputs import environment, plain_outputs
 from capture.record.salvage import salvage
-from capture.record.snapshot import Opened, Outputs, Pass
+from capture.record.snapshot import Notes, Opened, Outputs, Pass
 from capture.record.step_window import StepPart
 
 MAX_INCIDENTS_OF_A_KIND = 8  # a job that goes on after each would fill the disk
@@ -64,6 +64,8 @@ class Store:
         self._num_other_incidents = 0
         self._step: OptimizerStep | None = None  # the latest, as far as its parts have come
         self._not_finite: tuple[int, str] | None = None  # the latest that was told
+        self._holds_latest = keep.reproduce  # its outputs and notes may still come
+        self._has_warned_of_notes = False
 
     @property
     def num_written(self) -> int:
@@ -77,13 +79,15 @@ class Store:
     def _num_given_up(self) -> int:
         return sum(files.num_given_up for files in list(self._files.values()))
 
-    def handle(self, item: Pass | Outputs | StepPart | Opened | Incident) -> None:
+    def handle(self, item: Pass | Outputs | Notes | StepPart | Opened | Incident) -> None:
         """Take one item. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
         match item:
             case Pass():
                 self._take(item)
             case Outputs():
                 self._complete(item)
+            case Notes():
+                self._add_notes(item)
             case StepPart():
                 self._note_step(item)
             case Opened():
@@ -125,7 +129,7 @@ class Store:
         self._settle(origin.rank or 0, origin.world_size)
         if self._keep.flight_recorder is None:
             self._commit_held()
-        self._await(taken.copied)
+        self._await(taken.copied if taken.notes is None else [*taken.copied, *taken.notes.copied])
         encoded = encode_call(
             taken.tensors,
             taken.call_facts,
@@ -137,13 +141,15 @@ class Store:
             weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
         )
+        if taken.notes is not None:
+            self._write_notes(encoded, taken.notes)
         self._held.append(encoded)
         if self._keep.flight_recorder is not None:
             while len(self._held) > self._keep.flight_recorder:
                 self._unspool(self._held.popleft())
                 self._num_let_go += 1
             self._put_in_spool(encoded)
-        elif not self._keep.reproduce:
+        elif not self._holds_latest:
             try:
                 self._commit_held()
             except BaseException:
@@ -166,6 +172,37 @@ class Store:
             else:
                 self._put_in_spool(self._held[-1])
         self._check_numbers(came.forward, outputs)
+
+    def _add_notes(self, came: Notes) -> None:
+        """Put what was noted after a pass into it, unless it is written or was let go."""
+        encoded = next((one for one in reversed(self._held) if one.step == came.forward), None)
+        if encoded is None:
+            if not self._holds_latest:
+                self._warn_of_notes(
+                    f"what was noted after pass {came.forward} came when its file was written. Passes are held for "
+                    "notes from here on. For the first one, note before it (note_next), or record with reproduce"
+                )
+        else:
+            try:
+                self._await(came.copied)
+            except CaptureError:  # its pass is not lost
+                return
+            self._write_notes(encoded, came)
+            self._put_in_spool(encoded)
+        self._holds_latest = True
+
+    def _write_notes(self, encoded: EncodedCall, notes: Notes) -> None:
+        refused = {**notes.left_out, **encoded.note(notes.tensors)}
+        encoded.body["left_out"].update(refused)
+        if refused:
+            name, reason = next(iter(refused.items()))
+            self._warn_of_notes(f"{name} of pass {notes.forward} is not kept: {reason}")
+
+    def _warn_of_notes(self, text: str) -> None:
+        """Warn once: a job would repeat it at each pass."""
+        if not self._has_warned_of_notes:
+            self._has_warned_of_notes = True
+            warn(f"capture: {text}")
 
     def _note_step(self, part: StepPart) -> None:
         """Put the optimizer's step into the last pass before it, if that is not written yet."""

@@ -31,10 +31,11 @@ from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
 from capture.record.signal_handlers import listen, unlisten
 from capture.record.slow_step import StepWatch
-from capture.record.snapshot import Clock, Opened, Outputs, Pass, Taker
+from capture.record.snapshot import Clock, Notes, Opened, Outputs, Pass, Taker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
+_OPEN: "list[Recorder]" = []
 
 
 def recording(
@@ -102,6 +103,21 @@ def recording(
     return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
 
 
+def note(**values: Any) -> None:
+    """Call `Recorder.note` of each recording that is open in this process; without one, do nothing.
+
+    So a job keeps the line, and is recorded by `capture run` or not.
+    """
+    for recorder in _OPEN:
+        recorder.note(**values)
+
+
+def note_next(**tensors: Any) -> None:
+    """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing."""
+    for recorder in _OPEN:
+        recorder.note_next(**tensors)
+
+
 class Recorder:
     """Records one model; made by `recording`.
 
@@ -128,13 +144,15 @@ class Recorder:
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
+        self._taken: int | None = None  # the latest forward that was handed to the writer
+        self._notes_of_next: Notes | None = None
         self._choice = Choice(keep)
         self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
         self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
         is_urgent, clock = threading.Event(), Clock()
         self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
-        self._writer: BackgroundWriter[Pass | Outputs | StepPart | Opened | Incident] = BackgroundWriter(
+        self._writer: BackgroundWriter[Pass | Outputs | Notes | StepPart | Opened | Incident] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             finish=self._store.finish,
@@ -151,6 +169,7 @@ class Recorder:
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
+        _OPEN.append(self)
         self.hears_signals = listen(self)
         self._forward_hooks.attach(model)
         if keep.reproduce:
@@ -182,17 +201,40 @@ class Recorder:
             self.hear_exception(error, "loop")
         self.close()
 
-    def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None) -> None:
-        """Note what the job computed from the latest pass: numbers, or tensors on any device, without waiting for it.
+    def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None, **tensors: Any) -> None:
+        """Note what the job computed from the latest pass, or for it: on any device, without waiting for it.
 
-        loss, grad_norm  one number each; a number that is not finite is an incident
+        loss, grad_norm  one number each; a number that is not finite is an incident. A loss that is noted as a tensor
+                         before its backward also tells what the pass weighs in the gradient
         log_probs        the log-probs of each row's actions
+        tensors          what the job's loss needs beside the forward's arguments, by name: `advantages`,
+                         `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `action_mask`, ... (docs/objectives.md):
+                         a number, [rows], or [rows, tokens] that cover the last tokens of the rows
+
+        What cannot be kept is one warning, and said in the capture.
         """
         if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
             return
         try:
-            tensors, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
-            self._writer.tell(Outputs.of(self.num_seen - 1, tensors, plain))
+            outputs, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            if outputs or plain:
+                self._writer.tell(Outputs.of(self.num_seen - 1, outputs, plain))
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                forward = self.num_seen - 1
+                self._watch_steps(lambda window: window.watch_loss(forward, loss))
+            if tensors and self._taken == self.num_seen - 1:
+                self._writer.tell(Notes.of(self.num_seen - 1, tensors))
+        except Exception as error:  # the job is worth more than its record
+            self._writer.stop(error)
+
+    def note_next(self, **tensors: Any) -> None:
+        """Note tensors for the pass that comes next, as `note` does for the latest."""
+        if self._is_closed or self.failure is not None or os.getpid() != self._process:
+            return
+        try:
+            came = Notes.of(self.num_seen, tensors)
+            before = self._notes_of_next
+            self._notes_of_next = came if before is None else before.joined(came)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
@@ -205,6 +247,8 @@ class Recorder:
         if self._is_closed or os.getpid() != self._process:  # a forked child has no writer thread
             return
         self._is_closed = True
+        if self in _OPEN:
+            _OPEN.remove(self)
         atexit.unregister(self.close)
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
@@ -276,6 +320,7 @@ class Recorder:
         if self.failure is not None:
             self._writer.drop()
             return
+        notes, self._notes_of_next = self._notes_of_next, None
         rank, world_size = rank_and_world_size()
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
@@ -283,11 +328,11 @@ class Recorder:
         if not self._choice.takes(forward=forward, rank=rank, trains=trains) or self._store.is_full:
             self._num_passed_over += 1
             return
-        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, forward=forward)
+        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
         if taken is None:
             self.num_skipped += 1
-        else:
-            self._writer.offer(taken, taken.num_bytes)
+        elif self._writer.offer(taken, taken.num_bytes):
+            self._taken = forward
 
     def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
         forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from capture.file_format.micro_batch import ID_NAMES, Origin
+from capture.file_format.plain_data import type_name
+from capture.file_format.tensor_codec import can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import forward_signature, take_apart
 from capture.record.computing_dtype import ComputingDtype, is_compiled
@@ -46,10 +48,57 @@ class Pass:
     weights: TakenSamples | None
     optimizer_step: int | None
     settings: Mapping[str, str]  # beside those of the process
+    notes: "Notes | None" = None  # made before the pass
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        noted = () if self.notes is None else self.notes.tensors.values()
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *noted))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notes:
+    """Tensors that the job's loop noted for the pass `forward`, on the host once `copied` has happened.
+
+    left_out  what could not be noted, with the reason
+    """
+
+    forward: int
+    tensors: Mapping[str, Tensor]
+    copied: list[torch.cuda.Event]
+    left_out: Mapping[str, str]
+
+    @classmethod
+    def of(cls, forward: int, values: Mapping[str, Any]) -> "Notes":
+        """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; None is nothing."""
+        tensors: dict[str, Tensor] = {}
+        left_out: dict[str, str] = {}
+        for name, value in values.items():
+            if value is None:
+                continue
+            tensor = value if isinstance(value, Tensor) else _as_tensor(value)
+            if tensor is not None and can_encode(tensor):
+                tensors[name] = tensor
+            else:
+                left_out[name] = f"noted as {type_name(value)}"
+        copies, copied = copy_to_host(tensors)
+        return cls(forward=forward, tensors=copies, copied=copied, left_out=left_out)
+
+    def joined(self, later: "Notes") -> "Notes":
+        """Return both; of what was noted twice, the later one."""
+        return replace(
+            later,
+            tensors={**self.tensors, **later.tensors},
+            copied=[*self.copied, *later.copied],
+            left_out={**self.left_out, **later.left_out},
+        )
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +154,16 @@ class Taker:
         self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
 
     def take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int, world_size: int, forward: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        forward: int,
+        notes: Notes | None = None,
     ) -> Pass | None:
-        """Take the arguments of a call; None for a pass that cannot be replayed from them."""
+        """Take a call's arguments and what was noted before it; None for a pass that these cannot replay."""
         taken = take_apart(self._signature, args, kwargs)
         if taken.continues_a_cache or is_capturing_graph(taken.tensors):
             return None
@@ -132,6 +188,7 @@ class Taker:
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
+            notes=None if notes is None else replace(notes, forward=forward),
         )
 
     def end_pass(self) -> dict[str, str]:

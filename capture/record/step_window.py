@@ -95,6 +95,7 @@ class StepWindow:
     def _begin(self) -> None:
         self._passes: list[int] = []
         self._shares: dict[int, Tensor] = {}
+        self._watched: set[int] = set()
         self._is_kept = False  # whether one of the passes is recorded
         self._clipping: _Clipping | None = None
         self._was_clipped_before = False  # before the last pass
@@ -113,9 +114,13 @@ class StepWindow:
         return is_first
 
     def watch_loss(self, number: int, loss: Tensor) -> None:
-        """Watch the backward for the share of pass `number`: the derivative of what is differentiated by its loss."""
-        if not loss.requires_grad or is_capturing_graph({"loss": loss}):
+        """Watch the backward for the share of pass `number`: the derivative of what is differentiated by its loss.
+
+        The first loss of a pass counts: the model's own, else the one that the loop noted.
+        """
+        if number in self._watched or not loss.requires_grad or is_capturing_graph({"loss": loss}):
             return
+        self._watched.add(number)
 
         def differentiated(gradient: Tensor) -> None:
             share, before = gradient.detach().reshape(1), self._shares.get(number)

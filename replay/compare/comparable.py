@@ -1,6 +1,7 @@
 """Decide whether two runs did the same work, so that numbers can be compared; list the settings that differ."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import takewhile
 from typing import Any
 
@@ -8,8 +9,9 @@ from replay.option_parsing import Toggle, spec_to_dict, toggles
 from replay.report.text import counted
 from replay.runlog.matching import Pass, Window
 from replay.runlog.reader import PastRun
+from replay.spec import ObjectiveSpec
 
-ALWAYS_SAME = ("loss", "window", "backward", "step")
+ALWAYS_SAME = ("loss", "window", "backward", "step", *(one.name for one in fields(ObjectiveSpec)))
 SAME_UNDER_STEP = (
     *("optimizer", "learning_rate", "lr_warmup_steps", "max_norm"),
     *("weight_decay", "beta1", "beta2", "eps", "momentum"),
@@ -72,7 +74,10 @@ def _of_settings(reference: PastRun, other: PastRun) -> list[str]:
         for toggle in toggles()
         if toggle.field in names
     ]
-    return [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
+    reasons = [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
+    if not reasons and reference.facts.get("loss_sha256") != other.facts.get("loss_sha256"):
+        reasons.append(f"--loss {other.spec.measure.loss} is other code: its file has changed in between")
+    return reasons
 
 
 def _typed(toggle: Toggle, value: Any) -> str:

@@ -7,17 +7,22 @@ from typing import Any
 
 import typer
 
+from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
-from replay.spec import RunSpec
+from replay.spec import RunSpec, is_objective
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
     """Does the option apply to diagnose? Those that diagnose sets itself do not."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "timeout", "log_folder")
-    return toggle.part != "state" and toggle.field not in ("learning_rate", "grad_accumulation", "uneven")
+    return toggle.part not in ("state", "objective") and toggle.field not in (
+        "learning_rate",
+        "grad_accumulation",
+        "uneven",
+    )
 
 
 @partial(with_options, serves=_serves_diagnose)
@@ -41,6 +46,11 @@ def diagnose(
     Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
     """
     run = run_spec(given)
+    if is_objective(run.measure.loss):
+        raise UsageError(
+            f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "
+            f"replay --loss {run.measure.loss} judges the objective"
+        )
     own = ["--steps", str(steps), *(["--json", str(json)] if json else []), *["--traceback"] * traceback]
     own += ["--learning-rate", str(learning_rate)] if learning_rate is not None else []
     command = ["diagnose", *own, *command_line(run)]

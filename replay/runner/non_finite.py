@@ -49,6 +49,7 @@ class Again:
     num_columns: int  # of the captured rows
     reverses: bool  # rows were fed in reverse order
     stepped: bool  # a step has changed the weights since the pass
+    objective: Callable[[Tensor], Tensor] | None = None  # the loss of the log-probs; None: their negated mean
 
 
 def is_finite(record: PassRecord) -> bool:
@@ -130,7 +131,8 @@ class Search:
             eye.look("log-probs", log_probs_BA)
             if backward:
                 eye.is_forward = False
-                backend.backward(negated_mean(log_probs_BA, again.inputs))
+                loss_of = again.objective
+                backend.backward(negated_mean(log_probs_BA, again.inputs) if loss_of is None else loss_of(log_probs_BA))
         if backward:
             for name, gradient in backend.gradients():
                 if eye.first is None and not _all_finite(gradient):

@@ -1,17 +1,19 @@
 """Run one micro-batch through the actor and measure it. The only caller of a backend."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
+from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs, padded_to, sliced
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
@@ -23,6 +25,9 @@ from capture.file_format.micro_batch import CaptureError, MicroBatch, with_rows_
 from capture.file_format.parameter_samples import Sample
 from capture.record.rng_and_outputs import restore_random_states
 from replay.loss import negated_mean, tokens_for
+from replay.objective.inputs import ObjectiveInputs
+from replay.objective.inputs import Recorded as RecordedForObjective
+from replay.objective.objective import Objective, gain
 from replay.report.text import one_line
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.records import PassRecord
@@ -113,6 +118,8 @@ class PassRunner:
         self._wants_tokens = False  # the job recorded a value for each action token
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
+        self._objective = Objective.of(spec)
+        self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
@@ -164,7 +171,12 @@ class PassRunner:
             if call.step is not None and call.step.gradients is not None:
                 for name, sample in self.same_weights.by_own_name(call.step.gradients).items():
                     self._wanted.setdefault(name, []).append(sample)
-            measured = self._measured(index, with_rows_reversed(batch) if self._reverses else batch, random)
+            for_objective: RecordedForObjective | None = None
+            if self._objective is not None:
+                for_objective = RecordedForObjective.of(call, batch)
+                self._objective.check(for_objective)
+            fed = with_rows_reversed(batch) if self._reverses else batch
+            measured = self._measured(index, fed, random, for_objective)
             record = PassRecord(**known, **measured)
             if self.trace:
                 self.trace.write(index, path.name, num_columns=batch.sequences_BS.shape[1])
@@ -176,8 +188,12 @@ class PassRunner:
         except Exception as error:
             return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
 
-    def _weight(self, index: int) -> float:
-        """Return the factor on the pass's mean loss in the gradient of its window."""
+    def _weight(self, index: int, for_objective: RecordedForObjective | None) -> float:
+        """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
+        if for_objective is not None:
+            assert self._objective is not None
+            num_passes = self.spec.actor.num_accumulated * self.world.num_data_ranks
+            return num_passes / for_objective.num_job_ranks if self._objective.is_share_of_window else 1.0
         is_shared = self.spec.actor.num_accumulated * self.world.num_data_ranks > 1
         if not is_shared or self.spec.measure.window is not WindowWeights.TOKENS or index >= len(self.rounds):
             return 1.0
@@ -188,13 +204,49 @@ class PassRunner:
         """Did the job record samples of this window's gradient? Every rank knows this from the rounds."""
         return any(one.has_gradients for one in self.rounds[self._window_begin : index + 1])
 
-    def _measured(self, index: int, batch: MicroBatch, random: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one measured pass. `random` holds initial generator states; if empty, they are left as they are."""
+    def _objective_of(self, inputs: ActorInputs, recorded: RecordedForObjective) -> Callable[[Tensor], Tensor]:
+        """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
+        assert self._objective is not None
+        objective, here = self._objective, recorded.to(self.world.device)
+        size = self.spec.actor.num_accumulated
+        window = [one for one in self.rounds[self._window_begin :] if one.trains][:size]
+        counts = [number for one in window for number in one.num_tokens] or [int(inputs.action_mask_BA.sum())]
+
+        def in_captured_order(tensor: Tensor) -> Tensor:
+            return tensor.flip(0) if self._reverses else tensor
+
+        def loss_of(log_probs_BA: Tensor) -> Tensor:
+            return objective(
+                ObjectiveInputs(
+                    log_probs_BA=in_captured_order(log_probs_BA),
+                    action_mask_BA=in_captured_order(inputs.action_mask_BA),
+                    recorded=here,
+                    num_window_tokens=sum(counts),
+                    num_window_passes=len(counts),
+                    kept_logits=self._kept_logits,
+                    is_fed_in_reverse=self._reverses,
+                )
+            )
+
+        return loss_of
+
+    def _measured(
+        self, index: int, batch: MicroBatch, random: Mapping[str, Any], for_objective: RecordedForObjective | None
+    ) -> dict[str, Any]:
+        """Run one measured pass.
+
+        random         initial generator states; if empty, they are left as they are
+        for_objective  what the job's objective needs; None: the loss is the negated mean log-prob
+        """
         backward = batch.trains and self.spec.measure.backward
         last_of_window = backward and self._num_in_window + 1 == self.spec.actor.num_accumulated
         step = last_of_window and self.spec.measure.step
-        weight, gradient = self._weight(index), None
+        weight, gradient, loss_gain = self._weight(index, for_objective), None, 1.0
         inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
+        loss_of: Callable[[Tensor], Tensor] | None = None
+        if for_objective is not None:
+            inputs = replace(inputs, kept_logits=self._kept_logits)
+            loss_of = self._objective_of(inputs, for_objective)
         self._again = Again(
             inputs=inputs,
             trains=batch.trains,
@@ -203,6 +255,7 @@ class PassRunner:
             num_columns=batch.sequences_BS.shape[1],
             reverses=self._reverses,
             stepped=step,
+            objective=loss_of,
         )
         named: str | None = None
         graphs_before = num_graphs()
@@ -219,7 +272,10 @@ class PassRunner:
                     log_probs_BA = self.actor.backend.forward(inputs, trains=batch.trains)
                     if self.trace:
                         self.trace.end_forward(log_probs_BA)
-                    loss = negated_mean(log_probs_BA, inputs)
+                    loss = negated_mean(log_probs_BA, inputs) if loss_of is None else loss_of(log_probs_BA)
+                if loss_of is not None:
+                    with self.meter.paused():
+                        loss_gain = gain(loss, log_probs_BA)
                 self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
                     with self.meter.phase("wait"):
@@ -261,8 +317,11 @@ class PassRunner:
             action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
             if self._wants_tokens or self.details_folder is not None
             else (),
+            loss_gain=loss_gain,
             gradient=gradient,
         )
+        if self._kept_logits is not None:
+            self._kept_logits.drop()
         if self.details_folder is not None:
             token_log_probs.keep(self.details_folder, index, self.world.rank, self.replayed.action_log_probs)
         wait = phases.pop("wait", None)

@@ -21,6 +21,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
+from replay.objective.objective import Objective
 from replay.report.roundoff import roundoff
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
@@ -177,7 +178,8 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
         digest_of_weights(again.source.weights),
         lasting_config(again.source.config),
         str([replace(one.actor, model=None) for one in (spec, other_order(spec, passes))]),
-        str((spec.measure.loss, spec.measure.window, spec.measure.backward)),
+        str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
+        str(None if (objective := Objective.of(spec)) is None else objective.sha256),
         str((world.world_size, world.device.type)),
         str(
             [

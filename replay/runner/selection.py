@@ -54,7 +54,7 @@ class Reader:
     """Read captures one by one, counting those of the other kind and those that cannot be read."""
 
     passes: Passes
-    loss: LossName
+    loss: str
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ class Reader:
         )
 
 
-def _num_tokens(batch: MicroBatch, loss: LossName) -> int:
+def _num_tokens(batch: MicroBatch, loss: str) -> int:
     """Count the tokens of the loss; 0 for a micro-batch that no model accepts: its pass will report why."""
     try:
         return num_action_tokens(tokens_for(loss, batch))
@@ -128,7 +128,7 @@ def select(
     data_rank: int,
     num_data_ranks: int,
     *,
-    loss: LossName = LossName.STAND_IN,
+    loss: str = LossName.STAND_IN,
     grad_accumulation: int | None = 1,
 ) -> Selection:
     """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.

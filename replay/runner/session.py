@@ -23,6 +23,8 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
+from replay.objective.inputs import ObjectiveError, Recorded
+from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
@@ -72,6 +74,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         grad_accumulation=spec.actor.grad_accumulation,
     )
     first = _first_call(selection)
+    objective = Objective.of(spec)
+    _check_objective(objective, first)
     spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
     states = states or FolderStates.of(spec.state)
     refuse_folders(spec.state, world, states)
@@ -103,6 +107,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             setting=_setting(spec, source, world, actor.backend.facts()),
             saver=Saver(spec=spec, source=source, world=world, logs=folder, states=states),
             earlier=earlier,
+            objective=objective,
             begun_with=source if earlier.folder is None else original,
         )
         session.describe(actor, first)
@@ -186,6 +191,7 @@ class Session:
     setting: Setting
     saver: Saver
     earlier: Earlier  # under --resume
+    objective: Objective | None  # None: the loss is the negated mean log-prob
     begun_with: ModelSource  # before the first pass in the log
 
     def describe(self, actor: ReopenedActor, first: Call | None) -> None:
@@ -195,6 +201,8 @@ class Session:
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
             facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
+            if self.objective is not None and self.objective.sha256 is not None:
+                facts["loss_sha256"] = self.objective.sha256
             self.logbook.begin(
                 spec,
                 facts=facts,
@@ -204,6 +212,7 @@ class Session:
                 devices=devices,
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
+            header["loss"] = described_loss(self.objective, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
@@ -411,6 +420,16 @@ def _first_call(selection: Selection) -> Call | None:
         return read_call(selection.inputs[0]) if selection.inputs else None
     except CaptureError:  # the pass itself will report it
         return None
+
+
+def _check_objective(objective: Objective | None, first: Call | None) -> None:
+    """Raise UsageError if the first capture lacks what the objective needs."""
+    if objective is None or first is None:
+        return
+    try:
+        objective.check(Recorded.of(first, first.micro_batch()))
+    except (ObjectiveError, CaptureError) as error:
+        raise UsageError(f"--loss {objective.loss}: {error}") from error
 
 
 def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call | None) -> dict[str, str]:

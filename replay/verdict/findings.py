@@ -197,6 +197,8 @@ def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Rep
             own = sum(record.row_action_tokens)
             doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {own}"
         bound = setting.bound(claim.name, dtypes_of(recorded, setting), tokens, record.index)
+        if claim.name == LOSS:
+            bound *= max(1.0, replayed.loss_gain)
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
         apart = difference(there, here)

@@ -13,7 +13,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.loss import tokens_for
-from replay.spec import LossName
+from replay.spec import LossName, is_objective
 
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
@@ -87,7 +87,7 @@ class Recorded:
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
 
 
-def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightComparison) -> Recorded:
+def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> Recorded:
     """Read what a call recorded. `batch` is as captured, with its action mask; `loss` is what the replay computes."""
     return Recorded(
         rank=call.origin.rank,
@@ -107,15 +107,18 @@ def recorded_in(call: Call, batch: MicroBatch, loss: LossName, weights: WeightCo
         optimizer_step=call.optimizer_step,
         optimizer=call.step,
         num_tokens=num_action_tokens(tokens_for(loss, batch)),
-        divisor=_given_divisor(call),
+        divisor=None if is_objective(loss) else _given_divisor(call),
     )
 
 
-def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
+def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     """Claim the model's own loss: as Hugging Face's causal LMs have it, the mean over labels after the first token.
 
-    With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that.
+    With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that. Where the replay
+    computes the job's objective, the loss that the loop noted is claimed instead.
     """
+    if is_objective(loss):
+        return _losses_of_objective(call, loss)
     claims: list[Claim] = []
     if isinstance(value := call.outputs.get("loss"), float):
         doubt, tokens = _doubt_of_loss(call, batch, loss), None
@@ -135,10 +138,19 @@ def _losses(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
     return claims
 
 
-def _doubt_of_loss(call: Call, batch: MicroBatch, loss: LossName) -> str | None:
+def _losses_of_objective(call: Call, loss: str) -> list[Claim]:
+    if isinstance(value := call.outputs.get("noted_loss"), float):
+        return [Claim(name=LOSS, values=[value])]
+    if isinstance(value := call.outputs.get("loss"), float):
+        why = f"it is the model's own, not of --loss {loss}. Try: recorder.note(loss=...) in the job"
+        return [Claim(name=LOSS, values=[value], doubt=why)]
+    return []
+
+
+def _doubt_of_loss(call: Call, batch: MicroBatch, loss: str) -> str | None:
     if batch.labels_BS is None:
         return "the model was given no labels, so its loss is of an objective that the replay does not compute"
-    if loss is LossName.STAND_IN and batch.action_mask_BA is not None:
+    if loss == LossName.STAND_IN and batch.action_mask_BA is not None:
         return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
     if "shift_labels" in call.tensors or call.call_facts.get("output_router_logits"):
         return "the model's loss is not the mean over its labels alone"
@@ -163,14 +175,14 @@ def _token_log_probs(call: Call) -> list[Claim]:
     return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
 
 
-def _log_probs(call: Call, batch: MicroBatch, loss: LossName) -> list[Claim]:
+def _log_probs(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     claims: list[Claim] = []
     for kept_as in ("log_probs_row_sums", "output_row_sums"):
         sums = call.outputs.get(kept_as)
         if not isinstance(sums, list) or len(sums) != batch.num_rows:
             continue
         doubt, tokens = None, None
-        if loss is LossName.STAND_IN and batch.action_mask_BA is not None:
+        if loss != LossName.SFT and batch.action_mask_BA is not None:
             tokens = batch.action_mask_BA.sum(dim=1).tolist()
         else:
             doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"

@@ -33,11 +33,13 @@ class Replayed:
 
     token_log_probs   at `sampled_tokens` of the captured rows; None for tokens that have none in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job kept none
+    loss_gain         how far the loss moves if each log-prob moves by 1; 1 of a mean of log-probs
     gradient          None where the pass ends no window, or nobody asked
     """
 
     token_log_probs: Sequence[float | None] = ()
     action_log_probs: Sequence[float | None] = ()
+    loss_gain: float = 1.0
     gradient: GradientSamples | None = field(default=None)
 
 

@@ -1,0 +1,252 @@
+"""Run `replay mismatch`: how far are a rollout engine's log-probs from the replay's, under each dtype and kernel?
+
+    replay       mean |d|  p99 |d|  max |d|      shift     KL k1     KL k3  ESS tokens  ESS sequences
+    bf16, eager    0.0081    0.031    0.044   -0.00021   0.00021  6.05e-05       0.999          0.998
+    fp32, eager    0.0079    0.030    0.041   -0.00018   0.00018  5.90e-05       0.999          0.998
+
+d is the replay's log-prob minus the rollout's, in nats, of each action token. mismatch.json has the same numbers.
+"""
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actor_init.as_json import to_json
+from actor_init.backends.protocol import open_backend
+from actor_init.model import ModelSource
+from actor_init.own_positions import with_own_positions
+from actor_init.spec import Attention, Dtype, UsageError
+from actor_init.world import World
+from capture.file_format.atomic_write import write_atomically
+from capture.file_format.capture_file import read_call
+from capture.file_format.micro_batch import CaptureError, MicroBatch
+from replay.mismatch.statistics import Mismatch, mismatch_of
+from replay.mismatch.text import distances_table, replays_table, worst_table
+from replay.mismatch.tokens import Tokens, WorstToken, tokens_of, worst_tokens
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.names import ROLLOUT_LOG_PROBS
+from replay.option_parsing import spec_to_dict
+from replay.report.printing import open_console, print_line, print_pairs, print_table
+from replay.report.text import Pairs, counted, engine_text
+from replay.runlog.writer import create_folder, versions
+from replay.runner.pass_runner import inputs_for
+from replay.runner.selection import Selection, select
+from replay.runner.session import find_source
+from replay.spec import RunSpec
+from replay.watch.progress import Phase, Tracker
+from replay.watch.stacks import outlast
+from replay.watch.watcher import watching
+
+FILE = "mismatch.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One replay: its name, and its distance from the rollout."""
+
+    name: str
+    dtype: str
+    attention: str
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """How far two replays are apart: the mean and the largest absolute difference of a token's log-prob."""
+
+    one: str
+    other: str
+    mean: float
+    largest: float
+
+
+def mismatch(
+    run: RunSpec, dtypes: Sequence[Dtype], kernels: Sequence[Attention], num_worst: int, json_file: Path | None
+) -> int:
+    """Replay the inputs' forwards under each dtype and kernel, print how far they are from the rollout, return 0.
+
+    Raises UsageError for options that cannot be satisfied here, and inputs without the rollout's log-probs.
+    """
+    with World.from_env(run.actor.parallel) as world:
+        return mismatch_in(world, run, dtypes, kernels, num_worst, json_file)
+
+
+def mismatch_in(
+    world: World,
+    run: RunSpec,
+    dtypes: Sequence[Dtype],
+    kernels: Sequence[Attention],
+    num_worst: int,
+    json_file: Path | None = None,
+) -> int:
+    """Run `mismatch` in a world that is already open, and leave it open."""
+    selection = select(run.inputs, world.data_rank, world.num_data_ranks)
+    if not selection.inputs:
+        raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
+    source = find_source(run)
+    batches = [_read(path, source) for path in selection.inputs]
+    folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
+    cells: list[tuple[Cell, list[Tokens]]] = []
+    with watching(world, folder, run.measure.timeout) as watch:
+        outlast(run.measure.timeout)
+        for dtype in dtypes:
+            for kernel in kernels:
+                spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).settled())
+                cells.append(_replayed(spec, source, world, watch.tracker, batches))
+        if world.rank == 0:
+            report = Report(cells=cells, num_worst=num_worst)
+            report.show(_header(run, source, world, selection), folder)
+            values = {"spec": spec_to_dict(run), "versions": versions(), **report.as_json()}
+            for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
+                write_atomically(path, (json.dumps(to_json(values), indent=1) + "\n").encode())
+        world.gather(None)
+    return 0
+
+
+def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
+    """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
+    try:
+        call = read_call(path)
+        batch = with_own_positions(call.micro_batch(), source.config)
+    except CaptureError as error:
+        raise UsageError(str(error)) from error
+    recorded = Recorded.of(call, batch)
+    if not any(name in recorded.tensors for name in ROLLOUT_LOG_PROBS):
+        raise UsageError(missing(recorded, ROLLOUT_LOG_PROBS))
+    if not recorded.has_action_mask:
+        raise UsageError(
+            f"{recorded.source}: nothing says which tokens were sampled: no action mask, no labels. "
+            "Try: recorder.note(action_mask=...) in the job (docs/objectives.md)"
+        )
+    return batch, recorded
+
+
+@torch.no_grad()
+def _replayed(
+    spec: RunSpec,
+    source: ModelSource,
+    world: World,
+    tracker: Tracker,
+    batches: Sequence[tuple[MicroBatch, Recorded]],
+) -> tuple[Cell, list[Tokens]]:
+    """Replay the forwards under one dtype and kernel. All ranks must call this."""
+    backend = open_backend(spec.actor, source, world, lambda _: tracker.goes_on())
+    own: list[Tokens] = []
+    try:
+        for batch, recorded in batches:
+            tracker.begins(tracker.position.index + 1, batch.origin.source)
+            tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+            inputs = inputs_for(batch, spec.actor, source, world)
+            tracker.at(Phase.FORWARD)
+            log_probs_BA = backend.forward(inputs, trains=False)
+            tracker.at(Phase.ENDING)
+            given = ObjectiveInputs(
+                log_probs_BA=log_probs_BA,
+                action_mask_BA=inputs.action_mask_BA,
+                recorded=recorded.to(world.device),
+                num_window_tokens=int(inputs.action_mask_BA.sum()),
+                num_window_passes=1,
+            )
+            try:
+                own.append(tokens_of(given, batch.sequences_BS))
+            except ObjectiveError as error:
+                raise UsageError(str(error)) from error
+        attention = str(backend.facts()["attention_kernel"])
+    finally:
+        backend.close()
+        del backend
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    by_data_rank: dict[int, list[Tokens]] = {}
+    for data_rank, tokens in world.gather((world.data_rank, own)):
+        by_data_rank.setdefault(data_rank, tokens)
+    everything = [one for data_rank in sorted(by_data_rank) for one in by_data_rank[data_rank]]
+    if not sum(len(one.id_N) for one in everything):
+        raise UsageError("no row of these inputs has an action token. Try: other inputs")
+    cell = Cell(
+        name=f"{spec.actor.dtype}, {attention}",
+        dtype=spec.actor.dtype.value,
+        attention=attention,
+        mismatch=mismatch_of(
+            torch.cat([one.rollout_N for one in everything]),
+            torch.cat([one.replay_N for one in everything]),
+            _numbered(everything),
+        ),
+    )
+    return cell, everything
+
+
+def _numbered(batches: Sequence[Tokens]) -> torch.Tensor:
+    """Number the sequences of all micro-batches together."""
+    numbers, first = [], 0
+    for one in batches:
+        numbers.append(one.sequence_N + first)
+        first += int(one.sequence_N.max()) + 1 if len(one.sequence_N) else 0
+    return torch.cat(numbers)
+
+
+class Report:
+    """What is said of all replays, on rank 0."""
+
+    def __init__(self, *, cells: Sequence[tuple[Cell, list[Tokens]]], num_worst: int) -> None:
+        self.cells = [cell for cell, _ in cells]
+        self.worst: list[WorstToken] = worst_tokens([tokens for _, tokens in cells], num_worst)
+        self.distances = [_distance(one, other) for number, one in enumerate(cells) for other in cells[number + 1 :]]
+
+    def show(self, header: Pairs, folder: Path) -> None:
+        out = open_console()
+        print_pairs(out, header)
+        print_line(out)
+        print_table(out, replays_table([(one.name, one.mismatch) for one in self.cells]))
+        if self.distances:
+            print_line(out)
+            print_table(out, distances_table([(f"{d.one} and {d.other}", d.mean, d.largest) for d in self.distances]))
+        print_line(out)
+        print_table(out, worst_table(self.worst, [one.name for one in self.cells]))
+        print_line(out)
+        print_pairs(out, [*self._conclusion(), ("log", str(folder))])
+
+    def _conclusion(self) -> Pairs:
+        """Name the replay that is nearest to the rollout, and what dtypes and kernels alone are apart."""
+        nearest = min(self.cells, key=lambda one: one.mismatch.mean)
+        said = f"{nearest.name}: {nearest.mismatch.mean:.3g} a token"
+        if self.distances:
+            widest = max(self.distances, key=lambda one: one.mean)
+            said += f"; replays are up to {widest.mean:.3g} from each other ({widest.one} and {widest.other})"
+            if widest.mean < nearest.mismatch.mean / 2:
+                said += ": dtype and kernel do not explain it. Other weights, temperature, or another engine's kernels"
+        return [("nearest", said)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"replays": self.cells, "distances": self.distances, "worst": self.worst}
+
+
+def _distance(one: tuple[Cell, list[Tokens]], other: tuple[Cell, list[Tokens]]) -> Distance:
+    apart_N = torch.cat([(a.replay_N - b.replay_N).abs() for a, b in zip(one[1], other[1], strict=True)])
+    return Distance(
+        one=one[0].name, other=other[0].name, mean=float(apart_N.double().mean()), largest=float(apart_N.max())
+    )
+
+
+def _header(run: RunSpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
+    layers = source.config.get_text_config().num_hidden_layers
+    settled = run.actor.settled()
+    return [
+        ("model", f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}"),
+        (
+            "inputs",
+            f"{counted(len(selection.inputs), 'input')}{' a data rank' * (world.num_data_ranks > 1)}, "
+            f"{selection.dealing}",
+        ),
+        (
+            "actor",
+            f"{engine_text(settled.backend, settled.resolved_zero_stage)}, "
+            f"{'packed' if settled.packs else 'padded'}, {counted(world.world_size, 'process')}",
+        ),
+    ]

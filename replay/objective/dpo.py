@@ -1,0 +1,63 @@
+"""Compute the loss of direct preference optimisation; docs/objectives.md has the formula and its source."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replay.objective import names
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
+from replay.spec import ObjectiveSpec, Pairs
+
+
+def dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Return the sigmoid loss, the mean over the pairs of one pass.
+
+    Raises ObjectiveError for an odd number of sequences, or where the capture lacks the reference's log-probs.
+    """
+    if inputs.recorded.num_sequences % 2:
+        raise ObjectiveError(
+            f"{inputs.recorded.source}: {inputs.recorded.num_sequences} sequences are no pairs. "
+            "Try: --loss sft, or a capture with chosen and rejected sequences"
+        )
+    chosen, rejected = in_pairs(by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
+    ref_chosen, ref_rejected = _reference(inputs, spec)
+    margins = spec.dpo_beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
+    smoothing = spec.label_smoothing
+    losses: Tensor = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
+    return losses.mean()
+
+
+def by_sequence(values_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Return each sequence's sum of log-probs, or their mean, [sequences]."""
+    sums = inputs.sum_by_sequence(values_BA)
+    return sums / inputs.num_tokens_by_sequence().clamp(min=1) if spec.average_log_probs else sums
+
+
+def in_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the chosen sequences, and those of the rejected ones, [pairs] each."""
+    match pairs:
+        case Pairs.HALVES:
+            half = len(values) // 2
+            return values[:half], values[half:]
+        case Pairs.ALTERNATE:
+            return values[0::2], values[1::2]
+
+
+def _reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
+    """Return the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs."""
+    given = inputs.find(*names.REF_CHOSEN), inputs.find(*names.REF_REJECTED)
+    num_pairs = inputs.recorded.num_sequences // 2
+    if given[0] is not None and given[1] is not None:
+        if any(one.numel() != num_pairs for one in given if one is not None):
+            raise ObjectiveError(
+                f"{inputs.recorded.source}: {names.REF_CHOSEN[0]} and {names.REF_REJECTED[0]} must have one number for "
+                f"each of {num_pairs} pairs, not shapes {list(given[0].shape)} and {list(given[1].shape)}"
+            )
+        return given[0].float().flatten(), given[1].float().flatten()
+    of_tokens = inputs.find(*names.REF_LOG_PROBS)
+    if of_tokens is None:
+        raise ObjectiveError(missing(inputs.recorded, names.REF_LOG_PROBS))
+    if of_tokens.ndim == 1 and of_tokens.numel() == inputs.recorded.num_sequences:
+        return in_pairs(of_tokens.float(), spec.pairs)
+    with torch.no_grad():
+        return in_pairs(by_sequence(inputs.of_tokens(*names.REF_LOG_PROBS), inputs, spec), spec.pairs)

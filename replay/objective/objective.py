@@ -1,0 +1,131 @@
+"""Choose the objective that --loss names, check that a capture has what it needs, and compute it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.objective import names
+from replay.objective.dpo import dpo_loss
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.policy import policy_loss
+from replay.objective.user_file import load
+from replay.spec import LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
+
+ON_POLICY = "where the samples are the policy's own, --on-policy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """A job's own loss: `policy`, `dpo`, or the user's function.
+
+    sha256  of the user's file; None for the others
+    """
+
+    loss: str
+    spec: ObjectiveSpec
+    function: Callable[[Any], Any]
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "Objective | None":
+        """Return what --loss names; None for stand-in and sft. Raises UsageError for a file that cannot be loaded."""
+        loss, settings = spec.measure.loss, spec.objective
+        if not is_objective(loss):
+            return None
+        match loss:
+            case LossName.POLICY:
+                return cls(loss=loss, spec=settings, function=lambda inputs: policy_loss(inputs, settings))
+            case LossName.DPO:
+                return cls(loss=loss, spec=settings, function=lambda inputs: dpo_loss(inputs, settings))
+        function, sha256 = load(loss)
+        return cls(loss=loss, spec=settings, function=function, sha256=sha256)
+
+    @property
+    def needs_logits(self) -> bool:
+        return self.sha256 is not None or self.spec.entropy_coefficient > 0
+
+    @property
+    def is_share_of_window(self) -> bool:
+        """Is a pass's loss its share of the step's, so that the passes of a step add up?"""
+        return self.loss == LossName.POLICY and self.spec.reduction is Reduction.WINDOW_TOKENS
+
+    def __call__(self, inputs: ObjectiveInputs) -> Tensor:
+        """Compute the loss of one pass. Raises ObjectiveError, or what the user's function raises."""
+        loss = self.function(inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ObjectiveError(f"--loss {self.loss} returned {kind}; it must return a tensor of one number")
+        return loss.reshape(())
+
+    def check(self, recorded: Recorded) -> None:
+        """Raise ObjectiveError if a capture lacks what `policy` or `dpo` needs. Shapes are checked in the pass."""
+        if self.sha256 is not None:
+            return
+        if not recorded.has_action_mask:
+            raise ObjectiveError(
+                f"{recorded.source}: nothing says which tokens --loss {self.loss} is over: no action mask, no labels. "
+                "Try: recorder.note(action_mask=...) in the job (docs/objectives.md)"
+            )
+        for wanted, or_else in self._needs(recorded):
+            if not any(name in recorded.tensors for name in wanted):
+                raise ObjectiveError(missing(recorded, wanted) + (f"; {or_else}" if or_else else ""))
+
+    def _needs(self, recorded: Recorded) -> list[tuple[tuple[str, ...], str]]:
+        if self.loss == LossName.DPO:
+            has_pairs = all(names_[0] in recorded.tensors for names_ in (names.REF_CHOSEN, names.REF_REJECTED))
+            return [] if has_pairs else [(names.REF_LOG_PROBS, "")]
+        needs: list[tuple[tuple[str, ...], str]] = [(names.ADVANTAGES, "")]
+        needs += [] if self.spec.on_policy else [(names.OLD_LOG_PROBS, ON_POLICY)]
+        return needs + ([(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else [])
+
+    def described(self) -> str:
+        """Describe it for the header."""
+        match self.loss:
+            case LossName.POLICY:
+                return f"policy, {', '.join(self._of_policy())}"
+            case LossName.DPO:
+                parts = [f"beta {self.spec.dpo_beta:g}", f"pairs in {self.spec.pairs}"]
+                parts += [f"label smoothing {self.spec.label_smoothing:g}"] if self.spec.label_smoothing else []
+                parts += ["mean log-probs"] if self.spec.average_log_probs else []
+                return f"dpo, {', '.join(parts)}"
+        assert self.sha256 is not None
+        return f"{self.loss}, sha256 {self.sha256[:12]}"
+
+    def _of_policy(self) -> list[str]:
+        spec = self.spec
+        high = spec.clip_low if spec.clip_high is None else spec.clip_high
+        parts = [f"ratio clipped to {1 - spec.clip_low:g} ... {1 + high:g}", f"reduction {spec.reduction}"]
+        parts += [f"divisor {spec.divisor:g}"] if spec.divisor is not None else []
+        parts += ["on policy"] if spec.on_policy else []
+        parts += [f"dual clip {spec.dual_clip:g}"] if spec.dual_clip is not None else []
+        parts += [f"KL {spec.kl} x {spec.kl_coefficient:g}"] if spec.kl_coefficient else []
+        parts += [f"entropy x {spec.entropy_coefficient:g}"] if spec.entropy_coefficient else []
+        return parts
+
+
+def gain(loss: Tensor, log_probs_BA: Tensor) -> float:
+    """Return how far the loss moves if each log-prob moves by 1, each in the worst direction.
+
+    A mean of log-probs has 1: the verdict's bound on a loss is made for that, and grows with it.
+    """
+    if not loss.requires_grad:
+        return 1.0
+    (gradient,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True, allow_unused=True)
+    return 1.0 if gradient is None else float(gradient.abs().sum())
+
+
+DEFAULTS = {
+    LossName.STAND_IN: "the negated mean log-prob of the action tokens",
+    LossName.SFT: "the negated mean log-prob of the labels, or of all real tokens",
+}
+
+
+def described_loss(objective: Objective | None, spec: RunSpec) -> str:
+    """Describe the loss for the header, and say when it was not asked for."""
+    if objective is not None:
+        return objective.described()
+    by_default = ", by default" if spec.measure.loss == LossName.STAND_IN else ""
+    return f"{spec.measure.loss}{by_default}: {DEFAULTS[LossName(spec.measure.loss)]}"

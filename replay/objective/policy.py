@@ -1,0 +1,71 @@
+"""Compute the clipped policy loss of PPO and GRPO; docs/objectives.md has the formulas and their sources.
+
+Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+"""
+
+import torch
+from torch import Tensor
+
+from replay.objective import names
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
+from replay.spec import KlEstimator, ObjectiveSpec, Reduction
+
+MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF: exp of more would overflow
+
+
+def policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Return the loss of one pass. Raises ObjectiveError where the capture lacks what `spec` needs."""
+    log_probs_BA = inputs.log_probs_BA
+    advantages_BA = inputs.of_tokens(*names.ADVANTAGES)
+    old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*names.OLD_LOG_PROBS)
+    loss_BA = clipped(log_probs_BA, old_BA, advantages_BA, spec)
+    if spec.kl_coefficient:
+        reference_BA = inputs.of_tokens(*names.REF_LOG_PROBS)
+        loss_BA = loss_BA + spec.kl_coefficient * divergence(log_probs_BA, reference_BA, spec.kl)
+    if spec.entropy_coefficient:
+        loss_BA = loss_BA - spec.entropy_coefficient * inputs.entropies()
+    return reduced(loss_BA, inputs, spec)
+
+
+def clipped(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: ObjectiveSpec) -> Tensor:
+    """Return each token's clipped policy loss."""
+    ratio_BA = (log_probs_BA - old_BA).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    high = spec.clip_low if spec.clip_high is None else spec.clip_high
+    clipped_BA = ratio_BA.clamp(1 - spec.clip_low, 1 + high)
+    loss_BA = -torch.minimum(ratio_BA * advantages_BA, clipped_BA * advantages_BA)
+    if spec.dual_clip is not None:
+        bounded_BA = torch.minimum(loss_BA, -spec.dual_clip * advantages_BA)
+        loss_BA = torch.where(advantages_BA < 0, bounded_BA, loss_BA)
+    return loss_BA
+
+
+def divergence(log_probs_BA: Tensor, reference_BA: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return each token's estimate of the KL divergence of the policy to the reference."""
+    apart_BA = log_probs_BA - reference_BA
+    match estimator:
+        case KlEstimator.K1:
+            return apart_BA
+        case KlEstimator.K2:
+            return apart_BA.square() / 2
+        case KlEstimator.K3:
+            return torch.expm1(-apart_BA) + apart_BA
+
+
+def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Reduce the tokens' losses to the loss of the pass. Raises ObjectiveError without a divisor."""
+    total = torch.where(inputs.action_mask_BA, loss_BA, 0.0).sum()
+    match spec.reduction:
+        case Reduction.TOKENS:
+            return total / inputs.action_mask_BA.sum().clamp(min=1)
+        case Reduction.WINDOW_TOKENS:
+            num_tokens = inputs.number(*names.NUM_ITEMS) or inputs.num_window_tokens
+            return total * inputs.recorded.num_job_ranks / max(num_tokens, 1)
+        case Reduction.SEQUENCES:
+            counts = inputs.num_tokens_by_sequence()
+            means = inputs.sum_by_sequence(loss_BA) / counts.clamp(min=1)
+            return means.sum() / (counts > 0).sum().clamp(min=1)
+        case Reduction.DIVISOR:
+            divisor = spec.divisor or inputs.number(*names.DIVISOR)
+            if not divisor:
+                raise ObjectiveError(f"{missing(inputs.recorded, names.DIVISOR)}, or --divisor X")
+            return total / (divisor * inputs.recorded.num_sequences)

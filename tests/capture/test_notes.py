@@ -1,0 +1,152 @@
+"""Tensors that a job notes for a pass: which are kept, with which pass, and what is said of the others."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capture
+from capture import capture_files, recording
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.notes import misfit
+from capture.folder_tools.redact import Tokens, redact_folder
+
+IDS_BS = torch.arange(12).view(3, 4)
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        total: Tensor = self.embedding(input_ids).sum()
+        return total
+
+
+def calls_in(folder: Path) -> list[Call]:
+    return [read_call(path) for path in capture_files(folder)]
+
+
+@pytest.mark.parametrize("settings", [{"reproduce": True}, {"reproduce": True, "segment": "64KB"}], ids=str)
+def test_a_pass_has_what_was_noted_before_and_behind_it_and_no_other(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = Scorer()
+    advantages = [torch.rand(3, 2) for _ in range(3)]
+    with recording(model, tmp_path, **settings) as recorder:
+        for number, own in enumerate(advantages):
+            recorder.note_next(before=torch.full((3,), float(number)))
+            model(IDS_BS)
+            changing = own.clone()
+            recorder.note(advantages=changing, divisor=7.5)
+            changing.zero_()  # the job goes on
+    calls = calls_in(tmp_path)
+    assert len(calls) == 3
+    for number, (one, own) in enumerate(zip(calls, advantages, strict=True)):
+        assert one.notes.keys() == {"before", "advantages", "divisor"}
+        assert torch.equal(one.notes["advantages"], own)
+        assert one.notes["before"].tolist() == [number] * 3
+        assert one.notes["divisor"].item() == 7.5
+        assert one.tensors.keys() == {"input_ids"}
+
+
+def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Path) -> None:
+    model = Scorer()
+    with recording(model, tmp_path, every=2, reproduce=True) as recorder:
+        for number in range(4):
+            recorder.note_next(first=torch.tensor(number))
+            model(IDS_BS)
+            recorder.note(second=torch.tensor(number))
+    assert [(int(one.notes["first"]), int(one.notes["second"])) for one in calls_in(tmp_path)] == [(0, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((), True),
+        ((1,), True),
+        ((4,), True),
+        ((2,), True),
+        ((4, 9), True),
+        ((4, 3), True),
+        ((3,), False),
+        ((4, 10), False),
+        ((4, 0), False),
+        ((8, 9), False),
+        ((4, 9, 2), False),
+    ],
+)
+def test_shapes_that_fit_rows_of_tokens_are_kept(shape: tuple[int, ...], fits: bool) -> None:
+    assert (misfit(shape, rows=4, row_length=9) is None) == fits
+    assert misfit((7,), rows=1, row_length=9) is None  # tokens of the only row
+
+
+def test_what_does_not_fit_is_one_warning_and_named_in_the_capture(tmp_path: Path) -> None:
+    model = Scorer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path, reproduce=True) as recorder:
+            for _ in range(2):
+                model(IDS_BS)
+                recorder.note(advantages=torch.zeros(2, 5), kind="grpo", fine=[1.0, 2.0, 3.0], nothing=None)
+    [warning] = [one for one in caught if "capture" in str(one.message)]
+    assert "of pass 0 is not kept" in str(warning.message)
+    assert recorder.failure is None
+    for one in calls_in(tmp_path):
+        assert one.notes.keys() == {"fine"}
+        assert one.left_out["advantages"].startswith("noted with shape [2, 5]; allowed for token ids of shape [3, 4]: ")
+        assert one.left_out["kind"] == "noted as builtins.str"
+
+
+def test_a_noted_mask_of_whole_rows_is_the_action_mask_without_their_first_tokens(tmp_path: Path) -> None:
+    model, mask_BS = Scorer(), torch.tensor([[0, 0, 1, 1]] * 3)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        model(IDS_BS)
+        recorder.note(action_mask=mask_BS)
+    [call] = calls_in(tmp_path)
+    action_mask_BA = call.micro_batch().action_mask_BA
+    assert action_mask_BA is not None
+    assert action_mask_BA.tolist() == [[False, True, True]] * 3
+
+
+def test_the_modules_functions_note_to_what_is_open_and_else_do_nothing(tmp_path: Path) -> None:
+    capture.note(advantages=torch.ones(3))
+    capture.note_next(advantages=torch.ones(3))
+    model = Scorer()
+    with recording(model, tmp_path, reproduce=True):
+        capture.note_next(first=1.0)
+        model(IDS_BS)
+        capture.note(second=2.0, loss=0.5)
+    capture.note(second=3.0)
+    [call] = calls_in(tmp_path)
+    assert {name: one.item() for name, one in call.notes.items()} == {"first": 1.0, "second": 2.0}
+    assert call.outputs["noted_loss"] == 0.5
+
+
+def test_a_loss_noted_before_its_backward_tells_its_share_once(tmp_path: Path) -> None:
+    """Also where the model returned that loss, which is watched already."""
+    model = Scorer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        for _ in range(2):
+            loss = model(IDS_BS)
+            recorder.note(loss=loss)
+            (loss / 4).backward()
+        optimizer.step()
+    step = calls_in(tmp_path)[-1].step
+    assert step is not None
+    assert step.shares == (0.25, 0.25)
+
+
+def test_redacting_keeps_masks_and_blanks_other_notes(tmp_path: Path) -> None:
+    model = Scorer()
+    with recording(model, tmp_path / "own", reproduce=True) as recorder:
+        model(IDS_BS)
+        recorder.note(action_mask=torch.ones(3, 2), advantages=torch.rand(3, 2))
+    done = redact_folder(tmp_path / "own", tmp_path / "redacted", Tokens.ZERO)
+    assert done.blanked == {"advantages"}
+    [call] = calls_in(tmp_path / "redacted")
+    assert call.notes["action_mask"].tolist() == [[1, 1]] * 3
+    assert call.notes["advantages"].tolist() == [[0, 0]] * 3

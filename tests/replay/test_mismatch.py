@@ -1,0 +1,127 @@
+"""`replay mismatch`: a rollout's log-probs against the replay's, with differences that are put in and known."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture import capture_files
+from capture.file_format.capture_file import read_call
+from replay.cli import main as replay_main
+from replay.mismatch.statistics import effective_share, mismatch_of
+from tests.helpers.policy_job import make_rollouts, train
+
+
+def test_the_statistics_are_those_of_the_definitions() -> None:
+    """Each is written out as a loop, over tokens of three sequences."""
+    generator = torch.Generator().manual_seed(0)
+    rollout_N = -3 * torch.rand(200, generator=generator)
+    replay_N = rollout_N + 0.2 * torch.randn(200, generator=generator)
+    sequence_N = torch.arange(200) % 3
+    pairs = list(zip(rollout_N.tolist(), replay_N.tolist(), strict=True))
+    apart = [here - there for there, here in pairs]
+    ratios = [math.exp(here - there) for there, here in pairs]  # pi_replay / pi_rollout, of samples of the rollout
+    found = mismatch_of(rollout_N, replay_N, sequence_N)
+    assert found.mean == pytest.approx(sum(map(abs, apart)) / 200)
+    assert found.largest == pytest.approx(max(map(abs, apart)))
+    assert sum(abs(one) > found.p99 for one in apart) == 1  # of 200 tokens, 1 % are two
+    assert found.shift == pytest.approx(sum(apart) / 200)
+    assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / 200)
+    assert found.kl_k3 == pytest.approx(sum(one - 1 - math.log(one) for one in ratios) / 200)
+    assert found.ess_tokens == pytest.approx(sum(ratios) ** 2 / 200 / sum(one**2 for one in ratios))
+    whole = [math.prod(ratios[number::3]) for number in range(3)]
+    assert found.ess_sequences == pytest.approx(sum(whole) ** 2 / 3 / sum(one**2 for one in whole))
+    assert (found.num_tokens, found.num_sequences) == (200, 3)
+
+
+def test_k3_is_the_divergence_of_known_distributions() -> None:
+    """The mean over the rollout's own samples, in their shares, is KL(rollout || replay) itself."""
+    rollout, replay = (0.5, 0.3, 0.2), (0.4, 0.4, 0.2)
+    samples = [0] * 5 + [1] * 3 + [2] * 2
+    found = mismatch_of(
+        torch.tensor([math.log(rollout[one]) for one in samples], dtype=torch.float64),
+        torch.tensor([math.log(replay[one]) for one in samples], dtype=torch.float64),
+        torch.zeros(10, dtype=torch.long),
+    )
+    divergence = sum(p * math.log(p / q) for p, q in zip(rollout, replay, strict=True))
+    assert found.kl_k1 == pytest.approx(divergence)
+    assert found.kl_k3 == pytest.approx(divergence)
+
+
+def test_weights_that_are_equal_are_all_effective_and_one_that_rules_is_alone() -> None:
+    assert effective_share(torch.full((8,), 700.0, dtype=torch.float64)) == pytest.approx(1)
+    assert effective_share(torch.tensor([900.0] + [0.0] * 7, dtype=torch.float64)) == pytest.approx(1 / 8)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("job"), notes=("action_mask", "rollout_log_probs"))
+
+
+def measured(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
+    command = ["mismatch", "--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp"]
+    assert replay_main([*command, "--log-folder", str(logs), *typed]) == 0
+    [written] = logs.glob("*-mismatch/mismatch.json")
+    values: dict[str, Any] = json.loads(written.read_text())
+    return values
+
+
+def test_a_known_difference_is_found_and_its_worst_token_named(
+    job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rollout's log-probs are the fp32 model's plus noise that the job noted no trace of."""
+    typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3", "--json", str(tmp_path / "own.json"))
+    found = measured(job, tmp_path, *typed)
+    rollouts = make_rollouts()
+    noise = torch.cat([(one["old_noise"] / 10)[one["action_mask"]] for one in rollouts]).double()
+    cells = {(one["dtype"], one["attention"]): one["mismatch"] for one in found["replays"]}
+    assert list(cells) == [("fp32", "eager"), ("fp32", "sdpa"), ("bf16", "eager"), ("bf16", "sdpa")]
+    for kernel in ("eager", "sdpa"):
+        assert cells["fp32", kernel]["mean"] == pytest.approx(noise.abs().mean().item(), abs=1e-5)
+        assert cells["fp32", kernel]["shift"] == pytest.approx(-noise.mean().item(), abs=1e-5)
+        assert abs(cells["bf16", kernel]["mean"] - cells["fp32", kernel]["mean"]) > 1e-4
+    assert len(found["distances"]) == 6
+    by_pair = {(one["one"], one["other"]): one["mean"] for one in found["distances"]}
+    assert by_pair["fp32, eager", "fp32, sdpa"] < 1e-5 < 1e-3 < by_pair["fp32, eager", "bf16, eager"]
+
+    number, row, column = max(
+        ((number, row, column) for number, one in enumerate(rollouts) for row, column in one["action_mask"].nonzero()),
+        key=lambda place: float(rollouts[place[0]]["old_noise"][place[1], place[2]].abs()),
+    )
+    first = found["worst"][0]
+    captures = [path.name for path in capture_files(job / "captures") if read_call(path).trains]
+    ids_BS = rollouts[number]["input_ids"]
+    at = int(column) + ids_BS.shape[1] - 6
+    assert (first["source"], first["row"], first["column"]) == (captures[number], int(row), at)
+    assert first["token"] == int(ids_BS[row, at])
+    assert first["before"][0] == int(ids_BS[row, at - 1])
+    assert first["replays"][0] - first["rollout"] == pytest.approx(
+        -float(rollouts[number]["old_noise"][row, column]) / 10, abs=1e-5
+    )
+    assert json.loads((tmp_path / "own.json").read_text()) == found
+    said = capsys.readouterr().out
+    assert "fp32, eager and bf16, sdpa" in said
+    assert "nearest    " in said
+
+
+def test_inputs_without_a_rollouts_log_probs_are_refused(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay_main(["mismatch", "--log-folder", str(tmp_path / "logs")]) == 2
+    assert "no rollout_log_probs in this capture, which has" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--dtype", "fp8"], "--dtype 'fp8' is not allowed. Give some of bf16, fp32, fp16, with commas between"),
+        (["--attention", "sdpa,none"], "--attention 'none' is not allowed"),
+    ],
+)
+def test_words_that_are_none_are_refused(typed: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay_main(["mismatch", *typed]) == 2
+    assert said in capsys.readouterr().err
