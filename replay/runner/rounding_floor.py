@@ -80,7 +80,7 @@ def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
-    is_plain = actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    is_plain = not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
@@ -176,7 +176,7 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     measured = [
         digest_of_weights(again.source.weights),
         lasting_config(again.source.config),
-        str([replace(one.actor, model=None) for one in (spec, other_order(spec, passes))]),
+        str([replace(one.actor, model=None, weights=None, blocks=None) for one in (spec, other_order(spec, passes))]),
         str((spec.measure.loss, spec.measure.window, spec.measure.backward)),
         str((world.world_size, world.device.type)),
         str(
