@@ -9,7 +9,7 @@ from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.backends.declaration import Declaration
 from actor_init.toggles import Attention, Compile, Dtype, OptimizerName, PadTo, TpPlan, UsageError, option
 
-CUSTOM_MODEL = re.compile(r"(.+\.py):([^/:]*)")  # FILE.py:function
+CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
 
 __all__ = [
     "ActorSpec",
@@ -222,8 +222,9 @@ class ActorSpec:
 
     def _refuse_what_a_custom_model_lacks(self) -> None:
         if not self.is_custom:
-            if (self.model or "").endswith(".py"):
-                raise UsageError(f"--model {self.model} names no function. Try: --model {self.model}:FUNCTION")
+            if (self.model or "").endswith((".py", ".py:")):
+                asked = (self.model or "").removesuffix(":")
+                raise UsageError(f"--model {self.model} names no function. Try: --model {asked}:FUNCTION")
             for flag, value in (("--weights", self.weights), ("--blocks", self.blocks)):
                 if value is not None:
                     advice = f"Try: --model {value}" if flag == "--weights" else "Leave it out"

@@ -34,7 +34,9 @@ class CheckpointWeights:
         if path.is_dir():
             files = next((found for kind in (SAFETENSORS, TORCH) if (found := _files(path, kind))), [])
         if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS, *TORCH):
-            what = "has none" if path.is_dir() else "is no such file" if path.exists() else "does not exist"
+            what = (
+                "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
+            )
             raise UsageError(f"--weights {path}: {what}. {_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})")
         tensors: dict[str, Stored] = {}
         for file in files:

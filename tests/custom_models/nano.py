@@ -5,6 +5,7 @@ its own where it is asked for. Without targets it computes the last token's logi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,8 @@ class NanoGPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        embedding: Any = self.transformer["wte"]
+        self.lm_head.weight = embedding.weight
         self.apply(self._init)
 
     def _init(self, module: nn.Module) -> None:
@@ -85,7 +87,8 @@ class NanoGPT(nn.Module):
 
     def hidden(self, idx: Tensor) -> Tensor:
         x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
-        for block in self.transformer["h"]:
+        blocks: Any = self.transformer["h"]
+        for block in blocks:
             x = block(x)
         y: Tensor = self.transformer["ln_f"](x)
         return y
