@@ -166,7 +166,7 @@ def test_weights_are_read_by_name(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
     sample = source.weights.sample("layers.1.weight", (8, 8), 10, 3)
     assert sample is not None
-    assert torch.equal(sample, wanted.layers[1].weight.detach().flatten()[10:13])  # type: ignore[union-attr,operator]
+    assert torch.equal(sample, wanted.layers[1].weight.detach().flatten()[10:13])  # type: ignore[operator]
 
 
 def written(module: nn.Module, kind: str, home: Path) -> Path:
