@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
@@ -283,6 +283,11 @@ def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     model_type = rest.pop("model_type", None)
     if not model_type:
         raise UsageError(f"the config of {name} does not name its model_type, as Hugging Face's config.json does")
+    if "auto_map" in rest and model_type not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{name} is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it. "
+            "Try: --model FILE.py:build --weights FOLDER, see docs/custom-models.md, Remote code"
+        )
     try:
         return AutoConfig.for_model(model_type, **rest)
     except (ValueError, TypeError, KeyError) as error:

@@ -1,5 +1,6 @@
 """What is taken from a user's file, and the one line for each mistake in it. About 8 seconds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.model import ModelSource, blocks_of, build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
@@ -151,6 +153,47 @@ def test_a_forward_gets_the_keywords_that_it_names() -> None:
     plain = model.logits(ids)
     assert torch.equal(logits[:, :2], plain[:, :2])
     assert torch.allclose(logits[:, 2], plain[:, 2] + 0.02)
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OddConfig(LlamaConfig):
+    model_type = "odd_remote"
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+LOADER = """
+from transformers import AutoConfig, AutoModelForCausalLM as Model
+def build(folder={folder!r}):
+    return Model.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True)
+"""
+
+
+def test_remote_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    wanted = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=2)).eval()
+    wanted.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "odd_remote"}
+    config["auto_map"] = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "odd.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w').close()\n{REMOTE}")
+    with pytest.raises(UsageError, match=r"Try: --model FILE.py:build --weights FOLDER"):
+        find_model(ActorSpec(model=str(folder)), None, "captured")
+    assert not (tmp_path / "has-run").exists()
+    file = tmp_path / "mine.py"
+    file.write_text(LOADER.format(folder=str(folder)))
+    source = find_model(ActorSpec(model=f"{file}:build", weights=folder), None, "captured")
+    model = built(source).eval()
+    ids = torch.arange(1, 7)[None]
+    mask, positions = torch.ones_like(ids), torch.arange(6)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        assert torch.equal(logits, wanted(input_ids=ids).logits)
+    assert source.config.num_hidden_layers == 2
 
 
 CHECKPOINTS = ["model.safetensors", "ckpt.pt", "model.pth", "folder", "folder of torch"]

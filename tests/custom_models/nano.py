@@ -30,6 +30,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.n_head = config.n_head
+        self.scale = (config.n_embd // config.n_head) ** -0.5
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
@@ -41,7 +42,7 @@ class Attention(nn.Module):
         q, k, v = (
             one.view(rows, length, self.n_head, -1).transpose(1, 2) for one in self.c_attn(x).split(width, dim=2)
         )
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        scores = q @ k.transpose(-2, -1) * self.scale
         scores = scores.masked_fill(~self.mask[:length, :length], float("-inf"))
         out = self.dropout(F.softmax(scores, dim=-1)) @ v
         y: Tensor = self.c_proj(out.transpose(1, 2).reshape(rows, length, width))
@@ -118,3 +119,12 @@ def build() -> nn.Module:
 
 def build_from(config: dict[str, int]) -> nn.Module:
     return NanoGPT(Config(**config))
+
+
+def build_unscaled() -> nn.Module:
+    """Return a model with a fault: scores that are not divided by the square root of the width."""
+    model = NanoGPT(Config())
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.scale = 1.0
+    return model
