@@ -271,7 +271,7 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(
             f"--model {asked}: {error}. "
-            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, or a config.json"
+            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, a config.json, or FILE.py:function"
         ) from error
     if not isinstance(values, dict):
         raise UsageError(f"--model {asked}: {path} holds a {type(values).__name__}, not a model config")
