@@ -64,11 +64,11 @@ class Job:
 
 
 def _changed(home: Path) -> Path:
-    """The job's weights in safetensors, with one value of one matrix changed."""
+    """The job's weights in safetensors, with one matrix changed."""
     weights = torch.load(home / "ckpt.pt", weights_only=True)["model"]
     named = {name.removeprefix("_orig_mod."): values.clone() for name, values in weights.items()}
     del named["lm_head.weight"]  # tied
-    named["transformer.h.1.fc.weight"][0] += 0.5
+    named["transformer.h.1.fc.weight"] += 0.5
     path = home / "changed.safetensors"
     save_file(named, path)
     return path
