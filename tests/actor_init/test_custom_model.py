@@ -1,4 +1,4 @@
-"""What is taken from a user's file, and the one line for each mistake in it. About 8 seconds."""
+"""What is taken from a user's file, and the one line for each mistake in it. About 15 seconds."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A model of a user's own, recorded in plain PyTorch and replayed with --model FILE.py:function.
 
-About 60 seconds on two cores: two jobs, and two launches that replay them under each backend.
+About 65 seconds of processor time: two jobs, and two launches that replay them under each backend.
 """
 
 import hashlib
