@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from actor_init.custom import building
+from actor_init.custom.checkpoint import CheckpointWeights
+from actor_init.custom.config import CustomConfig, CustomVectors
+from actor_init.custom.user_file import UserFunction
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
 from capture.file_format.actor_config import read_actor_config
@@ -31,6 +36,7 @@ class ModelSource:
     config: PretrainedConfig
     weights: Weights
     name: str
+    facts: Mapping[str, str] = field(default_factory=dict)  # of the file that built it, for run.json
 
 
 def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:
@@ -38,6 +44,8 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
 
     Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than requested.
     """
+    if spec.custom_model is not None:
+        return _custom_source(spec, captured)
     folder = None
     if spec.model is None:
         if captured is None:
@@ -65,10 +73,22 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
     return ModelSource(config=config, weights=weights, name=name)
 
 
+def _custom_source(spec: ActorSpec, captured: Mapping[str, Any] | None) -> ModelSource:
+    """Return the model that a user's function builds, with weights of --weights, or random by name."""
+    assert spec.custom_model is not None
+    function = UserFunction.open(*spec.custom_model)
+    config = CustomConfig.open(function, captured, blocks=spec.blocks, num_layers=spec.num_layers)
+    weights = (
+        random_weights(config, spec.weights_seed) if spec.weights is None else CheckpointWeights.open(spec.weights)
+    )
+    return ModelSource(config=config, weights=weights, name=str(spec.model), facts=config.facts())
+
+
 def random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
     """Return the random weights of a model without a checkpoint."""
     std = getattr(config, "initializer_range", None) or 0.02
-    return RandomWeights(seed=seed, std=std, own_init=VectorInit(config))
+    own_init = CustomVectors(config) if isinstance(config, CustomConfig) else VectorInit(config)
+    return RandomWeights(seed=seed, std=std, own_init=own_init)
 
 
 class VectorInit:
@@ -111,6 +131,8 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
 
     It gets its own copy of the config, because its layers look up their kernel there in every forward.
     """
+    if isinstance(config, CustomConfig):
+        return config.build(dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
@@ -133,11 +155,26 @@ def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
     Raises UsageError if there is none.
     """
+    if (built := building.built_of(model)) is not None:
+        return [(f"{built.blocks}.{index}", layer) for index, layer in enumerate(building.layers_of(model))]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UsageError(f"{type(model).__name__} has no list of layers; a decoder-only causal LM is needed")
     name, layers = max(lists, key=lambda item: len(item[1]))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+
+
+def set_up(model: PreTrainedModel, spec: ActorSpec) -> None:
+    """Recompute each block's activations in backward if the spec says so, and tell a user's model its dtype."""
+    if building.built_of(model) is not None:
+        building.set_up(model, dtype=TORCH_DTYPES[spec.dtype], checkpoints=spec.gradient_checkpointing)
+    elif spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count the elements of the parameters that a model holds, whole ones of sharded ones; a tied one counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()
@@ -154,6 +191,9 @@ def materialise(
 
     Raises UsageError if neither the weights nor transformers' own init define a buffer's values.
     """
+    if building.built_of(model) is not None:
+        building.materialise(model, weights, device, prefix, on_progress)
+        return
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
@@ -231,7 +271,7 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(
             f"--model {asked}: {error}. "
-            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, or a config.json"
+            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, a config.json, or FILE.py:function"
         ) from error
     if not isinstance(values, dict):
         raise UsageError(f"--model {asked}: {path} holds a {type(values).__name__}, not a model config")
@@ -243,6 +283,11 @@ def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     model_type = rest.pop("model_type", None)
     if not model_type:
         raise UsageError(f"the config of {name} does not name its model_type, as Hugging Face's config.json does")
+    if "auto_map" in rest and model_type not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{name} is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it. "
+            "Try: --model FILE.py:build --weights FOLDER, see docs/custom-models.md, Remote code"
+        )
     try:
         return AutoConfig.for_model(model_type, **rest)
     except (ValueError, TypeError, KeyError) as error:

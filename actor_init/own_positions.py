@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from actor_init.custom.config import CustomConfig
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import build_on_meta
 from capture.file_format.micro_batch import MicroBatch
@@ -42,7 +43,12 @@ def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatc
 
 
 def counts_columns(config: PretrainedConfig) -> bool:
-    """Does a model of `config` look up a row's columns in a position table, padding included?"""
+    """Does a model of `config` look up a row's columns in a position table, padding included?
+
+    A user's model is given columns, if it takes position ids: it would have made them itself when the job gave none.
+    """
+    if isinstance(config, CustomConfig):
+        return True
     return _counts_columns(str(config.model_type), config.to_json_string(use_diff=False))
 
 

@@ -1,5 +1,6 @@
 """Specify the actor to build: plain data, no heavy imports; each option declares its default, help and range once."""
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -7,6 +8,8 @@ from typing import Any, Self
 from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.backends.declaration import Declaration
 from actor_init.toggles import Attention, Compile, Dtype, OptimizerName, PadTo, TpPlan, UsageError, option
+
+CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
 
 __all__ = [
     "ActorSpec",
@@ -83,8 +86,14 @@ class ActorSpec:
     backend: str = option(DEFAULT, _backend_help, choices=BACKENDS)
     model: str | None = option(
         None,
-        "A preset (llama-3.1-8b), a model folder, a config.json or a folder of captures. "
-        "Default: the config beside the inputs.",
+        "A preset (llama-3.1-8b), a model folder, a config.json, a folder of captures, or FILE.py:function, which "
+        "returns a module of your own. Default: the config beside the inputs.",
+    )
+    weights: Path | None = option(
+        None, "A safetensors or torch checkpoint, file or folder, for --model FILE.py:function."
+    )
+    blocks: str | None = option(
+        None, "The list of layers in the model of FILE.py:function. Default: its longest ModuleList."
     )
     num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
     random_weights: bool = option(
@@ -147,6 +156,7 @@ class ActorSpec:
 
     def __post_init__(self) -> None:
         self._refuse_foreign_settings()
+        self._refuse_what_a_custom_model_lacks()
         self._refuse_what_the_backend_lacks(declaration_of(self.backend))
         if self.parallel.ring > 1 and self.packing is False:
             raise UsageError(
@@ -172,15 +182,25 @@ class ActorSpec:
         return replace(
             self,
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
-            packing=packing if self.packing is None else self.packing,
-            attention=attention if self.attention is Attention.AUTO else self.attention,
+            packing=packing and not self.is_custom if self.packing is None else self.packing,
+            attention=attention if self.attention is Attention.AUTO and not self.is_custom else self.attention,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
 
     @property
     def packs(self) -> bool:
         """Are a micro-batch's rows packed into one?"""
-        return self.packing is not False
+        return self.packing is not False and not self.is_custom
+
+    @property
+    def custom_model(self) -> tuple[Path, str] | None:
+        """The file and the function of --model FILE.py:function; None for another model."""
+        found = CUSTOM_MODEL.fullmatch(self.model or "")
+        return (Path(found[1]), found[2]) if found else None
+
+    @property
+    def is_custom(self) -> bool:
+        return self.custom_model is not None
 
     @property
     def num_accumulated(self) -> int:
@@ -199,6 +219,32 @@ class ActorSpec:
             "eps": 1e-8 if self.eps is None else self.eps,
             "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
         }
+
+    def _refuse_what_a_custom_model_lacks(self) -> None:
+        if not self.is_custom:
+            if (self.model or "").endswith((".py", ".py:")):
+                asked = (self.model or "").removesuffix(":")
+                raise UsageError(f"--model {self.model} names no function. Try: --model {asked}:FUNCTION")
+            for flag, value in (("--weights", self.weights), ("--blocks", self.blocks)):
+                if value is not None:
+                    advice = f"Try: --model {value}" if flag == "--weights" else "Leave it out"
+                    raise UsageError(f"{flag} {value} is for --model FILE.py:function. {advice}")
+            return
+        tp, ring, model = self.parallel.tp, self.parallel.ring, self.model
+        for typed, is_given, why in (
+            (f"--tp {tp}", tp > 1, "needs a plan that splits each layer, and there is none for"),
+            (f"--ring {ring}", ring > 1, "slices attention, and nothing is known about that of"),
+            ("--packing", self.packing is True, "needs attention that stays within a document, not known about"),
+            (
+                f"--attention {self.attention}",
+                self.attention is not Attention.AUTO,
+                "chooses transformers' kernels, and there are none in",
+            ),
+        ):
+            if is_given:
+                raise UsageError(f"{typed} {why} --model {model}. Leave it out")
+        if self.weights is not None and self.random_weights:
+            raise UsageError(f"--weights {self.weights} and --random-weights exclude each other. Give one of the two")
 
     def _refuse_foreign_settings(self) -> None:
         of_adamw = {"--beta1": self.beta1, "--beta2": self.beta2, "--eps": self.eps}

@@ -31,7 +31,7 @@ ROOMS = {
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json"),
         ("weights", "world", "compiling", "optimizer"),
-        ("sketching",),
+        ("sketching", "custom"),
         ("model",),
         ("parallel",),
         ("attention",),

@@ -8,6 +8,7 @@ from torch import Tensor, device, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 
 from actor_init.attention.ring_attention import has_ring_flash, ring_flash_attn, ring_sdpa
+from actor_init.custom.config import CustomConfig
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
 FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads in every layer
@@ -15,6 +16,7 @@ FLASH_PACKED = "packed_fa2"  # without the word flash, for which transformers wo
 TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_sdpa"
+OWN = "of its own"  # of a model that a user's function builds
 
 
 def has_sdpa(config: PretrainedConfig) -> bool:
@@ -25,7 +27,9 @@ def has_sdpa(config: PretrainedConfig) -> bool:
 
 
 def plain_kernel(config: PretrainedConfig) -> Attention:
-    """Return the kernel that every device has: sdpa, or eager for a model without sdpa."""
+    """Return the kernel that every device has: sdpa, or eager for a model without sdpa; auto for a user's model."""
+    if isinstance(config, CustomConfig):
+        return Attention.AUTO
     return Attention.SDPA if has_sdpa(config) else Attention.EAGER
 
 
@@ -34,6 +38,8 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
 
     `config` is the model's, if there is one. Raises UsageError if the kernel cannot run there, or not with that model.
     """
+    if spec.is_custom:
+        return OWN
     AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
     AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
     AttentionInterface.register(RING_FA2, ring_flash_attn)

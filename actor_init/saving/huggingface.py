@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from actor_init.custom.config import CustomConfig
 from actor_init.model import build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Dtype, UsageError
@@ -71,7 +73,8 @@ def write_model(
     """Write `model`'s weights in `dtype` into `folder`, in the format of `from_pretrained`. All ranks must call this.
 
     `whole` gathers a full tensor from shards, on all ranks. Each is copied to rank 0's host before the next is
-    gathered; the host must hold them all. A tied parameter is written once. Raises OSError.
+    gathered; the host must hold them all. A tied parameter is written once. Of a user's model there is one safetensors
+    file, for --weights. Raises OSError.
     """
     weights: dict[str, Tensor] = {}
     kept_buffers = model.state_dict().keys()
@@ -82,6 +85,9 @@ def write_model(
             weights[name] = full.to("cpu", TORCH_DTYPES[dtype] if full.is_floating_point() else None, copy=True)
         del full
     if dist.get_rank() == 0:
+        if isinstance(config, CustomConfig):
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+            return
         empty = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[dtype])
         with _no_progress_bar():
             empty.save_pretrained(folder, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)

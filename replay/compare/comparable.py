@@ -29,6 +29,7 @@ MEANS_NOTHING = (
     "second_opinion",
 )
 MOST_NAMED = 3
+FILE_DIGEST = "model_file_sha256"  # in the config of a user's model
 
 
 def reasons_to_refuse(
@@ -55,7 +56,14 @@ def _of_model(reference: PastRun, other: PastRun) -> list[str]:
     """Compare the keys that both configs have: others came with another version of transformers."""
     shared = sorted(reference.config.keys() & other.config.keys())
     keys = [key for key in shared if reference.config[key] != other.config[key]]
-    reasons = [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
+    reasons = []
+    if FILE_DIGEST in keys:
+        keys.remove(FILE_DIGEST)
+        file = other.facts["model_file"]
+        reasons.append(
+            f"{file} has changed, or is another file: its sha256 is {_short(other)}, not {_short(reference)}"
+        )
+    reasons += [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
     if len(keys) > MOST_NAMED:
         reasons.append(f"and {len(keys) - MOST_NAMED} more of the model's config")
     if reference.weights != other.weights:
@@ -64,6 +72,10 @@ def _of_model(reference: PastRun, other: PastRun) -> list[str]:
             f"weights are {theirs}, not {ours}" if theirs != ours else f"weights are other ones, both {ours}"
         )
     return reasons
+
+
+def _short(run: PastRun) -> str:
+    return str(run.config[FILE_DIGEST])[:12]
 
 
 def _of_settings(reference: PastRun, other: PastRun) -> list[str]:

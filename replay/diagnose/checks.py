@@ -127,7 +127,8 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
 
 def _kernel(kernel: str, case: Case) -> Check:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
-    if "fa2" in kernel or "flash" in kernel or case.spec.attention is not Attention.AUTO:
+    is_chosen = case.spec.attention is not Attention.AUTO or case.spec.is_custom
+    if "fa2" in kernel or "flash" in kernel or is_chosen:
         return Check(name="attention kernel", status=Status.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"

@@ -6,9 +6,9 @@ averaged over the data ranks with torch alone, is the reference for the actor's 
 Shape letters: L tokens of one document, N of them with a label, C of those in a chunk, D hidden width, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from actor_init.model import ModelSource, build_on_meta, materialise
+from actor_init.model import ModelSource, build_on_meta, materialise, set_up
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
 from actor_init.weights import OnProgress, unheard
@@ -47,9 +47,17 @@ def plain_answer(
     kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
     materialise(model, source.weights, world.device, on_progress=on_progress)
+    if spec.is_custom:
+        set_up(model, replace(spec, gradient_checkpointing=False))
     model.eval()
     documents = [(ids_1L, at_1L, label_1L) for ids_1L, at_1L, label_1L in documents_alone(batch) if _counted(label_1L)]
     num_labels = max(1, sum(_counted(label_1L) for _, _, label_1L in documents))
+    if spec.is_custom:
+        losses, left_out = (
+            {"plain": _own_answer(model, documents, num_labels, world)},
+            "chunked left out: no known head",
+        )
+        return PlainAnswer(losses=losses, left_out=left_out, gradients=dict(_averaged(model, world)))
     softcap = getattr(source.config.get_text_config(), "final_logit_softcapping", None)
     liger, missing = _liger(world, softcap)
     ways = {"Hugging Face": 0.0, "chunked": 0.0} | ({"Liger": 0.0} if liger else {})
@@ -79,6 +87,21 @@ def plain_answer(
         ways = {"Hugging Face": ways["Hugging Face"]}
         missing = f"chunked and Liger's left out: {type(model).__name__} changes what its head computes"
     return PlainAnswer(losses=ways, left_out=missing, gradients=dict(_averaged(model, world)))
+
+
+def _own_answer(
+    model: nn.Module, documents: Sequence[tuple[Tensor, Tensor, Tensor]], num_labels: int, world: World
+) -> float:
+    """Return the mean loss of a user's model, from its logits, and add up its gradients."""
+    total = 0.0
+    for document in documents:
+        ids_1L, at_1L, label_1L = (tensor.to(world.device) for tensor in document)
+        logits = model(input_ids=ids_1L, position_ids=at_1L, attention_mask=torch.ones_like(ids_1L)).logits
+        shifted_L = label_1L[0, 1:]
+        loss = nn.functional.cross_entropy(logits[0, :-1].float(), shifted_L, reduction="sum") / num_labels
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
 
 
 def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:

@@ -76,6 +76,16 @@ class Here:
 
         return plain_kernel(self.config)
 
+    @property
+    def is_custom(self) -> bool:
+        """Does a user's function build the model?"""
+        return getattr(self.config, "model_type", None) == "custom"
+
+    @property
+    def only(self) -> Setting:
+        """Return values that are the only ones for this model, where a setting does not say others."""
+        return {"packing": False} if self.is_custom else {}
+
     def plain(self, dtype: Dtype) -> Setting:
         """Return the setting of the reference."""
         return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
@@ -166,13 +176,17 @@ def _add_ground(
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
     admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
-    for kernel in (one for one in (Attention.EAGER, Attention.FLASH) if one is not here.kernel):
+    kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
+    for kernel in (one for one in kernels if one is not here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
-    if not here.must_pack:
+    if here.is_custom:  # which has one kernel: compiled, its sums are rounded in other places
+        admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")
+    elif not here.must_pack:
         admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
-    admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
+    if not here.is_custom:
+        admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
     for window in windows:
         more = {"grad_accumulation": str(window)}
         admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", more=more)
@@ -190,6 +204,7 @@ def _admit(
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
+    setting = {**here.only, **setting}
     name = here.named(setting, suffix)
     num_data_ranks = setting.get(DATA, 1)
     backend = setting.get("backend", common.get("backend", DEFAULT))

@@ -110,6 +110,8 @@ def _of_edges(here: Here, folder: Path) -> Here:
     from capture.file_format.capture_file import read_micro_batch
     from capture.file_format.listing import capture_files
 
+    if here.is_custom:
+        raise UsageError("nothing says how long the rows of a user's model may be")
     batches = [read_micro_batch(path) for path in capture_files(folder)]
     largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
     if largest >= size:

@@ -31,5 +31,7 @@ def _own_names(model_type: str | None) -> Mapping[str, str]:
         return {}
     from transformers import CONFIG_MAPPING
 
+    if model_type not in CONFIG_MAPPING:  # a user's model
+        return {}
     names: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
     return names

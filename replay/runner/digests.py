@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.weights import FolderWeights, Weights
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import bytes_of
@@ -37,6 +38,8 @@ def digest_of_weights(weights: Weights) -> str:
     """Return the name of random weights, or a digest of a model folder's files, independent of where it lies."""
     if isinstance(weights, FolderWeights):
         return _digest_of_files(sorted(weights.folder.glob("*.safetensors")))
+    if isinstance(weights, CheckpointWeights):
+        return _digest_of_files(list(weights.files))
     if isinstance(weights, StateWeights):
         return _digest_of_files(sorted(path for path in weights.folder.rglob("*") if path.is_file()))
     return weights.describe()

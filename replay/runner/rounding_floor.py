@@ -81,7 +81,7 @@ def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
-    is_plain = actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    is_plain = not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
@@ -169,7 +169,9 @@ def is_worth_it(spec: RunSpec, passes: Sequence[Pass]) -> bool:
     is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
     is_repeatable = not any(record.error for record, _, _ in passes) and not spec.inputs.reverse_rows
     has_steps = spec.measure.step and any(one is not None and one.optimizer is not None for _, one, _ in passes)
-    return has_claims and (is_coarse or has_steps) and is_repeatable
+    # a user's model has one kernel: twice the same numbers would say that nothing is rounded
+    has_another_kernel = has_steps or not spec.actor.is_custom
+    return has_claims and (is_coarse or has_steps) and is_repeatable and has_another_kernel
 
 
 def _key(again: Again, passes: Sequence[Pass]) -> str:
@@ -177,7 +179,7 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     measured = [
         digest_of_weights(again.source.weights),
         lasting_config(again.source.config),
-        str([replace(one.actor, model=None) for one in (spec, other_order(spec, passes))]),
+        str([replace(one.actor, model=None, weights=None, blocks=None) for one in (spec, other_order(spec, passes))]),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
         str(None if (objective := Objective.of(spec)) is None else objective.sha256),
         str((world.world_size, world.device.type)),

@@ -81,7 +81,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     refuse_folders(spec.state, world, states)
     latest = states.latest(world) if states is not None and spec.state.resume else None
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
-    original = find_source(spec)
+    original = source_of_all(spec, world)
     state = earlier.folder or state_to_load(spec.state)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
@@ -200,7 +200,12 @@ class Session:
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
-            facts = {"model": source.name, "weights": source.weights.describe(), **actor.backend.facts()}
+            facts = {
+                "model": source.name,
+                **source.facts,
+                "weights": source.weights.describe(),
+                **actor.backend.facts(),
+            }
             if self.objective is not None and self.objective.sha256 is not None:
                 facts["loss_sha256"] = self.objective.sha256
             self.logbook.begin(
@@ -389,10 +394,35 @@ def _is_worse(one: Verdict, other: Verdict) -> bool:
 def find_source(spec: RunSpec) -> ModelSource:
     folder = inputs_folder(spec.inputs)
     try:
-        captured = read_actor_config(folder) if spec.actor.model is None else None
+        captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
     except CaptureError as error:
         raise UsageError(str(error)) from error
     return find_model(spec.actor, captured, str(_shown(folder / "actor.json")))
+
+
+def source_of_all(spec: RunSpec, world: World) -> ModelSource:
+    """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
+    source: ModelSource | None = None
+    problem = ""
+    try:
+        source = find_source(spec)
+    except UsageError as error:
+        if world.world_size == 1:
+            raise
+        problem = str(error)
+    found = world.gather((problem, dict(source.facts) if source is not None else {}))
+    problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
+    if problems:
+        rank, said = problems[0]
+        raise UsageError(said if len(problems) == len(found) else f"on rank {rank}: {said}")
+    assert source is not None
+    for rank, (_, facts) in enumerate(found):
+        if facts.get("model_file_sha256") != found[0][1].get("model_file_sha256"):
+            raise UsageError(
+                f"{facts['model_file']} is another file on rank {rank} than {found[0][1]['model_file']} on rank 0. "
+                "Copy one to all nodes"
+            )
+    return source
 
 
 def inputs_folder(spec: InputsSpec) -> Path:

@@ -123,6 +123,8 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
         if machine.has_gpus and fits < wanted:
             limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"
             num_data_ranks, reason = 0, f"needs {share * wanted} GPUs, {limit} {machine.num_devices}"
+        if _is_custom(spec) and (one.tp or one.ring):
+            reason = f"{'tp' if one.tp else 'ring'} is not there for --model {spec.model}"
         if one.name in spec.skip:
             reason = "skipped"
         plan.append(
@@ -134,6 +136,10 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
             )
         )
     return plan
+
+
+def _is_custom(spec: SuiteSpec) -> bool:
+    return ActorSpec(model=spec.model).is_custom
 
 
 def num_ranks_of(spec: SuiteSpec) -> int:
@@ -165,12 +171,13 @@ def run_spec_of(
 
     Raises UsageError if its options contradict each other.
     """
-    of = one.configuration
+    of, is_custom = one.configuration, _is_custom(spec)
     num_passes = spec.steps * inputs_a_step
     return RunSpec(
         actor=ActorSpec(
             backend=of.backend,
-            model=spec.init_weights or spec.model,
+            model=spec.model if is_custom else spec.init_weights or spec.model,
+            weights=Path(spec.init_weights) if is_custom and spec.init_weights else None,
             num_layers=spec.num_layers,
             dtype=spec.dtype,
             zero_stage=of.zero_stage,

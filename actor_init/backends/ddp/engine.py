@@ -22,7 +22,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
@@ -61,8 +61,7 @@ class DDPBackend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
-        if spec.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_up(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):
             _cast_own_weights(module, compute_dtype)
@@ -108,7 +107,7 @@ class DDPBackend:
     def facts(self) -> Mapping[str, str | int]:
         return {
             "backend": self.spec.backend,
-            "num_parameters": self.model.num_parameters(),
+            "num_parameters": num_parameters(self.model),
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,
             "optimizer": self.spec.optimizer.value,

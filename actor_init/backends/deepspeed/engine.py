@@ -29,7 +29,7 @@ from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whol
 from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
@@ -79,10 +79,9 @@ class DeepSpeedBackend:
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         check_autotp(model, spec.parallel.tp)
-        num_parameters = model.num_parameters()
+        num_elements = num_parameters(model)
         blocks = blocks_of(model)
-        if spec.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_up(model, spec)
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks)
         if has_whole_blocks(spec):
@@ -121,7 +120,7 @@ class DeepSpeedBackend:
             gate=gate,
             schedule=make_schedule(spec, engine.basic_optimizer),
             attention=attention,
-            num_parameters=num_parameters,
+            num_parameters=num_elements,
             config=config,
         )
 

@@ -20,7 +20,7 @@ from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.parallel.tp_plan import Plan, find_plan
@@ -61,8 +61,7 @@ class FSDP2Backend:
         plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
         if plan and spec.parallel.sequence_parallel:
             check_sequence(model, plan, packing=spec.packs)
-        if spec.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_up(model, spec)
         if spec.compile is Compile.BLOCKS:
             # with DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13)
             compile_blocks((block for _, block in blocks), any_length=not spec.parallel.sequence_parallel)
@@ -91,7 +90,7 @@ class FSDP2Backend:
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
-            num_parameters=model.num_parameters(),
+            num_parameters=num_parameters(model),
             tp_plan=plan,
         )
 

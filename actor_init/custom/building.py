@@ -1,0 +1,226 @@
+"""Build a user's module without values for its parameters, and fill it later, on any device and in any shard.
+
+Parameters of two dimensions and more are on the meta device from the moment they are registered, so that a model of
+any size is built in no memory. Buffers, other tensors and vectors get the values that the user's code gives them:
+rotary tables, masks, a norm's ones.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from actor_init.custom.calling import Calling
+from actor_init.custom.user_file import UserFunction
+from actor_init.spec import UsageError
+from actor_init.weights import OnProgress, Weights, unheard
+
+_ATTRIBUTE = "_micro_replay"  # of the root module
+_SEED = 0  # of what the user's code draws for its vectors
+_returned: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Built:
+    """What is known of a module that a user's function returned."""
+
+    blocks: str  # name of the list of layers
+    calling: Calling
+    vectors: Mapping[str, Tensor]  # as the user's code initialised them
+    checkpointing: dict[type, type] = field(default_factory=dict)
+
+
+def built_of(model: nn.Module) -> Built | None:
+    """Return what is known of a user's module; None for other models."""
+    found: Built | None = vars(model).get(_ATTRIBUTE)
+    return found
+
+
+def build(
+    function: UserFunction,
+    captured: Mapping[str, Any] | None,
+    *,
+    blocks: str | None,
+    num_layers: int | None,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Build the module with parameters on the meta device, in `dtype`, cut to its first layers.
+
+    Its forward is replaced by one that is called as transformers' models are. Raises UsageError for a module that has
+    no list of layers, or whose forward cannot be called with token ids.
+    """
+    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        torch.manual_seed(_SEED)
+        module = function.build(captured)
+    if module in _returned or any(_is_real_matrix(p) for p in module.parameters()):
+        module = deepcopy(module)  # the user's own, which another build would get too
+    _returned.add(module)
+    name = blocks_name(module, blocks, str(function))
+    layers: Any = module.get_submodule(name)
+    if num_layers is not None:
+        if num_layers > len(layers):
+            raise UsageError(f"--num-layers {num_layers}, but {name} has {len(layers)}. Allowed: 1 to {len(layers)}")
+        del layers[num_layers:]
+    vectors = {n: p.detach().float().clone() for n, p in module.named_parameters() if p.ndim < 2 and not p.is_meta}
+    _empty(module, dtype)
+    calling = Calling.of(module, str(function))
+    setattr(module, _ATTRIBUTE, Built(blocks=name, calling=calling, vectors=vectors))
+    module.forward = calling
+    return module
+
+
+def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
+    """Return the name of the list of layers: the one asked for, or the longest outermost nn.ModuleList.
+
+    Raises UsageError if there is none.
+    """
+    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)}
+    if asked is not None:
+        if asked not in lists:
+            known = ", ".join(lists) or "none"
+            raise UsageError(
+                f"--blocks {asked} is no list of layers in the {type(module).__name__} of {function}. "
+                f"Its nn.ModuleLists and nn.Sequentials: {known}"
+            )
+        return asked
+    plain = {n: size for n, size in lists.items() if isinstance(module.get_submodule(n), nn.ModuleList)}
+    outermost = {n: size for n, size in plain.items() if not any(n.startswith(f"{other}.") for other in plain)}
+    if not outermost:
+        advice = f"Try: --blocks {max(lists, key=lambda n: lists[n])}" if lists else "Put its layers into a ModuleList"
+        raise UsageError(
+            f"--model {function}: {type(module).__name__} has no nn.ModuleList of layers, which are compiled, "
+            f"checkpointed and sharded one by one. {advice}"
+        )
+    longest: str = max(outermost, key=lambda n: outermost[n])
+    return longest
+
+
+def set_up(model: nn.Module, *, dtype: torch.dtype, checkpoints: bool) -> None:
+    """Let the module compute in `dtype`, under autocast unless that is fp32, and recompute its layers in backward."""
+    built = built_of(model)
+    assert built is not None
+    built.calling.autocast_dtype = None if dtype == torch.float32 else dtype
+    if checkpoints:
+        for layer in layers_of(model):
+            kind = type(layer)
+            layer.__class__ = built.checkpointing.setdefault(kind, type(kind.__name__, (_Checkpointed, kind), {}))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    built = built_of(model)
+    assert built is not None
+    layers: Any = model.get_submodule(built.blocks)
+    return list(layers)
+
+
+class _Checkpointed(nn.Module):
+    """Mixed into the class of a layer: its call, hooks and all, is done again in backward, as transformers does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+@torch.no_grad()
+def materialise(
+    model: nn.Module,
+    weights: Weights,
+    device: torch.device,
+    prefix: str = "",
+    on_progress: OnProgress = unheard,
+) -> None:
+    """Move what is below `prefix` to `device`, and fill its parameters. Tied parameters stay tied.
+
+    Buffers keep the values that the user's code gave them, unless the weights have some. Raises UsageError for
+    parameters that the weights lack.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
+            continue
+        path = f"{module_name}." if module_name else ""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in made:
+                new = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                known = names[id(parameter)]
+                weights.fill(next((one for one in known if weights.holds(one)), known[0]), new, on_progress)
+                made[parameter] = new
+            setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            moved = buffer.to(device)
+            if weights.holds(path + name):
+                moved = moved.clone()
+                weights.fill(path + name, moved)
+            module._buffers[name] = moved
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.device != device:
+                setattr(module, name, value.to(device))
+        on_progress(0)
+
+
+def dropouts_of(module: nn.Module) -> dict[str, float]:
+    """Return the numbers above 0 that modules keep under a name with "drop" in it, and the rates of dropout layers."""
+    found: dict[str, float] = {}
+    for name, part in module.named_modules():
+        own = {key: value for key, value in vars(part).items() if "drop" in key.lower()}
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            own["dropout"] = part.p
+        for key, value in own.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                found.setdefault(f"{name}.{key}" if "drop" not in name.lower() else name, float(value))
+    return found
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put parameters of two dimensions and more on the meta device when a module registers them."""
+    register = nn.Module.register_parameter
+    known = WeakIdKeyDictionary()  # a parameter that is registered twice is one parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _is_real_matrix(param):
+            if param not in known:
+                known[param] = _on_meta(param, param.dtype)
+            param = known[param]
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _is_real_matrix(parameter: nn.Parameter) -> bool:
+    is_made = not isinstance(parameter, nn.UninitializedParameter)
+    return is_made and parameter.ndim > 1 and not parameter.is_meta
+
+
+def _on_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    wanted = dtype if parameter.is_floating_point() else parameter.dtype
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=wanted), parameter.requires_grad)
+    vars(empty).update(vars(parameter))
+    return empty
+
+
+def _empty(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put every parameter on the meta device, in `dtype`; tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = _on_meta(parameter, dtype)
+            setattr(part, name, made[parameter])

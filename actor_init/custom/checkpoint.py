@@ -1,0 +1,128 @@
+"""Read the weights of a user's model, by the names of its state dict, from safetensors or torch checkpoints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from actor_init.spec import UsageError
+from actor_init.weights import OnProgress, unheard
+
+SAFETENSORS = (".safetensors",)
+TORCH = (".pt", ".pth", ".bin", ".ckpt")
+INNER = ("model", "state_dict", "model_state_dict", "module")  # where checkpoints keep the state dict
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile, DDP, FSDP
+_ADVICE = "Give a safetensors or torch file, or a folder of them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointWeights:
+    """The weights in files of --weights. Tensors are read one at a time: torch's files are mapped, not loaded."""
+
+    path: Path
+    files: Sequence[Path]
+    tensors: Mapping[str, "Stored"]
+
+    @classmethod
+    def open(cls, path: Path) -> "CheckpointWeights":
+        """Open a file or folder. Raises UsageError if there are no weights, or a file is damaged."""
+        files = [path]
+        if path.is_dir():
+            files = next((found for kind in (SAFETENSORS, TORCH) if (found := _files(path, kind))), [])
+        if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS, *TORCH):
+            what = (
+                "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
+            )
+            raise UsageError(f"--weights {path}: {what}. {_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})")
+        tensors: dict[str, Stored] = {}
+        for file in files:
+            try:
+                tensors |= {_own_name(name): stored for name, stored in _read(file)}
+            except Exception as error:  # safetensors, pickle and zip have their own
+                said = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise UsageError(f"--weights {path}: {file} cannot be read: {said}. {_ADVICE}") from error
+        if not tensors:
+            raise UsageError(f"--weights {path}: no tensors by name in it. {_ADVICE} with a state dict")
+        return cls(path=path, files=files, tensors=tensors)
+
+    def describe(self) -> str:
+        return f"from {self.path}"
+
+    def holds(self, name: str) -> bool:
+        return name in self.tensors
+
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+        """Fill `parameter`. Raises UsageError if there is no `name`, or one of another shape."""
+        if name not in self.tensors:
+            known = next(iter(self.tensors))
+            raise UsageError(
+                f"--weights {self.path} has nothing named {name} (it has {len(self.tensors)} tensors, such as "
+                f"{known}). Is it a checkpoint of this model?"
+            )
+        values = self.tensors[name].read()
+        if values.shape != parameter.shape:
+            raise UsageError(
+                f"--weights {self.path}: {name} has shape {list(values.shape)}, and the model's is "
+                f"{list(parameter.shape)}. Is it a checkpoint of this model?"
+            )
+        parameter.detach().copy_(values)
+        on_progress(values.numel())
+        return True
+
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        if name not in self.tensors:
+            return None
+        values = self.tensors[name].read()
+        if tuple(values.shape) != tuple(shape) or not values.is_floating_point():
+            return None
+        return values.flatten()[start : start + count]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A tensor in a file: mapped, or read when it is asked for."""
+
+    file: Path
+    name: str  # in the file
+    mapped: Tensor | None = None
+
+    def read(self) -> Tensor:
+        if self.mapped is not None:
+            return self.mapped
+        with safe_open(self.file, framework="pt") as file:
+            values: Tensor = file.get_tensor(self.name)
+        return values
+
+
+def _files(folder: Path, kinds: Sequence[str]) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in kinds)
+
+
+def _read(file: Path) -> Iterator[tuple[str, Stored]]:
+    if file.suffix in SAFETENSORS:
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+        yield from ((name, Stored(file=file, name=name)) for name in names)
+        return
+    whole = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    for name, tensor in _state_dict(whole).items():
+        if isinstance(tensor, Tensor):
+            yield name, Stored(file=file, name=name, mapped=tensor)
+
+
+def _state_dict(whole: Any) -> Mapping[str, Any]:
+    inner: Any = whole
+    if isinstance(whole, Mapping) and not any(isinstance(value, Tensor) for value in whole.values()):
+        inner = next((whole[key] for key in INNER if isinstance(whole.get(key), Mapping)), {})
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _own_name(name: str) -> str:
+    """Return the name without those that wrappers put before it."""
+    while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
+        name = name.removeprefix(wrapper)
+    return name

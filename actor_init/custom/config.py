@@ -1,0 +1,170 @@
+"""Describe a user's model, in place of transformers' config: sizes that were seen, and the file it is built from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from actor_init.custom.building import build, built_of, dropouts_of, layers_of
+from actor_init.custom.calling import LogitsError
+from actor_init.custom.user_file import UserFunction
+from actor_init.spec import UsageError
+
+MODEL_TYPE = "custom"
+_ROWS, _TOKENS = 2, 5  # of the ids that a model is tried with
+_UNKNOWN_VOCABULARY = 2**31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomConfig:
+    """A user's model, cut to its first layers; what is read of transformers' configs can be read of it."""
+
+    function: UserFunction
+    captured: Mapping[str, Any] | None
+    blocks: str | None  # asked for
+    num_layers: int | None  # asked for
+    class_name: str
+    num_hidden_layers: int
+    vocab_size: int
+    hidden_size: int
+    dropout: Mapping[str, float]
+    wants_targets: bool
+    model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def open(
+        cls,
+        function: UserFunction,
+        captured: Mapping[str, Any] | None,
+        *,
+        blocks: str | None,
+        num_layers: int | None,
+    ) -> Self:
+        """Build the model once, without values, and call it with fake ones. Raises UsageError if it is no model of
+        token ids.
+        """
+        module = build(function, captured, blocks=blocks, num_layers=num_layers, dtype=torch.float32)
+        built = built_of(module)
+        assert built is not None
+        seen = _tried(module, str(function))
+        return cls(
+            function=function,
+            captured=captured,
+            blocks=blocks,
+            num_layers=num_layers,
+            class_name=type(module).__name__,
+            num_hidden_layers=len(layers_of(module)),
+            vocab_size=seen["vocab_size"],
+            hidden_size=seen["hidden_size"],
+            dropout=dropouts_of(module),
+            wants_targets=built.calling.wants_targets,
+        )
+
+    def __str__(self) -> str:
+        return str(self.function)
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """Build the module with parameters on the meta device."""
+        captured, blocks, num_layers = self.captured, self.blocks, self.num_layers
+        module = build(self.function, captured, blocks=blocks, num_layers=num_layers, dtype=dtype)
+        built = built_of(module)
+        assert built is not None
+        built.calling.wants_targets = self.wants_targets
+        return module
+
+    def get_text_config(self) -> Self:
+        return self
+
+    def to_json_string(self, *, use_diff: bool = True) -> str:
+        """Return what another run must share to be comparable. `use_diff` is for transformers' configs."""
+        values = {
+            "model_type": self.model_type,
+            "model_file_sha256": self.function.sha256,
+            "model_function": self.function.function,
+            "model_class": self.class_name,
+            "num_hidden_layers": self.num_hidden_layers,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            **{f"dropout of {name}": rate for name, rate in self.dropout.items()},
+        }
+        return json.dumps(values)
+
+    def facts(self) -> dict[str, str]:
+        """Return the file and the function, for run.json."""
+        return {
+            "model_file": str(self.function.file),
+            "model_file_sha256": self.function.sha256,
+            "model_function": self.function.function,
+        }
+
+
+class CustomVectors:
+    """The vectors of a user's model as its own code initialises them."""
+
+    def __init__(self, config: CustomConfig) -> None:
+        self._config = config
+        self._vectors: Mapping[str, Tensor] | None = None
+
+    def vector(self, name: str) -> Tensor:
+        if self._vectors is None:
+            built = built_of(self._config.build(torch.float32))
+            assert built is not None
+            self._vectors = built.vectors
+        return self._vectors[name]
+
+
+def _tried(module: nn.Module, function: str) -> dict[str, int]:
+    """Call the module with fake tensors, and return the sizes of its vocabulary and of its embedding.
+
+    Code that needs real values stops such a call: then sizes are those of the largest embedding, and a pass says what
+    is wrong. Raises UsageError for a result without logits of every token.
+    """
+    embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
+    largest = max(embeddings, key=lambda one: one.num_embeddings, default=None)
+    built = built_of(module)
+    assert built is not None
+    looked_up: list[nn.Embedding] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        ids_BS = torch.ones(_ROWS, _TOKENS, dtype=torch.long, device="cpu")
+        mask_BS, position_BS = torch.ones_like(ids_BS), torch.arange(_TOKENS, device="cpu").expand(_ROWS, _TOKENS)
+
+        def look(embedding: nn.Module, given: tuple[Any, ...]) -> None:
+            if given and given[0] is ids_BS and isinstance(embedding, nn.Embedding):
+                looked_up.append(embedding)
+
+        handles = [one.register_forward_pre_hook(look) for one in embeddings]
+        named = dict(module.named_parameters(remove_duplicate=False))
+        fakes = {id(p): torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in named.values()}
+        values = {name: fakes[id(parameter)] for name, parameter in named.items()}
+        given = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": position_BS}
+        logits: Tensor | None = None
+        try:
+            try:
+                logits = functional_call(module, values, kwargs=given).logits
+            except LogitsError:
+                if not built.calling.can_have_targets or built.calling.wants_targets:
+                    raise
+                built.calling.wants_targets = True
+                logits = functional_call(module, values, kwargs=given).logits
+        except LogitsError as error:
+            raise UsageError(f"--model {function}: {error}") from error
+        except Exception:  # whatever it is, it is real or of fake tensors alone: a pass will tell
+            logits = None
+        finally:
+            for handle in handles:
+                handle.remove()
+    embedding = looked_up[0] if looked_up else largest
+    sizes = [] if embedding is None else [embedding.num_embeddings]
+    sizes += [] if logits is None else [logits.shape[-1]]
+    return {
+        "vocab_size": min(sizes, default=_UNKNOWN_VOCABULARY),
+        "hidden_size": _UNKNOWN_WIDTH if embedding is None else embedding.embedding_dim,
+    }
+
+
+_UNKNOWN_WIDTH = 1024

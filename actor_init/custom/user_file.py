@@ -1,0 +1,161 @@
+"""Run the file that `--model FILE.py:function` names, and call its function.
+
+No other file of a capture or of a model folder is ever run. What the file imports from its own folder is found.
+"""
+
+import hashlib
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from torch import nn
+
+from actor_init.spec import UsageError
+
+CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
+_NO_OP = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
+_EXAMPLE = "Try: --model FILE.py:function, where function() returns the module"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserFunction:
+    """A function in a user's file that builds the model."""
+
+    file: Path
+    function: str
+    sha256: str  # of the file
+
+    @classmethod
+    def open(cls, file: Path, function: str) -> Self:
+        """Run the file. Raises UsageError if there is no such file or function, or if the file raises."""
+        try:
+            source = file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--model {file}:{function}: {file.absolute()}: {error.strerror}. {_EXAMPLE}") from None
+        opened = cls(file=file.absolute(), function=function, sha256=hashlib.sha256(source).hexdigest())
+        opened._callable()
+        return opened
+
+    def __str__(self) -> str:
+        return f"{self.file.name}:{self.function}"
+
+    def build(self, captured: Mapping[str, Any] | None) -> nn.Module:
+        """Call the function, with the captured config if it asks for one, and return its module.
+
+        Raises UsageError if it raises, asks for more, or returns something else.
+        """
+        function = self._callable()
+        arguments = [deepcopy(dict(captured))] if self._takes(function, captured) and captured is not None else []
+        with self._guarded(f"{self.function} raised"), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            module = function(*arguments)
+        for warning in said:
+            if _NO_OP in str(warning.message):
+                raise UsageError(
+                    f"--model {self}: {self.function} loads weights, and those would be lost: parameters have no "
+                    "values before they are sharded. Try: no loading there, and --weights FILE"
+                )
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"--model {self}: {self.function} returned {_named(module)}. It has to return the torch.nn.Module"
+            )
+        return module
+
+    def _callable(self) -> Any:
+        with self._guarded("it raised"):
+            module = _run(self.file, self.sha256)
+        found = getattr(module, self.function, None)
+        if not callable(found):
+            own = [name for name, value in vars(module).items() if _is_own(value, module)]
+            known = f"It has {', '.join(own[:8])}" if own else "It defines no function"
+            raise UsageError(f"--model {self}: {self.file} has no function {self.function}. {known}")
+        return found
+
+    def _takes(self, function: Any, captured: Mapping[str, Any] | None) -> bool:
+        """Does the function take the captured config? Raises UsageError for arguments that nobody can give."""
+        parameters = [one for one in inspect.signature(function).parameters.values() if one.kind not in _VARIABLE]
+        needed = [one for one in parameters if one.default is one.empty]
+        if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
+            names = ", ".join(one.name for one in needed)
+            raise UsageError(
+                f"--model {self}: {self.function} needs {names}, and is called with the captured config at most. "
+                "Give the others defaults"
+            )
+        if needed and captured is None:
+            raise UsageError(
+                f"--model {self}: {self.function} needs {needed[0].name}, and there is no actor.json with a config "
+                "beside the inputs. Give it a default"
+            )
+        first = parameters[:1]
+        return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Turn what the user's code raises into one line, with the place in their file."""
+        try:
+            with _importing_from(self.file.parent):
+                yield
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:
+            last = traceback.format_exception_only(error)[-1].strip()
+            frames = traceback.extract_tb(error.__traceback__)
+            place = next((one for one in reversed(frames) if one.filename == str(self.file)), frames[-1])
+            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else place.lineno
+            file = self.file if isinstance(error, SyntaxError) else place.filename
+            raise UsageError(
+                f"--model {self}: {what} {' '.join(last.split())}, at {file}:{line}. With --traceback: all of it"
+            ) from error
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@cache
+def _run(file: Path, sha256: str) -> ModuleType:
+    """Run a file, once in this process while it does not change."""
+    name = f"micro_replay_model_{sha256[:12]}_{file.stem}"
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Let the file's neighbours be imported, before others; later, in a forward, after all others."""
+    path = str(folder)
+    was_there = path in sys.path
+    sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        sys.path.remove(path)
+        if not was_there:
+            sys.path.append(path)
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

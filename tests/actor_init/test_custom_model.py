@@ -1,0 +1,262 @@
+"""What is taken from a user's file, and the one line for each mistake in it. About 15 seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actor_init.model import ModelSource, blocks_of, build_on_meta, find_model, materialise
+from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
+from tests.custom_models import odd
+
+FOLDER = Path("tests") / "custom_models"
+ODD = f"{FOLDER / 'odd.py'}"
+CPU = torch.device("cpu")
+
+
+def source_of(function: str, captured: dict[str, Any] | None = None, **options: Any) -> ModelSource:
+    return find_model(ActorSpec(model=f"{ODD}:{function}", **options), captured, "captured")
+
+
+def built(source: ModelSource) -> Any:
+    model = build_on_meta(source.config, attention="its own", dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, source.weights, CPU)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nope", f"{Path(ODD).resolve()} has no function nope. It has Tiny, Sequence"),
+        ("raises", "raises raised RuntimeError: no such model, at {file}:"),
+        ("leaves", "leaves raised SystemExit: 3, at {file}:"),
+        ("nothing", "nothing returned None. It has to return the torch.nn.Module"),
+        ("Sequence", "Sequence has no nn.ModuleList of layers, .* Try: --blocks layers"),
+        ("Pixels", "takes no token ids: allowed are input_ids, idx, tokens, or a first argument"),
+        ("Needs", "the forward of Needs needs rope, which a replay does not have"),
+        ("Hidden", r"returned float32 \[2, 5\] for token ids \[2, 5\]. Allowed are logits"),
+        ("LossAlone", "returned a dict with loss, and no logits in it"),
+        ("LastToken", r"returned float32 \[2, 1, 64\] for token ids \[2, 5\], those of the last token alone"),
+        ("needs_one", "needs_one needs config, and there is no actor.json"),
+        ("needs_two", "needs_two needs config, other, and is called with the captured config at most"),
+        ("loads", "loads loads weights, and those would be lost: .* --weights FILE"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(function: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said.format(file=Path(ODD).resolve())) as refusal:
+        source_of(function)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory. Try: --model FILE.py:function"),
+        ("def broken(:", "it raised SyntaxError: .*, at {file}:1"),
+        ("\nimport nothing_there", "it raised ModuleNotFoundError: No module named 'nothing_there', at {file}:2"),
+    ],
+)
+def test_a_file_that_does_not_run_is_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=said.format(file=file)):
+        find_model(ActorSpec(model=f"{file}:build"), None, "captured")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, "--tp 2 needs a plan"),
+        ({"parallel": ParallelSpec(ring=2)}, "--ring 2 slices attention"),
+        ({"packing": True}, "--packing needs attention that stays within a document"),
+        ({"attention": Attention.SDPA}, "--attention sdpa chooses transformers' kernels"),
+        ({"weights": Path("x.pt"), "random_weights": True}, "--weights x.pt and --random-weights exclude each other"),
+    ],
+)
+def test_what_only_transformers_models_can_do_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ActorSpec(model="mine.py:build", **options)
+
+
+@pytest.mark.parametrize("model", ["mine.py", "mine.py:"])
+def test_a_file_without_a_function_is_refused(model: str) -> None:
+    with pytest.raises(UsageError, match=f"--model {model} names no function. Try: --model mine.py:FUNCTION"):
+        ActorSpec(model=model)
+
+
+@pytest.mark.parametrize("options", [{"weights": Path("x")}, {"blocks": "x"}])
+def test_options_of_a_user_s_model_are_for_no_other(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"x is for --model FILE.py:function"):
+        ActorSpec(model="llama-3.1-8b", **options)
+
+
+def test_rows_of_a_user_s_model_stay_padded() -> None:
+    spec = ActorSpec(model="mine.py:build")
+    assert not spec.packs
+    assert spec.settled(attention=Attention.EAGER).packing is False
+    assert spec.settled(attention=Attention.EAGER).attention is Attention.AUTO
+
+
+def test_the_function_is_given_the_captured_config() -> None:
+    assert source_of("needs_one", {"vocab_size": 32}).config.vocab_size == 32
+    assert source_of("takes_one", {"vocab_size": 32}).config.vocab_size == 32
+    assert source_of("takes_one").config.vocab_size == 64
+
+
+def test_layers_are_cut_and_named() -> None:
+    model = build_on_meta(source_of("Tiny", num_layers=2).config, attention="", dtype=torch.float32)
+    assert [name for name, _ in blocks_of(model)] == ["layers.0", "layers.1"]
+    named = source_of("Sequence", blocks="layers").config
+    assert (named.num_hidden_layers, named.vocab_size, named.hidden_size) == (3, 64, 8)
+    with pytest.raises(UsageError, match=r"--num-layers 4, but layers has 3. Allowed: 1 to 3"):
+        source_of("Tiny", num_layers=4)
+    with pytest.raises(UsageError, match=r"--blocks head is no list of layers in the Tiny of odd.py:Tiny"):
+        source_of("Tiny", blocks="head")
+
+
+def test_buffers_and_ties_stay_what_the_code_makes_them() -> None:
+    model = built(source_of("Rotary"))
+    assert model.embedding.weight is model.head.weight
+    assert torch.equal(model.table, torch.linspace(0, 1, 8))
+    assert torch.equal(model.get_buffer("other"), torch.linspace(1, 2, 8))
+    assert model.embedding.weight.std() > 0.01  # random by name, not the code's zeros
+
+
+def test_random_weights_are_the_same_in_each_build_and_around_the_code_s_own() -> None:
+    first, second = (built(source_of("Tiny")) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert (first.norm.weight - 1).abs().max() < 0.1
+    cut = built(source_of("Tiny", num_layers=1))
+    assert torch.equal(cut.layers[0].weight, first.layers[0].weight)
+
+
+def test_a_module_made_once_in_the_file_is_left_alone() -> None:
+    source = source_of("the_same")
+    before = {name: values.clone() for name, values in odd.ONE.state_dict().items()}
+    first, second = built(source), built(source)
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert first is not second
+    assert all(torch.equal(values, before[name]) for name, values in odd.ONE.state_dict().items())
+
+
+def test_a_forward_gets_the_keywords_that_it_names() -> None:
+    model = built(source_of("Masked"))
+    ids, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[True, True, False]])
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=torch.tensor([[0, 1, 2]]), use_cache=False).logits
+    plain = model.logits(ids)
+    assert torch.equal(logits[:, :2], plain[:, :2])
+    assert torch.allclose(logits[:, 2], plain[:, 2] + 0.02)
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OddConfig(LlamaConfig):
+    model_type = "odd_remote"
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+LOADER = """
+from transformers import AutoConfig, AutoModelForCausalLM as Model
+def build(folder={folder!r}):
+    return Model.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True)
+"""
+
+
+def test_remote_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    wanted = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=2)).eval()
+    wanted.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "odd_remote"}
+    config["auto_map"] = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "odd.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w').close()\n{REMOTE}")
+    with pytest.raises(UsageError, match=r"Try: --model FILE.py:build --weights FOLDER"):
+        find_model(ActorSpec(model=str(folder)), None, "captured")
+    assert not (tmp_path / "has-run").exists()
+    file = tmp_path / "mine.py"
+    file.write_text(LOADER.format(folder=str(folder)))
+    source = find_model(ActorSpec(model=f"{file}:build", weights=folder), None, "captured")
+    model = built(source).eval()
+    ids = torch.arange(1, 7)[None]
+    mask, positions = torch.ones_like(ids), torch.arange(6)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        assert torch.equal(logits, wanted(input_ids=ids).logits)
+    assert source.config.num_hidden_layers == 2
+
+
+CHECKPOINTS = ["model.safetensors", "ckpt.pt", "model.pth", "folder", "folder of torch"]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_weights_are_read_by_name(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wanted = odd.Tiny()
+    path = written(wanted, kind, tmp_path)
+    source = source_of("Tiny", weights=path)
+    model = built(source)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+    sample = source.weights.sample("layers.1.weight", (8, 8), 10, 3)
+    assert sample is not None
+    assert torch.equal(sample, wanted.layers[1].weight.detach().flatten()[10:13])  # type: ignore[operator]
+
+
+def written(module: nn.Module, kind: str, home: Path) -> Path:
+    weights: dict[str, Tensor] = module.state_dict()
+    match kind:
+        case "model.safetensors":
+            save_file(weights, home / kind)
+        case "ckpt.pt":
+            wrapped = {f"_orig_mod.module.{name}": values for name, values in weights.items()}
+            torch.save({"model": wrapped, "optimizer": {"lr": 1.0}, "iter_num": 3}, home / kind)
+        case "model.pth":
+            torch.save(weights, home / kind)
+        case "folder":
+            names = list(weights)
+            for number in range(2):
+                save_file({name: weights[name] for name in names[number::2]}, home / f"part-{number}.safetensors")
+            return home
+        case "folder of torch":
+            torch.save(weights, home / "pytorch_model.bin")
+            return home
+    return home / kind
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.pt", None, "none.pt: does not exist. Give a safetensors or torch file"),
+        ("some.txt", b"", "is no checkpoint, by its name"),
+        ("torn.safetensors", b"torn", "torn.safetensors cannot be read"),
+        ("torn.pt", b"torn", "torn.pt cannot be read"),
+        ("", b"", "has none. Give a safetensors or torch file"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_one_line(
+    name: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    if name and content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said) as refusal:
+        source_of("Tiny", weights=tmp_path / name)
+    assert "\n" not in str(refusal.value)
+
+
+def test_another_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_file({"embedding.weight": torch.zeros(64, 9)}, tmp_path / "wide.safetensors")
+    with pytest.raises(UsageError, match=r"embedding.weight has shape \[64, 9\], and the model's is \[64, 8\]"):
+        built(source_of("Tiny", weights=tmp_path / "wide.safetensors"))
+    save_file({"embedding.weight": torch.zeros(64, 8)}, tmp_path / "few.safetensors")
+    with pytest.raises(UsageError, match=r"has nothing named layers.0.weight \(it has 1 tensors"):
+        built(source_of("Tiny", weights=tmp_path / "few.safetensors"))
