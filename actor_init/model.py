@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
@@ -59,7 +68,7 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
     config = _cut_layers(_hf_config(values, name), spec.num_layers)
     weights: Weights
     if folder is not None and not spec.random_weights:
-        weights = FolderWeights.open(folder)
+        weights = FolderWeights.open(folder, build_on_meta(config, attention="eager", dtype=torch.float32))
     else:
         weights = random_weights(config, spec.weights_seed)
     return ModelSource(config=config, weights=weights, name=name)
@@ -238,16 +247,55 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
     return values
 
 
+def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the config that `values`, read from JSON, describe. Raises what its class raises for bad values."""
+    rest = _with_floats(dict(values))
+    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return `value` with the infinities that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
-    rest = dict(values)
-    model_type = rest.pop("model_type", None)
+    model_type = values.get("model_type")
     if not model_type:
         raise UsageError(f"the config of {name} does not name its model_type, as Hugging Face's config.json does")
+    if model_type not in CONFIG_MAPPING:
+        raise UsageError(
+            f"the config of {name} has the model_type {model_type!r}, which transformers {transformers.__version__} "
+            "does not have. Try: the job's transformers, or --model with another config.json"
+        )
     try:
-        return AutoConfig.for_model(model_type, **rest)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"the config of {name} is refused by transformers: {reason}") from error
+        config = config_of(values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"the config of {name} is refused by transformers: {reason[:300]}") from error
+    _refuse_other_models(config, name)
+    return config
+
+
+def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
+    """Raise UsageError unless `config` is that of a causal LM, which reads token ids alone from left to right."""
+    kind = type(config)
+    is_decoder = getattr(config, "is_decoder", True)
+    reads = None
+    if config.is_encoder_decoder:
+        reads = "an encoder and a decoder"
+    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reads = "transformers has no causal LM of this type"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+        reads = "an encoder, whose tokens see those behind them"
+    if reads is not None:
+        raise UsageError(
+            f"{name} is a {config.model_type}, not a causal LM ({reads}). "
+            "Try: --model with a decoder-only language model, or its captures"
+        )
 
 
 def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
