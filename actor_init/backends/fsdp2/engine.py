@@ -48,7 +48,6 @@ class FSDP2Backend:
         """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
         model.
         """
-        check_divisible(source.config, spec.parallel.tp)
         check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
@@ -58,7 +57,9 @@ class FSDP2Backend:
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
         )
         blocks = blocks_of(model)
-        plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
+        plan = find_plan(model, spec.parallel.tp_plan, spec.parallel.tp) if spec.parallel.tp > 1 else None
+        if plan and not plan.gathered:
+            check_divisible(source.config, spec.parallel.tp)
         if plan and spec.parallel.sequence_parallel:
             check_sequence(model, plan, packing=spec.packs)
         if spec.gradient_checkpointing:
