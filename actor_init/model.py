@@ -102,7 +102,7 @@ class VectorInit:
             torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
             for key, parameter in meta.items():
                 setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
-            self._model._init_weights(module)
+            _submodel_of(self._model, module_name)._init_weights(module)
         values: Tensor = module.get_parameter(own_name).detach()
         for key, parameter in meta.items():
             setattr(module, key, parameter)
@@ -181,11 +181,18 @@ def materialise(
         path = f"{module_name}." if module_name else ""
         filled = {n: made[own[n]] for n in new if weights.fill(path + n, made[own[n]], on_progress)}
         if len(filled) < len(new) or buffers:
-            for name in _changed_by_init(model, module, filled):
+            for name in _changed_by_init(_submodel_of(model, module_name), module, filled):
                 weights.fill(path + name, filled[name], on_progress)
         for name in buffers:
-            _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
+            _fill_buffer(model, module_name, name, weights)
         on_progress(0)
+
+
+def _submodel_of(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """Return the innermost PreTrainedModel around a module: its class knows how to initialise it."""
+    names = module_name.split(".") if module_name else []
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    return next(one for one in reversed(around) if isinstance(one, PreTrainedModel))
 
 
 def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
@@ -211,15 +218,27 @@ def _unset(buffer: Tensor) -> float | int:
     return math.nan if buffer.is_floating_point() else 113
 
 
-def _fill_buffer(name: str, buffer: Tensor, weights: Weights) -> None:
-    if weights.holds(name):
-        weights.fill(name, buffer)
-    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
-    if buffer.dtype is not torch.bool and bool(unset.all()):
+def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: Weights) -> None:
+    """Take the buffer from the weights, or leave it as its module's init, or that of a module around it, has set it."""
+    path = f"{module_name}.{name}"
+    buffer = model.get_submodule(module_name).get_buffer(name)
+    if weights.holds(path):
+        weights.fill(path, buffer)
+    around = module_name
+    while _is_unset(buffer) and around:
+        around = around.rpartition(".")[0]
+        own = dict(model.get_submodule(around).named_parameters(recurse=False))
+        _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
+    if _is_unset(buffer):
         raise UsageError(
-            f"transformers does not say what {name} holds before weights are loaded, and these weights have no such "
+            f"transformers does not say what {path} holds before weights are loaded, and these weights have no such "
             "tensor. Try: --model with a folder of weights that has it"
         )
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+    return buffer.dtype is not torch.bool and bool(unset.all())
 
 
 def _preset_names() -> list[str]:

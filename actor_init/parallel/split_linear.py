@@ -58,7 +58,13 @@ class SplitColumns(ParallelStyle):
 
 
 class SplitRows(ParallelStyle):
-    """Each rank computes from its share of the input features; the outputs are summed, and the bias is added once."""
+    """Each rank computes from its share of the input features; the outputs are summed, and the bias is added once.
+
+    writable  return a tensor that the model may change in place, as mixtures add to their shared expert's output
+    """
+
+    def __init__(self, *, writable: bool = False) -> None:
+        self.writable = writable
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -69,7 +75,9 @@ class SplitRows(ParallelStyle):
         def rows(share: Tensor) -> Tensor:
             weight, bias = _own(linear)
             summed = sum_over(F.linear(share, weight), group)
-            return summed if bias is None else summed + bias
+            if bias is None:
+                return summed.clone() if self.writable else summed
+            return summed + bias
 
         linear.forward = rows
         return module

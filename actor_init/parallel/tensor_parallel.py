@@ -86,6 +86,8 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
             cast("Any", module).has_all_heads = True
         if split is Split.LATENT:
             styles[inner] = LatentOfHeads(plan.num_rotated)
+        elif split is Split.ROWS and plan.gathered:
+            styles[inner] = SplitRows(writable=True)
         elif split is not None:
             styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):

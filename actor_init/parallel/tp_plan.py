@@ -29,6 +29,7 @@ class Split(StrEnum):
 STRICT = (Split.COLUMNS, Split.ROWS, Split.PER_HEAD)  # of a plan that splits all of a layer
 # whole beside split Linears in multi-head latent attention: what is before the projections to the heads
 BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+READ_ELSEWHERE = ("dt_proj",)  # Mamba multiplies by this Linear's weight itself
 HEAD_STYLES = ("colwise", "colwise_gather_output")  # the head's logits stay sharded here, whatever the plan gathers
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 BUILTIN = {  # names below a transformer layer
@@ -99,7 +100,7 @@ def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping
                 splits.update({name: Split(style) for name, style in below.items()})
                 return
         gathered.append(prefix)
-        if (split := _split_alone(module)) is not None:
+        if prefix.rpartition(".")[2] not in READ_ELSEWHERE and (split := _split_alone(module)) is not None:
             splits[prefix] = split
         for name, child in module.named_children():
             visit(f"{prefix}.{name}", child)
@@ -123,7 +124,7 @@ def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping
 
 def _split_alone(module: nn.Module) -> Split | None:
     """Return how `module` itself is split, in whatever layer it is; None: its own parameters stay whole."""
-    if isinstance(module, (nn.Linear, Conv1D)):
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear":
         return Split.GATHERED
     own = list(module.parameters(recurse=False))
     counts = {parameter.shape[0] for parameter in own if parameter.ndim}
@@ -172,14 +173,20 @@ def _names_below(prefix: str, block: nn.Module) -> list[str]:
 
 def _gap(model: PreTrainedModel, styles: Mapping[str, str]) -> str | None:
     """Return what `styles` misses or gets wrong in the transformer layers, to end a sentence; None if nothing."""
-    gaps = (_gap_in(model, prefix, block, styles) for prefix, block in blocks_of(model))
-    return next((gap for gap in gaps if gap is not None), None)
+    width = (model.config.get_text_config().hidden_size,)
+    for prefix, block in blocks_of(model):
+        on_residual = [
+            f"{prefix}.{name}" for name, child in block.named_children() if {p.shape for p in child.parameters()} == {width}
+        ]
+        if gap := _gap_in(model, prefix, block, styles, on_residual):
+            return gap
+    return None
 
 
 def _gap_in(
     model: PreTrainedModel, prefix: str, part: nn.Module, styles: Mapping[str, str], allowed: Sequence[str] = ()
 ) -> str | None:
-    """Return the same for one module; the modules of `allowed` names may be left out."""
+    """Return the same for one module. Those with `allowed` names may be left out: they see whole activations."""
     config = model.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -188,7 +195,7 @@ def _gap_in(
         style, kind = styles.get(name), type(module).__name__
         if style is not None and style not in STRICT:
             return f"gives {name} the style {style}, which is not known here"
-        if style is None and name not in allowed and any(shape != (config.hidden_size,) for shape in shapes):
+        if style is None and name not in allowed and shapes:
             return f"leaves out {name} ({kind})"
         if style in (Split.COLUMNS, Split.ROWS) and not isinstance(module, nn.Linear):
             return f"splits {name} ({kind}), which is no Linear"
