@@ -123,6 +123,10 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:  # torch.normal makes DiffLlama's on the CPU whatever the default device is
+                setattr(module, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     return model
 
 
@@ -228,7 +232,8 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
     while _is_unset(buffer) and around:
         around = around.rpartition(".")[0]
         own = dict(model.get_submodule(around).named_parameters(recurse=False))
-        _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
+        if not own:  # else its init could overwrite them
+            _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
     if _is_unset(buffer):
         raise UsageError(
             f"transformers does not say what {path} holds before weights are loaded, and these weights have no such "

@@ -29,7 +29,8 @@ class Split(StrEnum):
 STRICT = (Split.COLUMNS, Split.ROWS, Split.PER_HEAD)  # of a plan that splits all of a layer
 # whole beside split Linears in multi-head latent attention: what is before the projections to the heads
 BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
-READ_ELSEWHERE = ("dt_proj",)  # Mamba multiplies by this Linear's weight itself
+# Linears whose weight another module reads: Mamba's time steps, Gemma 3n's alternating updates
+READ_ELSEWHERE = ("dt_proj", "correction_coefs", "prediction_coefs")
 HEAD_STYLES = ("colwise", "colwise_gather_output")  # the head's logits stay sharded here, whatever the plan gathers
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 BUILTIN = {  # names below a transformer layer
