@@ -118,10 +118,20 @@ def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
 
-    It gets its own copy of the config, because its layers look up their kernel there in every forward.
+    It gets its own copy of the config, because its layers look up their kernel there in every forward. Raises UsageError
+    for a kernel that the class does not take.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+    except (KeyError, ValueError, ImportError) as error:
+        if attention == "eager":
+            raise
+        reason = (str(error).splitlines() or [""])[0][:120]
+        raise UsageError(
+            f"transformers' {config.model_type} does not take the attention kernel {attention} "
+            f"({type(error).__name__}: {reason}). Try: --attention eager, without --ring"
+        ) from error
     assert isinstance(model, PreTrainedModel)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
