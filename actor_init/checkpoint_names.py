@@ -1,7 +1,8 @@
 """Map a model's parameters to the tensors of a checkpoint, as transformers does when it loads one.
 
-Since release 5 transformers keeps a mixture's experts in one parameter, and fuses, splits or renames others; what it saves
-has the names of before. Its own table of conversions (`conversion_mapping.py`) is used here for one parameter at a time.
+Since release 5 transformers keeps a mixture's experts in one parameter, and fuses, splits or renames others; what it
+saves has the names of before. Its own table of conversions (`conversion_mapping.py`) is used here for one parameter at
+a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class Recipe:
 def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Recipe]:
     """Return the recipe of each parameter and buffer of `model` that a checkpoint with tensors of `shapes` can fill.
 
-    `model` may be on the meta device. Before transformers 5 each tensor has its parameter's name, and so has the recipe.
+    `model` may be on the meta device. Before transformers 5 each tensor has its parameter's name.
     """
     state = model.state_dict()
     try:

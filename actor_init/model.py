@@ -118,8 +118,8 @@ def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
 
-    It gets its own copy of the config, because its layers look up their kernel there in every forward. Raises UsageError
-    for a kernel that the class does not take.
+    It gets its own copy of the config, because its layers look up their kernel there in every forward. Raises
+    UsageError for a kernel that the class does not take.
     """
     try:
         with torch.device("meta"):

@@ -50,8 +50,8 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
         )
     plain = Attention.SDPA if config is None else plain_kernel(config)
     if ring:
-        takes_flash = spec.attention is Attention.FLASH or (spec.attention is Attention.AUTO and plain is Attention.SDPA)
-        return RING_FA2 if has_flash and takes_flash else RING_SDPA
+        flash = [Attention.FLASH, *([Attention.AUTO] if plain is Attention.SDPA else [])]
+        return RING_FA2 if has_flash and spec.attention in flash else RING_SDPA
     has_varlen = on_cuda and spec.dtype is not Dtype.FP32
     match spec.attention:
         # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from actor_init.attention.ring import RingSlice
 from actor_init.spec import UsageError
 
-
 POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
 
 
@@ -151,8 +150,8 @@ def ring_sdpa(
 ) -> tuple[Tensor, None]:
     """Run the same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
 
-    Shapes are as in `ring_flash_attn`. Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError
-    for dropout.
+    Shapes are as in `ring_flash_attn`. Scores with softcap or sinks are computed in full, as SDPA cannot. Raises
+    UsageError for dropout.
     """
     if isinstance(ring, EachAlone):
         return ring.attend(query, value, attention_mask, sliding_window, others)
@@ -190,7 +189,7 @@ def _attended(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend as transformers' eager functions do: scores capped by tanh; a sink a head takes its part of the softmax."""
+    """Attend as transformers' eager functions do: tanh caps the scores; a head's sink takes part in its softmax."""
     group_size = query.shape[0] // keys.shape[0]
     keys, values = (one.repeat_interleave(group_size, dim=0) for one in (keys, values))
     scores = query @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

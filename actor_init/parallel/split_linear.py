@@ -139,7 +139,7 @@ class SplitExperts(ParallelStyle):
             is_own = index // own == rank
             local_index = torch.where(is_own, index % own, own if skips else index % own)
             out = call(hidden, local_index, weights.masked_fill(~is_own, 0.0))
-            if not out.requires_grad and torch.is_grad_enabled():  # no token came here, and other ranks wait for gradients
+            if not out.requires_grad and torch.is_grad_enabled():  # no token came; other ranks wait for gradients
                 out = out + sum(p.to_local().flatten()[:1].sum() for p in experts.parameters()) * 0.0
             return sum_over(out, group)
 
@@ -148,7 +148,7 @@ class SplitExperts(ParallelStyle):
 
 
 def call_with_own_shares(module: nn.Module, around: Callable[..., Tensor]) -> None:
-    """Replace the forward of `module` by `around`, which is given the forward with this rank's shares, and its arguments."""
+    """Replace the forward of `module` by `around`, which gets the forward with this rank's shares, and its arguments."""
     forward, own = module.forward, cast("Any", module)  # mypy does not allow replacing methods
 
     def call(*args: Any, **kwargs: Any) -> Any:

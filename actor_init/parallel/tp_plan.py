@@ -62,8 +62,8 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
 
     A plan is complete if it splits every module with parameters in the transformer layers, except norms of hidden
     size, which all ranks hold whole, and if the model has a Linear head, which the model's own plan has to name.
-    Where neither plan is complete, auto mixes them: see `_mixed_plan`. Raises UsageError for a plan that was asked for and
-    is not complete, and for a model without an Embedding and a Linear head.
+    Where neither plan is complete, auto mixes them: see `_mixed_plan`. Raises UsageError for a plan that was asked for
+    and is not complete, and for a model without an Embedding and a Linear head.
     """
     name = type(model).__name__
     model_type = model.config.get_text_config().model_type
@@ -88,8 +88,8 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
 
 
 def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping[str, str], tp: int) -> Plan:
-    """Split as the plans say the parts that one of them splits as a whole, a mixture's experts by expert, and of the rest
-    each Linear, whose outputs are gathered: that is right for any model, and costs more communication.
+    """Mix the plans: by one of them the parts that it splits as a whole, a mixture's experts by expert, each other Linear
+    with its outputs gathered, which is right for any model and costs more communication.
     """
     splits: dict[str, Split] = {}
     gathered: list[str] = []
@@ -149,7 +149,8 @@ def _is_divisible(model: PreTrainedModel, prefix: str, part: nn.Module, tp: int)
     heads = getattr(config, "num_attention_heads", None) or tp
     counts = [heads, getattr(config, "num_key_value_heads", None) or heads] if "attn" in prefix else []
     linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
-    return not any(count % tp for count in [*counts, *(n for one in linears for n in (one.in_features, one.out_features))])
+    widths = [width for one in linears for width in (one.in_features, one.out_features)]
+    return not any(count % tp for count in [*counts, *widths])
 
 
 def _own_splits(model: PreTrainedModel) -> dict[str, str]:
@@ -176,9 +177,8 @@ def _gap(model: PreTrainedModel, styles: Mapping[str, str]) -> str | None:
     """Return what `styles` misses or gets wrong in the transformer layers, to end a sentence; None if nothing."""
     width = (model.config.get_text_config().hidden_size,)
     for prefix, block in blocks_of(model):
-        on_residual = [
-            f"{prefix}.{name}" for name, child in block.named_children() if {p.shape for p in child.parameters()} == {width}
-        ]
+        children = block.named_children()
+        on_residual = [f"{prefix}.{name}" for name, one in children if {p.shape for p in one.parameters()} == {width}]
         if gap := _gap_in(model, prefix, block, styles, on_residual):
             return gap
     return None

@@ -1,7 +1,7 @@
 """Tiny configs of the causal LM families that the installed transformers has, each with all that marks its family.
 
-A window, chunk or state is shorter than the longest document, so that a wrong one shows; each width is a multiple of the
-ranks that share it.
+A window, chunk or state is shorter than the longest document, so that a wrong one shows; each width is a multiple of
+the ranks that share it.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,69 @@ VOCABULARY = 96
 WINDOW = 4
 # encoders, encoder-decoders' decoders, models of images and sound, and those that read other things than token ids
 OTHERS = frozenset(
-    """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
-    ernie git got_ocr2 marian mbart megatron-bert mllama moshi musicgen musicgen_melody mvp pegasus phi4_multimodal
-    plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta
-    xlm-roberta-xl xlnet xmod reformer fuyu emu3 gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant
-    gemma4_unified_assistant llama4 dots3_note moss_transcribe_diarize qwen3_5 qwen3_5_moe qwen4_exp blt gpt-sw3
-    cpmant internlm3 iquestcoder cohere_compass_text dbrx dots3_note_text qwen4_exp_text""".split()
+    {
+        "bart",
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "git",
+        "got_ocr2",
+        "marian",
+        "mbart",
+        "megatron-bert",
+        "mllama",
+        "moshi",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "pegasus",
+        "phi4_multimodal",
+        "plbart",
+        "prophetnet",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "trocr",
+        "whisper",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xlnet",
+        "xmod",
+        "reformer",
+        "fuyu",
+        "emu3",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+        "llama4",
+        "dots3_note",
+        "moss_transcribe_diarize",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+        "blt",
+        "gpt-sw3",
+        "cpmant",
+        "internlm3",
+        "iquestcoder",
+        "cohere_compass_text",
+        "dbrx",
+        "dots3_note_text",
+        "qwen4_exp_text",
+    }
 )
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -88,13 +145,18 @@ SIZES: Mapping[str, Any] = {
 # what makes a model's numbers differ from call to call
 RANDOM = ("drop", "jitter", "noise")
 MLA: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
+INDEXED: Mapping[str, Any] = {**MLA, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+GEMMA4: Mapping[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "per_layer_config": {},
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 MAMBA: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), MLA),
     "longcat_flash": {**MLA, "num_layers": 1, "num_hidden_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48},
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"), {**MLA, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
-    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), INDEXED),
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "bailing_hybrid": {**MLA, "n_group": 1, "topk_group": 1, "num_expert_group": 1, "linear_num_heads": 4},
     "biogpt": {"tie_word_embeddings": True},
@@ -113,22 +175,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "laurel_rank": 8,
     },
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        {
-            "layer_types": ["sliding_attention", "full_attention"],
-            "per_layer_config": {},
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
-    ),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": WINDOW, "num_heads": 4},
     "granitemoehybrid": {
         **MAMBA,
         "layer_types": ["linear_attention", "full_attention"],
         "shared_intermediate_size": 16,
     },
-    "jamba": {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "jamba": {
+        "layer_types": None,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
     "kimi_linear": {**MLA, "linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -148,7 +208,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
     },
     "recurrent_gemma": {"layer_types": None, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
-    "xlstm": {"chunk_size": 1, "v_head_dim": None, "qk_head_dim": None, "num_heads": 4, "num_blocks": 2, "mode": "train"},
+    "xlstm": {
+        "chunk_size": 1,
+        "v_head_dim": None,
+        "qk_head_dim": None,
+        "num_heads": 4,
+        "num_blocks": 2,
+        "mode": "train",
+    },
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"],
         "num_key_value_heads": 4,

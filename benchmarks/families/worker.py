@@ -1,6 +1,6 @@
 """Replay families in one world, each under each form, and write a line for each as it is done.
 
-    python -m benchmarks.families.worker FAMILIES_FOLDER RESULTS.jsonl FORM,FORM FAMILY,FAMILY
+python -m benchmarks.families.worker FAMILIES_FOLDER RESULTS.jsonl FORM,FORM FAMILY,FAMILY
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-import transformers
 import torch.distributed as dist
+import transformers
 
 from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
@@ -66,7 +66,8 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
         if record.error:
             kind = "refused" if "Try:" in record.error else "raw"
             return {kind: record.error}
-        return {"loss": record.loss, "grad_norm": record.grad_norm, "kernel": facts["attention_kernel"], "plan": facts.get("tp_plan")}
+        found = {"loss": record.loss, "grad_norm": record.grad_norm}
+        return {**found, "kernel": facts["attention_kernel"], "plan": facts.get("tp_plan")}
 
 
 @contextmanager
