@@ -148,7 +148,7 @@ class SplitExperts(ParallelStyle):
 
 
 def call_with_own_shares(module: nn.Module, around: Callable[..., Tensor]) -> None:
-    """Replace the forward of `module` by `around`, which gets the forward with this rank's shares, and its arguments."""
+    """Replace the forward of `module` by `around`, which gets the forward with the own shares, and its arguments."""
     forward, own = module.forward, cast("Any", module)  # mypy does not allow replacing methods
 
     def call(*args: Any, **kwargs: Any) -> Any:
