@@ -139,6 +139,8 @@ def _is_whole_part(model: PreTrainedModel, prefix: str, module: nn.Module, style
     found = {styles[name] for name in _names_below(prefix, module) if name in styles}
     if not {Split.COLUMNS, Split.ROWS} <= found or any(True for _ in module.parameters(recurse=False)):
         return False
+    if getattr(module, "activation_sparsity", 0):  # Gemma 3n's threshold is taken over all features
+        return False
     allowed = [f"{prefix}.{name}" for name in BEFORE_HEADS] if Split.LATENT in found else []
     return _gap_in(model, prefix, module, {n: s for n, s in styles.items() if n not in allowed}, allowed) is None
 
