@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
@@ -67,7 +76,7 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
     config = _cut_layers(_hf_config(values, name), spec.num_layers)
     weights: Weights
     if folder is not None and not spec.random_weights:
-        weights = FolderWeights.open(folder)
+        weights = FolderWeights.open(folder, build_on_meta(config, attention="eager", dtype=torch.float32))
     else:
         weights = random_weights(config, spec.weights_seed)
     return ModelSource(config=config, weights=weights, name=name)
@@ -113,7 +122,7 @@ class VectorInit:
             torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
             for key, parameter in meta.items():
                 setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
-            self._model._init_weights(module)
+            _submodel_of(self._model, module_name)._init_weights(module)
         values: Tensor = module.get_parameter(own_name).detach()
         for key, parameter in meta.items():
             setattr(module, key, parameter)
@@ -129,13 +138,27 @@ def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the module tree with parameters and buffers on the meta device. `attention` is a transformers kernel name.
 
-    It gets its own copy of the config, because its layers look up their kernel there in every forward.
+    It gets its own copy of the config, because its layers look up their kernel there in every forward. Raises
+    UsageError for a kernel that the class does not take.
     """
     if isinstance(config, CustomConfig):
         return config.build(dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+    except (KeyError, ValueError, ImportError) as error:
+        if attention == "eager":
+            raise
+        reason = (str(error).splitlines() or [""])[0][:120]
+        raise UsageError(
+            f"transformers' {config.model_type} does not take the attention kernel {attention} "
+            f"({type(error).__name__}: {reason}). Try: --attention eager, without --ring"
+        ) from error
     assert isinstance(model, PreTrainedModel)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:  # torch.normal makes DiffLlama's on the CPU whatever the default device is
+                setattr(module, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     return model
 
 
@@ -212,11 +235,18 @@ def materialise(
         path = f"{module_name}." if module_name else ""
         filled = {n: made[own[n]] for n in new if weights.fill(path + n, made[own[n]], on_progress)}
         if len(filled) < len(new) or buffers:
-            for name in _changed_by_init(model, module, filled):
+            for name in _changed_by_init(_submodel_of(model, module_name), module, filled):
                 weights.fill(path + name, filled[name], on_progress)
         for name in buffers:
-            _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
+            _fill_buffer(model, module_name, name, weights)
         on_progress(0)
+
+
+def _submodel_of(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """Return the innermost PreTrainedModel around a module: its class knows how to initialise it."""
+    names = module_name.split(".") if module_name else []
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    return next(one for one in reversed(around) if isinstance(one, PreTrainedModel))
 
 
 def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
@@ -242,15 +272,28 @@ def _unset(buffer: Tensor) -> float | int:
     return math.nan if buffer.is_floating_point() else 113
 
 
-def _fill_buffer(name: str, buffer: Tensor, weights: Weights) -> None:
-    if weights.holds(name):
-        weights.fill(name, buffer)
-    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
-    if buffer.dtype is not torch.bool and bool(unset.all()):
+def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: Weights) -> None:
+    """Take the buffer from the weights, or leave it as its module's init, or that of a module around it, has set it."""
+    path = f"{module_name}.{name}"
+    buffer = model.get_submodule(module_name).get_buffer(name)
+    if weights.holds(path):
+        weights.fill(path, buffer)
+    around = module_name
+    while _is_unset(buffer) and around:
+        around = around.rpartition(".")[0]
+        own = dict(model.get_submodule(around).named_parameters(recurse=False))
+        if not own:  # else its init could overwrite them
+            _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
+    if _is_unset(buffer):
         raise UsageError(
-            f"transformers does not say what {name} holds before weights are loaded, and these weights have no such "
+            f"transformers does not say what {path} holds before weights are loaded, and these weights have no such "
             "tensor. Try: --model with a folder of weights that has it"
         )
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+    return buffer.dtype is not torch.bool and bool(unset.all())
 
 
 def _preset_names() -> list[str]:
@@ -278,21 +321,60 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
     return values
 
 
+def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the config that `values`, read from JSON, describe. Raises what its class raises for bad values."""
+    rest = _with_floats(dict(values))
+    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return `value` with the infinities that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
-    rest = dict(values)
-    model_type = rest.pop("model_type", None)
+    model_type = values.get("model_type")
     if not model_type:
         raise UsageError(f"the config of {name} does not name its model_type, as Hugging Face's config.json does")
-    if "auto_map" in rest and model_type not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in values:
+            raise UsageError(
+                f"{name} is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name "
+                "it. Try: --model FILE.py:build --weights FOLDER, see docs/custom-models.md, Remote code"
+            )
         raise UsageError(
-            f"{name} is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it. "
-            "Try: --model FILE.py:build --weights FOLDER, see docs/custom-models.md, Remote code"
+            f"the config of {name} has the model_type {model_type!r}, which transformers {transformers.__version__} "
+            "does not have. Try: the job's transformers, or --model with another config.json"
         )
     try:
-        return AutoConfig.for_model(model_type, **rest)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"the config of {name} is refused by transformers: {reason}") from error
+        config = config_of(values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"the config of {name} is refused by transformers: {reason[:300]}") from error
+    _refuse_other_models(config, name)
+    return config
+
+
+def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
+    """Raise UsageError unless `config` is that of a causal LM, which reads token ids alone from left to right."""
+    kind = type(config)
+    is_decoder = getattr(config, "is_decoder", True)
+    reads = None
+    if config.is_encoder_decoder:
+        reads = "an encoder and a decoder"
+    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reads = "transformers has no causal LM of this type"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+        reads = "an encoder, whose tokens see those behind them"
+    if reads is not None:
+        raise UsageError(
+            f"{name} is a {config.model_type}, not a causal LM ({reads}). "
+            "Try: --model with a decoder-only language model, or its captures"
+        )
 
 
 def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:

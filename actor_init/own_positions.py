@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from actor_init.custom.config import CustomConfig
 from actor_init.inputs.documents import BORDER_NAMES
-from actor_init.model import build_on_meta
+from actor_init.model import build_on_meta, config_of
 from capture.file_format.micro_batch import MicroBatch
 
 _NUM_COLUMNS, _NUM_PADDED = 6, 2
@@ -55,9 +55,7 @@ def counts_columns(config: PretrainedConfig) -> bool:
 @cache
 def _counts_columns(model_type: str, config_json: str) -> bool:
     """Ask the class itself: only its embeddings are real, and no layer runs."""
-    values = {key: value for key, value in json.loads(config_json).items() if key != "model_type"}
-    config = AutoConfig.for_model(model_type, **values)
-    config.num_hidden_layers = 1
+    config = config_of({**json.loads(config_json), "model_type": model_type})
     model = build_on_meta(config, attention="eager", dtype=torch.float32).eval()
     table = _table_of(model, config)
     if table is None:

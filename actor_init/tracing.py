@@ -59,6 +59,7 @@ class LayerTracer:
             for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
             if isinstance(module, nn.Linear)
         }
+        self._with_all_heads = {name for name, one in model.named_modules() if getattr(one, "has_all_heads", False)}
         blocks = dict(blocks_of(model))
         for name, module in _traced_modules(model, blocks, spec.compile):
             module.register_forward_pre_hook(partial(self._sees_input, name))
@@ -135,7 +136,8 @@ class LayerTracer:
     def _traced(self, name: str, what: str, tensor: Tensor, width: int | None) -> TracedTensor | None:
         assert self._inputs is not None
         rows, num_tokens = self._inputs.captured_index.shape
-        held = token_rows(tensor, rows, num_tokens, width=width, **self._ranks)
+        all_heads = name in self._with_all_heads
+        held = token_rows(tensor, rows, num_tokens, width=width, has_all_heads=all_heads, **self._ranks)
         if held is None:
             return None
         row_T, token_T = (self._inputs.captured_index >= 0).nonzero(as_tuple=True)

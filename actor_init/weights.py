@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from actor_init.checkpoint_names import Recipe, recipes_of
 from actor_init.spec import UsageError
 
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
@@ -132,38 +134,51 @@ def mix(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderWeights:
-    """The weights in a model folder's safetensors files. One parameter is read at a time."""
+    """The weights in a model folder's safetensors files. One parameter is made at a time, of the tensors it needs."""
 
     folder: Path
-    file_of_name: Mapping[str, Path]
+    file_of_name: Mapping[str, Path]  # by the tensor's name in the files
+    recipes: Mapping[str, Recipe]  # by parameter
 
     @classmethod
-    def open(cls, folder: Path) -> "FolderWeights":
-        """Open the folder. Raises UsageError if a file is damaged."""
+    def open(cls, folder: Path, model: PreTrainedModel) -> "FolderWeights":
+        """Open the folder of weights for `model`, which may be on the meta device.
+
+        Raises UsageError if a file is damaged, or holds tensors that transformers cannot convert for this model.
+        """
         file_of_name: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
-                    file_of_name.update(dict.fromkeys(file.keys(), path))
+                    for name in file.keys():  # noqa: SIM118 (no mapping)
+                        shapes[name] = tuple(file.get_slice(name).get_shape())
+                        file_of_name[name] = path
             except Exception as error:  # safetensors raises its own type, and OSError
                 raise UsageError(f"{path} cannot be read: {error}. Copy it again, or give --random-weights") from error
-        return cls(folder=folder, file_of_name=file_of_name)
+        try:
+            recipes = recipes_of(model, shapes)
+        except Exception as error:  # whatever a conversion raises for tensors of other shapes than it expects
+            raise UsageError(
+                f"{folder}: transformers cannot convert its tensors for {type(model).__name__}: {error}. "
+                "Give the config of these weights, or --random-weights"
+            ) from error
+        return cls(folder=folder, file_of_name=file_of_name, recipes=recipes)
 
     def describe(self) -> str:
         return f"from {self.folder}"
 
     def holds(self, name: str) -> bool:
-        return name in self.file_of_name
+        return name in self.recipes
 
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
         """Fill `parameter`. Raises UsageError if the folder has no `name`, or one of another shape."""
-        if name not in self.file_of_name:
+        if name not in self.recipes:
             raise UsageError(
                 f"{self.folder} has no weights named {name} (it has {len(self.file_of_name)} tensors, such as "
                 f"{next(iter(self.file_of_name), 'none')}). Is it the model of this config? Or give --random-weights"
             )
-        with safe_open(self.file_of_name[name], framework="pt") as file:
-            values = file.get_tensor(name)
+        values = self.recipes[name].make(name, self._read)
         if values.shape != parameter.shape:
             raise UsageError(
                 f"{self.folder}: {name} has shape {list(values.shape)}, but the config makes it "
@@ -174,14 +189,30 @@ class FolderWeights:
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
-        if name not in self.file_of_name:
+        if name not in self.recipes:
             return None
-        with safe_open(self.file_of_name[name], framework="pt") as file:
-            values = file.get_slice(name)
+        recipe = self.recipes[name]
+        if recipe.converter is not None:
+            values = recipe.make(name, self._read)
+            if tuple(values.shape) != tuple(shape) or not values.is_floating_point():
+                return None
+            return values.flatten()[start : start + count].clone()
+        ((_, source),) = recipe.sources
+        return self._slice(source, shape, start, count)
+
+    def _read(self, source: str) -> Tensor:
+        with safe_open(self.file_of_name[source], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(source)
+        return tensor
+
+    def _slice(self, source: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        """Read `count` elements of a tensor in the files, and nothing else."""
+        with safe_open(self.file_of_name[source], framework="pt") as file:
+            values = file.get_slice(source)
             if tuple(values.get_shape()) != tuple(shape):
                 return None
             if not shape:
-                whole: Tensor = file.get_tensor(name)
+                whole: Tensor = file.get_tensor(source)
                 return whole.reshape(1)
             places: list[slice] = []
             for size in reversed(shape):

@@ -29,7 +29,7 @@ ROOMS = {
     "actor_init": (
         ("toggles", "presets"),
         ("declarations",),  # of the backends: what each can do
-        ("spec", "as_json"),
+        ("spec", "as_json", "checkpoint_names"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "custom"),
         ("model",),

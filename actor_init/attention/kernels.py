@@ -15,7 +15,7 @@ FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads i
 FLASH_PACKED = "packed_fa2"  # without the word flash, for which transformers would look up its own kernel
 TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
-RING_SDPA = "ring_sdpa"
+RING_SDPA = "ring_gathered"  # without the word sdpa, for which transformers would ask the class
 OWN = "of its own"  # of a model that a user's function builds
 
 
@@ -54,11 +54,15 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
             f"{'ring-' * ring}flash-attn {lacking}. "
             "Try: --attention sdpa, or on a CUDA machine pip install -e '.[cuda]' and --dtype bf16"
         )
-    if ring:
-        return RING_FA2 if has_flash and spec.attention is not Attention.SDPA else RING_SDPA
-    has_varlen = on_cuda and spec.dtype is not Dtype.FP32
     plain = Attention.SDPA if config is None else plain_kernel(config)
+    if ring:
+        flash = [Attention.FLASH, *([Attention.AUTO] if plain is Attention.SDPA else [])]
+        return RING_FA2 if has_flash and spec.attention in flash else RING_SDPA
+    has_varlen = on_cuda and spec.dtype is not Dtype.FP32
     match spec.attention:
+        # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces
+        case Attention.AUTO if plain is not Attention.SDPA:
+            return plain.value
         case Attention.AUTO | Attention.FLASH if has_flash:
             return FLASH_PACKED if spec.packs else FLASH_PADDED
         case Attention.AUTO:

@@ -14,6 +14,31 @@ from torch import Tensor, nn
 from actor_init.attention.ring import RingSlice
 from actor_init.spec import UsageError
 
+POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
+
+
+class EachAlone:
+    """Stands for the slice where each token is to see itself alone, and notes what a model gives its kernel.
+
+    No dataclass: FSDP2 copies these among a forward's arguments, and the notes would go to the copy.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.num_windowed = 0
+        self.given: set[str] = set()  # what changes scores, and the ring kernels do not take
+
+    def attend(
+        self, query: Tensor, value: Tensor, mask: Tensor | None, sliding_window: int | None, others: dict[str, Any]
+    ) -> tuple[Tensor, None]:
+        self.num_calls += 1
+        self.num_windowed += bool(sliding_window)
+        if mask is not None:
+            self.given.add("a mask of its own")
+        self.given |= {name for name, one in others.items() if isinstance(one, Tensor)} - POSITIONS
+        heads = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return heads.transpose(1, 2).contiguous(), None
+
 
 def has_ring_flash() -> bool:
     return find_spec("ring_flash_attn") is not None and find_spec("flash_attn") is not None
@@ -28,18 +53,20 @@ def ring_flash_attn(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ring: RingSlice,
+    ring: RingSlice | EachAlone,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Run ring-flash-attn on this rank's slice, with transformers' attention signature.
 
     query is [1, H, L, D], key and value [1, K, L, D]. Returns [1, L, H, D]. Raises UsageError for what it lacks.
     """
+    if isinstance(ring, EachAlone):
+        return ring.attend(query, value, attention_mask, sliding_window, others)
     _refuse(softcap=softcap, sinks=s_aux)
     functions = ring_flash_attn_package()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -113,19 +140,22 @@ def ring_sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ring: RingSlice,
+    ring: RingSlice | EachAlone,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Run the same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
 
-    Shapes and errors are as in `ring_flash_attn`; dropout is not supported either.
+    Shapes are as in `ring_flash_attn`. Scores with softcap or sinks are computed in full, as SDPA cannot. Raises
+    UsageError for dropout.
     """
-    _refuse(softcap=softcap, sinks=s_aux, dropout=dropout)
+    if isinstance(ring, EachAlone):
+        return ring.attend(query, value, attention_mask, sliding_window, others)
+    _refuse(dropout=dropout)
     visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
@@ -135,13 +165,41 @@ def ring_sdpa(
         keys, values = (_gathered(tensor[0, heads], ring.group) for tensor in (key, value))
         if not ring.is_zigzag:
             keys, values = keys[:, ring.first_key : ring.end_key], values[:, ring.first_key : ring.end_key]
-        own = query[0, head * group_size : (head + head_stride) * group_size]
-        outs.append(
-            F.scaled_dot_product_attention(
-                own, keys, values, attn_mask=visible_LT, scale=scaling, enable_gqa=group_size > 1
+        own_heads = slice(head * group_size, (head + head_stride) * group_size)
+        own = query[0, own_heads]
+        if softcap or s_aux is not None:
+            sinks = None if s_aux is None else s_aux[own_heads]
+            outs.append(_attended(own, keys, values, visible_LT, scaling=scaling, softcap=softcap, sinks=sinks))
+        else:
+            outs.append(
+                F.scaled_dot_product_attention(
+                    own, keys, values, attn_mask=visible_LT, scale=scaling, enable_gqa=group_size > 1
+                )
             )
-        )
-    return torch.cat(outs).transpose(0, 1).unsqueeze(0), None
+    return torch.cat(outs).transpose(0, 1).unsqueeze(0).contiguous(), None
+
+
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible_LT: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend as transformers' eager functions do: tanh caps the scores; a head's sink takes part in its softmax."""
+    group_size = query.shape[0] // keys.shape[0]
+    keys, values = (one.repeat_interleave(group_size, dim=0) for one in (keys, values))
+    scores = query @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible_LT, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1).to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : keys.shape[1]] @ values
 
 
 def _visible_zigzag(ring: RingSlice) -> Tensor:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.model import blocks_of
-from actor_init.parallel.split_linear import SplitColumns, SplitRows, sum_gradient
+from actor_init.parallel.split_linear import GatheredColumns, SplitColumns, SplitExperts, SplitRows, sum_gradient
 from actor_init.parallel.tp_plan import Plan, Split
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
 from actor_init.spec import UsageError
@@ -59,6 +59,11 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
             f"--sequence-parallel with --no-packing needs torch {GATHERS_IN_ONE_PIECE}, and this is "
             f"{torch.__version__}. Try: --packing, or --no-sequence-parallel"
         )
+    if plan.gathered:
+        raise UsageError(
+            f"--sequence-parallel needs a plan that splits all of a layer, and {type(model).__name__} has none. "
+            "Try: --no-sequence-parallel"
+        )
     for prefix, block in blocks_of(model):
         for name, module in block.named_modules():
             if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
@@ -77,17 +82,34 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
     styles: dict[str, ParallelStyle] = {}
     for inner, module in block.named_modules():
         split = plan.splits.get(f"{name}.{inner}")
-        if split is not None:
+        if f"{name}.{inner}" in plan.gathered:
+            cast("Any", module).has_all_heads = True
+        if split is Split.LATENT:
+            styles[inner] = LatentOfHeads(plan.num_rotated)
+        elif split is Split.ROWS and plan.gathered:
+            styles[inner] = SplitRows(writable=True)
+        elif split is not None:
             styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):
             styles[inner] = SequenceParallel()
-    for child in {inner.partition(".")[0] for inner in styles if "." in inner}:
-        if sequence:
-            styles[child] = GatheredInput()
-        module = block.get_submodule(child)
+    for child in {inner.partition(".")[0] for inner in styles if "." in inner} if sequence else ():
+        styles[child] = GatheredInput()
+    for module in _parts(block, name, plan):
         for count in vars(module).keys() & HEAD_COUNTS:
             setattr(module, count, getattr(module, count) // mesh.size())
     _parallelize(block, mesh, styles)
+
+
+def _parts(block: nn.Module, name: str, plan: Plan) -> list[nn.Module]:
+    """Return the modules of a layer that are split as a whole, such as its attention."""
+    return [
+        module
+        for inner, module in block.named_modules()
+        if inner
+        and f"{name}.{inner}" not in plan.gathered
+        and ("." not in inner or f"{name}.{inner.rpartition('.')[0]}" in plan.gathered)
+        and any(split.startswith(f"{name}.{inner}.") for split in plan.splits)
+    ]
 
 
 def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -152,10 +174,32 @@ class ReplicatedOverHeads(ParallelStyle):
         return module
 
 
+class LatentOfHeads(ParallelStyle):
+    """A whole Linear whose last outputs, the rotated part of the keys, go to a rank's own heads without a split Linear
+    between: their gradient is summed over the ranks.
+    """
+
+    def __init__(self, num_rotated: int) -> None:
+        self.num_rotated = num_rotated
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def summed(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            latent, rotated = output.split([output.shape[-1] - self.num_rotated, self.num_rotated], dim=-1)
+            return torch.cat([latent, sum_gradient(rotated, group)], dim=-1)
+
+        module.register_forward_hook(summed)
+        return module
+
+
 STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
     Split.COLUMNS: SplitColumns,
     Split.ROWS: SplitRows,
     Split.PER_HEAD: ReplicatedOverHeads,
+    Split.GATHERED: GatheredColumns,
+    Split.EXPERTS: SplitExperts,
+    Split.EXPERT_ROWS: partial(SplitExperts, by_rows=True),
 }
 SEQUENCE_STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
     Split.COLUMNS: ColwiseParallel,

@@ -33,13 +33,13 @@ class TokenRows:
 
 
 def token_rows(
-    tensor: Tensor, rows: int, num_tokens: int, *, width: int | None, tp: int, tp_rank: int
+    tensor: Tensor, rows: int, num_tokens: int, *, width: int | None, tp: int, tp_rank: int, has_all_heads: bool = False
 ) -> TokenRows | None:
     """Return `tensor` [B, S, ...], [B, heads, S, D] or [B * S, F] as this rank's rows; None if it is not of all
     tokens.
 
     `width` is the number of features over all tp ranks, None if each rank has all. Plain tensors of heads hold a
-    rank's own heads. Ranks hold equal shares (checked by `check_divisible`), in the order of the features.
+    rank's own heads, unless `has_all_heads`. Ranks hold equal shares, in the order of the features.
     """
     if isinstance(tensor, DTensor):
         return _of_shard(tensor, rows, num_tokens, tp=tp, tp_rank=tp_rank)
@@ -47,7 +47,7 @@ def token_rows(
     if values_BLF is None:
         return None
     own = values_BLF.shape[-1]
-    is_part = tp > 1 and (tensor.ndim == 4 if width is None else own < width)
+    is_part = tp > 1 and ((tensor.ndim == 4 and not has_all_heads) if width is None else own < width)
     return TokenRows(
         values_BLF=values_BLF, first_token=0, first_feature=tp_rank * own if is_part else 0, is_part=is_part
     )

@@ -1,12 +1,14 @@
 """Decide how tensor parallelism splits each layer: the model's own plan, or ours for models built like Llama."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
+from inspect import signature
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from actor_init.model import blocks_of
 from actor_init.spec import TpPlan, UsageError
@@ -18,8 +20,17 @@ class Split(StrEnum):
     COLUMNS = "colwise"  # a Linear's output features, one share a rank
     ROWS = "rowwise"  # a Linear's input features; the ranks' outputs are summed
     PER_HEAD = "replicated_with_grad_allreduce"  # whole, applied to a rank's own heads; gradients are summed
+    LATENT = "mla_kv_a_proj"  # whole; of its output the part that skips to a rank's own heads has its gradient summed
+    GATHERED = "colwise_gather_output"  # a Linear's output features, one share a rank; each rank gets all of them
+    EXPERTS = "grouped_gemm"  # a mixture's experts, one share a rank; the ranks' outputs are summed
+    EXPERT_ROWS = "grouped_rows"  # the same for experts that are given and return a row for each expert and token
 
 
+STRICT = (Split.COLUMNS, Split.ROWS, Split.PER_HEAD)  # of a plan that splits all of a layer
+# whole beside split Linears in multi-head latent attention: what is before the projections to the heads
+BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+# Linears whose weight another module reads: Mamba's time steps, Gemma 3n's alternating updates
+READ_ELSEWHERE = ("dt_proj", "correction_coefs", "prediction_coefs")
 HEAD_STYLES = ("colwise", "colwise_gather_output")  # the head's logits stay sharded here, whatever the plan gathers
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 BUILTIN = {  # names below a transformer layer
@@ -42,14 +53,17 @@ class Plan:
 
     splits: Mapping[str, Split]
     origin: str  # for display: whose plan it is
+    gathered: frozenset[str] = frozenset()  # modules inside which each rank has all features of all heads
+    num_rotated: int = 0  # the last outputs of a LATENT Linear that go to the heads directly
 
 
-def find_plan(model: PreTrainedModel, wanted: TpPlan) -> Plan:
-    """Return the plan that `wanted` selects for `model`, which may be on the meta device.
+def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
+    """Return the plan that `wanted` selects for `model` over `tp` ranks. The model may be on the meta device.
 
     A plan is complete if it splits every module with parameters in the transformer layers, except norms of hidden
     size, which all ranks hold whole, and if the model has a Linear head, which the model's own plan has to name.
-    Raises UsageError if there is no complete plan.
+    Where neither plan is complete, auto mixes them: see `_mixed_plan`. Raises UsageError for a plan that was asked for
+    and is not complete, and for a model without an Embedding and a Linear head.
     """
     name = type(model).__name__
     model_type = model.config.get_text_config().model_type
@@ -58,15 +72,87 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan) -> Plan:
     builtin = _builtin_splits(model)
     builtin_gap = _head_gap(model, named=False) or _gap(model, builtin)
     if wanted is TpPlan.MODEL and own_gap:
-        way_out = "--tp 1" if builtin_gap else "--tp-plan builtin"
+        way_out = "--tp-plan auto" if builtin_gap else "--tp-plan builtin"
         raise UsageError(f"--tp-plan model: transformers' plan for {name} {own_gap}. Try: {way_out}")
     if wanted is not TpPlan.BUILTIN and not own_gap:
         return Plan(splits={key: Split(style) for key, style in own.items()}, origin=f"transformers' for {name}")
-    if builtin_gap:
-        raise UsageError(f"no tensor parallel plan fits {name}: the Llama-style one {builtin_gap}. Try: --tp 1")
-    known = model_type in FAMILIES
-    origin = f"builtin for {model_type}" if known else f"Llama-style fallback, not made for {model_type}"
-    return Plan(splits={key: Split(style) for key, style in builtin.items()}, origin=origin)
+    if not builtin_gap:
+        known = model_type in FAMILIES
+        origin = f"builtin for {model_type}" if known else f"Llama-style fallback, not made for {model_type}"
+        return Plan(splits={key: Split(style) for key, style in builtin.items()}, origin=origin)
+    head_gap = _head_gap(model, named=False)
+    if wanted is TpPlan.BUILTIN or head_gap:
+        way_out = "--tp 1" if head_gap else "--tp-plan auto"
+        raise UsageError(f"no tensor parallel plan fits {name}: the Llama-style one {builtin_gap}. Try: {way_out}")
+    return _mixed_plan(model, own, builtin, tp)
+
+
+def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping[str, str], tp: int) -> Plan:
+    """Mix the plans: by one of them the parts that it splits as a whole, a mixture's experts by expert, each other
+    Linear with its outputs gathered, which is right for any model and costs more communication.
+    """
+    splits: dict[str, Split] = {}
+    gathered: list[str] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for plan in (own, builtin):
+            if _is_whole_part(model, prefix, module, plan) and _is_divisible(model, prefix, module, tp):
+                below = {name: plan[name] for name in [prefix, *_names_below(prefix, module)] if name in plan}
+                splits.update({name: Split(style) for name, style in below.items()})
+                return
+        gathered.append(prefix)
+        if prefix.rpartition(".")[2] not in READ_ELSEWHERE and (split := _split_alone(module)) is not None:
+            splits[prefix] = split
+        for name, child in module.named_children():
+            visit(f"{prefix}.{name}", child)
+
+    for prefix, block in blocks_of(model):
+        for name, child in block.named_children():
+            visit(f"{prefix}.{name}", child)
+    kinds = set(splits.values())
+    parts = [
+        *(["attention or MLP by transformers' or the Llama-style plan"] if Split.ROWS in kinds else []),
+        *(["experts one share a rank"] if kinds & {Split.EXPERTS, Split.EXPERT_ROWS} else []),
+        *(["outputs gathered" + " elsewhere" * (len(kinds) > 1)] if Split.GATHERED in kinds else []),
+    ]
+    return Plan(
+        splits=splits,
+        origin=f"mixed for {type(model).__name__}: {', '.join(parts)}",
+        gathered=frozenset(gathered),
+        num_rotated=getattr(model.config.get_text_config(), "qk_rope_head_dim", 0),
+    )
+
+
+def _split_alone(module: nn.Module) -> Split | None:
+    """Return how `module` itself is split, in whatever layer it is; None: its own parameters stay whole."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear":
+        return Split.GATHERED
+    own = list(module.parameters(recurse=False))
+    counts = {parameter.shape[0] for parameter in own if parameter.ndim}
+    if len(counts) == 1 and sum(parameter.ndim == 3 for parameter in own) >= 2:
+        return {3: Split.EXPERTS, 1: Split.EXPERT_ROWS}.get(len(signature(type(module).forward).parameters) - 1)
+    return None
+
+
+def _is_whole_part(model: PreTrainedModel, prefix: str, module: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Do `styles` split all that is in `module`, from whole inputs to whole outputs?"""
+    found = {styles[name] for name in _names_below(prefix, module) if name in styles}
+    if not {Split.COLUMNS, Split.ROWS} <= found or any(True for _ in module.parameters(recurse=False)):
+        return False
+    if getattr(module, "activation_sparsity", 0):  # Gemma 3n's threshold is taken over all features
+        return False
+    allowed = [f"{prefix}.{name}" for name in BEFORE_HEADS] if Split.LATENT in found else []
+    return _gap_in(model, prefix, module, {n: s for n, s in styles.items() if n not in allowed}, allowed) is None
+
+
+def _is_divisible(model: PreTrainedModel, prefix: str, part: nn.Module, tp: int) -> bool:
+    """Does `tp` divide what the part splits: its Linears' widths and, in attention, the heads?"""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or tp
+    counts = [heads, getattr(config, "num_key_value_heads", None) or heads] if "attn" in prefix else []
+    linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
+    widths = [width for one in linears for width in (one.in_features, one.out_features)]
+    return not any(count % tp for count in [*counts, *widths])
 
 
 def _own_splits(model: PreTrainedModel) -> dict[str, str]:
@@ -91,20 +177,33 @@ def _names_below(prefix: str, block: nn.Module) -> list[str]:
 
 def _gap(model: PreTrainedModel, styles: Mapping[str, str]) -> str | None:
     """Return what `styles` misses or gets wrong in the transformer layers, to end a sentence; None if nothing."""
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = (model.config.get_text_config().hidden_size,)
     for prefix, block in blocks_of(model):
-        for name, module in block.named_modules(prefix=prefix):
-            shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
-            style, kind = styles.get(name), type(module).__name__
-            if style is not None and style not in list(Split):
-                return f"gives {name} the style {style}, which is not known here"
-            if style is None and any(shape != (config.hidden_size,) for shape in shapes):
-                return f"leaves out {name} ({kind})"
-            if style in (Split.COLUMNS, Split.ROWS) and not isinstance(module, nn.Linear):
-                return f"splits {name} ({kind}), which is no Linear"
-            if style == Split.PER_HEAD and any(shape != (head_dim,) for shape in shapes):
-                return f"takes {name} ({kind}) for one of {head_dim} elements a head"
+        children = block.named_children()
+        on_residual = [f"{prefix}.{name}" for name, one in children if {p.shape for p in one.parameters()} == {width}]
+        if gap := _gap_in(model, prefix, block, styles, on_residual):
+            return gap
+    return None
+
+
+def _gap_in(
+    model: PreTrainedModel, prefix: str, part: nn.Module, styles: Mapping[str, str], allowed: Sequence[str] = ()
+) -> str | None:
+    """Return the same for one module. Those with `allowed` names may be left out: they see whole activations."""
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    for name, module in part.named_modules(prefix=prefix):
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        style, kind = styles.get(name), type(module).__name__
+        if style is not None and style not in STRICT:
+            return f"gives {name} the style {style}, which is not known here"
+        if style is None and name not in allowed and shapes:
+            return f"leaves out {name} ({kind})"
+        if style in (Split.COLUMNS, Split.ROWS) and not isinstance(module, nn.Linear):
+            return f"splits {name} ({kind}), which is no Linear"
+        if style == Split.PER_HEAD and any(shape != (head_dim,) for shape in shapes):
+            return f"takes {name} ({kind}) for one of {head_dim} elements a head"
     return None
 
 

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
+from actor_init.parallel.split_linear import sum_gradient
+
 
 class VocabularyParallelEmbedding(ParallelStyle):
     """Look up each rank's own share of the vocabulary; the sum over the ranks is laid out as `output`.
@@ -32,20 +34,22 @@ class VocabularyParallelEmbedding(ParallelStyle):
         if module.padding_idx is not None:  # the embedding gives its row no gradient, on the rank that holds it
             module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
         own: Any = module  # mypy does not allow replacing methods
-        forward = module.forward
+        forward, group = module.forward, device_mesh.get_group()
 
         def looked_up(ids_BS: Tensor) -> Tensor:
             local_ids_BS, owned_BS = _localise(ids_BS, first, size)
             own.forward = forward
             try:
-                hidden = functional_call(module, {"weight": own.weight.to_local()}, (local_ids_BS,))
+                others = {name: sum_gradient(p, group) for name, p in module.named_parameters() if name != "weight"}
+                hidden = functional_call(module, {"weight": own.weight.to_local(), **others}, (local_ids_BS,))
             finally:
                 own.forward = looked_up
             shares = hidden.masked_fill(~owned_BS.unsqueeze(-1), 0)
             summed = DTensor.from_local(shares, device_mesh, [Partial()], run_check=False).redistribute(
                 placements=[self.output]
             )
-            return summed.to_local() if self.use_local_output else summed
+            # a copy: CTRL scales it in place, which a view does not allow
+            return summed.to_local().clone() if self.use_local_output else summed
 
         own.forward = looked_up
         return module

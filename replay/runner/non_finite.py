@@ -188,7 +188,8 @@ class _Eye:
         if not tensor.is_floating_point() or _all_finite(tensor):
             return None
         index = self.again.inputs.captured_index
-        held = token_rows(tensor, *index.shape, width=None, **self.parallel)
+        tp, tp_rank = self.parallel["tp"], self.parallel["tp_rank"]
+        held = token_rows(tensor, *index.shape, width=None, tp=tp, tp_rank=tp_rank)
         if held is None:
             return ""
         own = index[:, held.first_token : held.first_token + held.values_BLF.shape[1]]

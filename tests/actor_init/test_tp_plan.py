@@ -65,12 +65,34 @@ def test_a_model_built_like_llama_gets_the_fallback_which_says_so(wanted: TpPlan
         ("olmo2", r"takes model.layers.0.self_attn.q_norm \(Olmo2RMSNorm\) for one of 8 elements a head"),
     ],
 )
-@pytest.mark.parametrize("wanted", TpPlan)
-def test_what_no_plan_fits_is_refused(model_type: str, expected: str, wanted: TpPlan) -> None:
-    with pytest.raises(UsageError, match="Try: --tp 1") as refusal:
+@pytest.mark.parametrize("wanted", [TpPlan.MODEL, TpPlan.BUILTIN])
+def test_a_plan_that_does_not_fit_is_refused_where_it_was_asked_for(
+    model_type: str, expected: str, wanted: TpPlan
+) -> None:
+    with pytest.raises(UsageError, match="Try: --tp-plan auto") as refusal:
         find_plan(model_of(model_type), wanted)
     if wanted is not TpPlan.MODEL:
         refusal.match(expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("gpt2", {"attn.c_attn": Split.GATHERED, "attn.c_proj": Split.GATHERED}),
+        (
+            "qwen3_moe",
+            {"self_attn.o_proj": Split.ROWS, "self_attn.q_norm": Split.PER_HEAD, "mlp.experts": Split.EXPERTS},
+        ),
+        ("olmo2", {"self_attn.q_proj": Split.GATHERED, "mlp.up_proj": Split.COLUMNS, "mlp.down_proj": Split.ROWS}),
+        ("phi3", {"self_attn.qkv_proj": Split.GATHERED, "mlp.gate_up_proj": Split.GATHERED}),
+        ("llama4_text", {"self_attn.q_proj": Split.COLUMNS, "feed_forward.experts": Split.EXPERT_ROWS}),
+    ],
+)
+def test_what_no_plan_fits_is_split_by_parts(model_type: str, expected: dict[str, Split]) -> None:
+    plan = find_plan(model_of(model_type), TpPlan.AUTO, 2)
+    first = {name.split(".", 3)[3]: split for name, split in plan.splits.items() if ".0." in name}
+    assert first.items() >= expected.items(), first
+    assert plan.origin.startswith("mixed for ")
 
 
 def test_a_style_that_is_not_known_is_named() -> None:
@@ -97,7 +119,7 @@ def test_sizes_that_tp_does_not_divide_are_refused(sizes: dict[str, int], tp: in
 def test_a_norm_inside_attention_is_no_part_of_the_residual_stream() -> None:
     model = model_of("llama")
     model.model.layers[1].self_attn.sub_norm = nn.LayerNorm(SIZES["hidden_size"])
-    with pytest.raises(UsageError, match=r"model.layers.1.self_attn.sub_norm.*Try: --no-sequence-parallel"):
+    with pytest.raises(UsageError, match=r"needs a plan that splits all of a layer.*Try: --no-sequence-parallel"):
         check_sequence(model, find_plan(model, TpPlan.AUTO), packing=True)
 
 

@@ -386,9 +386,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_weights_are_known_by_their_values(models: dict[str, Path]) -> None:
-    from actor_init.weights import FolderWeights, RandomWeights
+    from actor_init.model import find_model
+    from actor_init.spec import ActorSpec
+    from actor_init.weights import RandomWeights
 
-    first, second, copy = (digest_of_weights(FolderWeights.open(models[name])) for name in models)
+    opened = (find_model(ActorSpec(model=str(folder)), None, "").weights for folder in models.values())
+    first, second, copy = (digest_of_weights(weights) for weights in opened)
     assert first == copy != second
     assert len({digest_of_weights(RandomWeights(seed=seed, std=0.02)) for seed in (0, 1)}) == 2
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
+from actor_init.attention.ring_check import check_ring
 from actor_init.backends.deepspeed.autotp import (
     check_autotp,
     mark_split_gradients,
@@ -113,6 +114,9 @@ class DeepSpeedBackend:
                     f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
                     "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
                 )
+        if spec.parallel.ring > 1:
+            engine.eval()
+            check_ring(engine, source.config, TORCH_DTYPES[spec.dtype], world.device)
         return cls(
             spec=spec,
             source=source,

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
+from actor_init.attention.ring_check import check_ring
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
@@ -48,7 +49,6 @@ class FSDP2Backend:
         """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
         model.
         """
-        check_divisible(source.config, spec.parallel.tp)
         check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
@@ -58,7 +58,9 @@ class FSDP2Backend:
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
         )
         blocks = blocks_of(model)
-        plan = find_plan(model, spec.parallel.tp_plan) if spec.parallel.tp > 1 else None
+        plan = find_plan(model, spec.parallel.tp_plan, spec.parallel.tp) if spec.parallel.tp > 1 else None
+        if plan and not plan.gathered:
+            check_divisible(source.config, spec.parallel.tp)
         if plan and spec.parallel.sequence_parallel:
             check_sequence(model, plan, packing=spec.packs)
         set_up(model, spec)
@@ -81,6 +83,11 @@ class FSDP2Backend:
         # None is torch's default: the root, which backward needs first, stays gathered
         root_rule = None if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
+        if spec.parallel.ring > 1:
+            check_ring(model.eval(), source.config, compute_dtype, world.device)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # which a backward would have done
         optimizer = make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)])
         return cls(
             spec=spec,

@@ -1,0 +1,85 @@
+"""Map a model's parameters to the tensors of a checkpoint, as transformers does when it loads one.
+
+Since release 5 transformers keeps a mixture's experts in one parameter, and fuses, splits or renames others; what it
+saves has the names of before. Its own table of conversions (`conversion_mapping.py`) is used here for one parameter at
+a time.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+ReadTensor = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How one parameter is made of a checkpoint's tensors."""
+
+    target: str  # the first parameter that the conversion makes
+    sources: tuple[tuple[str, str], ...]  # the pattern that a tensor's name matched, and the name
+    converter: Any  # transformers' WeightConverter; None: the one tensor unchanged
+    model: PreTrainedModel  # on the meta device: some conversions read its config or shapes
+
+    def make(self, name: str, read: ReadTensor) -> Tensor:
+        """Return the parameter `name`, whole. `read` returns a tensor of the checkpoint by its name."""
+        if self.converter is None:
+            ((_, source),) = self.sources
+            return read(source)
+        return self._made(read)[name]
+
+    def names(self, read: ReadTensor) -> list[str]:
+        """Return all parameters that the conversion makes; `read` may return tensors on the meta device."""
+        return [self.target] if self.converter is None else list(self._made(read))
+
+    def _made(self, read: ReadTensor) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, source in self.sources:
+            converter.add_tensor(self.target, source, pattern, read(source))
+        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        made = made[0] if isinstance(made, tuple) else made  # with its errors, before transformers 5.1
+        return {name: values[0] if isinstance(values, list) else values for name, values in made.items()}
+
+
+def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Recipe]:
+    """Return the recipe of each parameter and buffer of `model` that a checkpoint with tensors of `shapes` can fill.
+
+    `model` may be on the meta device. Before transformers 5 each tensor has its parameter's name.
+    """
+    state = model.state_dict()
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:  # transformers 4
+        return {
+            name: Recipe(target=name, sources=((name, name),), converter=None, model=model)
+            for name in shapes.keys() & state.keys()
+        }
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+    sources: dict[str, list[tuple[str, str]]] = {}
+    converting: dict[str, Any] = {}
+    for name in sorted(shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            continue
+        sources.setdefault(target, []).append((pattern or name, name))
+        converting.setdefault(target, converter_of[pattern] if pattern is not None else None)
+
+    def meta(name: str) -> Tensor:
+        return torch.empty(shapes[name], device="meta")
+
+    recipes: dict[str, Recipe] = {}
+    for target, tensors in sources.items():
+        recipe = Recipe(target=target, sources=tuple(tensors), converter=converting[target], model=model)
+        recipes.update(dict.fromkeys(recipe.names(meta), recipe))
+    return recipes

@@ -1,0 +1,68 @@
+"""Ten telling families, loaded from what `save_pretrained` wrote, give the plain model's loss and gradient norm.
+
+`python -m benchmarks.families` does it for every family and form; docs/models.md has its tables.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.families.forms import FORMS
+from benchmarks.families.models import save_family, write_inputs
+from benchmarks.families.results import read_results, verdict
+from tests.helpers.commands import ROOT
+from tests.warm import warm_bin
+
+TWO_RANKS = ("tp 2", "ring 2")
+FAMILIES = {  # and what its ring is: right, or the reason why it is refused
+    "mixtral": "right",  # experts fused on loading
+    "qwen3_moe": "right",  # the same, with norms on heads
+    "deepseek_v3": "right",  # latent attention, shared experts
+    "gpt_oss": "right",  # sinks, sliding windows, no sdpa
+    "llama4_text": "chunked attention",  # experts that are given rows
+    "phi3": "right",  # fused projections
+    "gpt2": "right",  # Conv1D, a position table
+    "gpt_neox": "right",  # a head that is saved under another name
+    "mamba2": "meet outside",  # a config with an infinity, no attention
+    "gemma3n_text": "right",  # a submodel's own init, Linears that another module reads
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("families")
+    write_inputs(home / "inputs")
+    for family in FAMILIES:
+        save_family(family, home / family)
+    for forms, launcher in (
+        (["padded fsdp2"], []),
+        (TWO_RANKS, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+    ):
+        results = home / f"{forms[0]}.jsonl"
+        program = ["-m", "benchmarks.families.worker", str(home), str(results), ",".join(forms), ",".join(FAMILIES)]
+        done = subprocess.run(
+            [str(warm_bin() / "python"), *launcher, *program],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return home
+
+
+@pytest.mark.parametrize("form", ["padded fsdp2", *TWO_RANKS])
+def test_a_family_is_right_or_refused_in_a_line_that_says_why(home: Path, form: str) -> None:
+    outcomes = read_results(home.glob("*.jsonl"))
+    for family, ring in FAMILIES.items():
+        one = outcomes[family, form]
+        if form == "ring 2" and ring != "right":
+            assert ring in one["refused"], one
+            assert one["refused"].endswith("Try: --ring 1")
+            assert "\n" not in one["refused"]
+        else:
+            assert verdict(home, one) == "right", one
+            assert ("plan" in one and one["plan"] is not None) == (FORMS[form].tp > 1)
