@@ -21,6 +21,11 @@ class Layout:
     as_captured: bool = True  # padded rows; else each document is a row of its own, padded on the right
     why: str = ""  # not as usual
 
+    @property
+    def joins(self) -> bool:
+        """Are a micro-batch's rows joined, if only to be parted at the borders of documents?"""
+        return self.packs or not self.as_captured
+
     def describe(self) -> str:
         """Return the layout in words, with the reason if it is not the usual one."""
         words = "padded" if self.as_captured else "padded on the right, a document a row"

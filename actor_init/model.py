@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from actor_init.layout import Layout
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
 from capture.file_format.actor_config import read_actor_config
@@ -26,11 +27,16 @@ PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "arc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model: its config (already cut to the requested layers), its weights, and its display name."""
+    """A model: its config (already cut to the requested layers), its weights, its display name, and how it is fed."""
 
     config: PretrainedConfig
     weights: Weights
     name: str
+    layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
+
+    def layout_under(self, spec: ActorSpec) -> Layout:
+        """Return how rows are fed."""
+        return self.layout or Layout(packs=spec.packs)
 
 
 def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:

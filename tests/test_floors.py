@@ -27,7 +27,7 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "presets"),
+        ("toggles", "layout", "presets"),
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json"),
         ("weights", "world", "compiling", "optimizer"),
@@ -37,6 +37,7 @@ ROOMS = {
         ("attention",),
         ("inputs",),
         ("own_positions", "dropout_settings", "actor", "tracing"),
+        ("probe",),
         ("saving",),
         ("backends",),  # their engines
     ),

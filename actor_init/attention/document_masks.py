@@ -14,7 +14,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 KERNELS = ("sdpa", "eager")  # those that read a mask
-_document_1T: ContextVar[Tensor | None] = ContextVar("document_1T", default=None)
+_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
 
 def document_numbers(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
@@ -27,11 +27,11 @@ def document_numbers(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
 def documents_masked(document_1T: Tensor) -> Iterator[None]:
     """Within this context no mask that transformers makes lets a token see another document."""
     _register()
-    token = _document_1T.set(document_1T)
+    token = _DOCUMENTS.set(document_1T)
     try:
         yield
     finally:
-        _document_1T.reset(token)
+        _DOCUMENTS.reset(token)
 
 
 def _register() -> None:
@@ -44,7 +44,7 @@ def _register() -> None:
 
 def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Any:
-        document_1T = _document_1T.get()
+        document_1T = _DOCUMENTS.get()
         if document_1T is not None:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(document_1T))
             kwargs["allow_is_causal_skip"] = False

@@ -15,6 +15,7 @@ FLASH_PACKED = "packed_fa2"  # without the word flash, for which transformers wo
 TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_sdpa"
+HALF_PRECISION = (FLASH_PADDED, FLASH_PACKED, TORCH_PACKED, RING_FA2)  # bf16 and fp16 alone
 
 
 def has_sdpa(config: PretrainedConfig) -> bool:

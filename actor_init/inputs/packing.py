@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actor_init.attention.ring import RingSlice
 from actor_init.inputs.documents import Documents, documents_of
-from actor_init.layout import Borders
+from actor_init.layout import Borders, Layout
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
@@ -105,6 +105,13 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         captured_index=flat_T.unsqueeze(0),
         **shared,
     )
+
+
+def arranged(inputs: ActorInputs, layout: Layout) -> ActorInputs:
+    """Return `inputs` under `layout`; they must be packed where `layout.joins`."""
+    if layout.packs:
+        return replace(inputs, borders=layout.borders) if layout.borders is not Borders.OWN else inputs
+    return inputs if layout.as_captured else unpacked(inputs)
 
 
 def unpacked(inputs: ActorInputs) -> ActorInputs:

@@ -5,7 +5,6 @@ document of 20 tokens is longer.
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,6 +48,8 @@ MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+HYBRID = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4}
 SLIDING_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 INDEXED = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 16}
@@ -61,9 +62,12 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "cohere2": SLIDING_FULL,
     "cohere2_moe": SLIDING_FULL,
-    "cohere_compass_text": SLIDING_FULL | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}},
+    "cohere_compass_text": SLIDING_FULL | {"rope_parameters": {"sliding_attention": ROPE, "full_attention": None}},
     "ctrl": {"dff": 48},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "deepseek_v2": MLA | {"first_k_dense_replace": 1},
     "deepseek_v3": MLA | {"first_k_dense_replace": 1},
     "deepseek_v32": MLA | INDEXED | {"first_k_dense_replace": 1},
@@ -103,28 +107,30 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR_FULL | {"shared_expert_intermediate_size": 24},
     "qwen3_5_text": LINEAR_FULL,
     "qwen3_next": LINEAR_FULL | {"shared_expert_intermediate_size": 24},
-    "qwen4_exp_text": LINEAR_FULL,
+    "qwen4_exp_text": LINEAR_FULL
+    | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+    | {"indexer_compress_ratio": 2, "hc_lowrank": 8, "shared_expert_intermediate_size": 24},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
     "youtu": MLA,
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_key_value_heads": 4},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8, "num_key_value_heads": 4},
+    "zamba": HYBRID,
+    "zamba2": HYBRID | {"n_mamba_heads": 8, "mamba_d_state": 8},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "router_hidden_size": 8},
 }  # fmt: skip
-NO_DECODERS = frozenset(
-    """
+# encoders, encoder-decoders, and models that need more than token ids
+NO_DECODERS = """
     bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant data2vec-text
     electra ernie fuyu gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant gemma4_unified_assistant git got_ocr2
     marian mbart megatron-bert mllama moshi moss_transcribe_diarize musicgen musicgen_melody mvp pegasus plbart
     prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl
     xlnet xmod reformer blt dots3_note emu3 phi4_multimodal beam
-    """.split()
-)  # encoders, encoder-decoders, and models that need more than token ids
-SAME_AS = frozenset({"gpt-sw3", "internlm3", "iquestcoder", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
+"""
+SAME_AS = "gpt-sw3 internlm3 iquestcoder llama4 qwen3_5 qwen3_5_moe qwen4_exp"  # as another one here
 
 
 def families() -> list[str]:
     """Return the model types of the installed transformers that have a tiny config here."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS | SAME_AS]
+    left_out = {*NO_DECODERS.split(), *SAME_AS.split()}
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in left_out]
 
 
 def tiny_config(family: str, **more: Any) -> PretrainedConfig:
@@ -143,13 +149,9 @@ def tiny_model(config: PretrainedConfig, attention: str = "eager", seed: int = 0
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     assert isinstance(model, PreTrainedModel)
     with torch.no_grad():
-        for _, parameter in _once(model):
+        for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter += 0.1 * torch.randn_like(parameter)
             elif parameter.std() < 0.1:
                 parameter.normal_(std=0.15)
     return model
-
-
-def _once(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    yield from model.named_parameters()
