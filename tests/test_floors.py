@@ -36,8 +36,9 @@ ROOMS = {
         ("parallel",),
         ("attention",),
         ("inputs",),
-        ("own_positions", "dropout_settings", "actor", "tracing"),
+        ("dropout_settings", "actor", "tracing"),
         ("probe",),
+        ("own_positions",),
         ("saving",),
         ("backends",),  # their engines
     ),

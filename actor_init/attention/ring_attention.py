@@ -141,7 +141,7 @@ def ring_sdpa(
                 own, keys, values, attn_mask=visible_LT, scale=scaling, enable_gqa=group_size > 1
             )
         )
-    return torch.cat(outs).transpose(0, 1).unsqueeze(0), None
+    return torch.cat(outs).transpose(0, 1).unsqueeze(0).contiguous(), None
 
 
 def _visible_zigzag(ring: RingSlice) -> Tensor:

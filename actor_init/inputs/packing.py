@@ -103,6 +103,7 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         max_length=_bucket(int(lengths.max())),
         predictor_N=predictor_N,
         captured_index=flat_T.unsqueeze(0),
+        borders=Borders.MASK if documents.continue_on(real_BS) else Borders.OWN,
         **shared,
     )
 

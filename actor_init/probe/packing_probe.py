@@ -67,7 +67,7 @@ class Probe:
         reasons = []
         for small in small_configs(config):
             try:
-                model = _model(small, "eager", seed, device)
+                model = small_model(small, "eager", seed, device)
                 answers = tuple(_answer(model, documents) for documents in ((0, 1, 2), *([(1,)] if ring else [])))
             except Exception as error:  # a class's own checks of its config, of any type
                 reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -83,7 +83,7 @@ class Probe:
         `kernel` is transformers' name. Under a ring all its ranks must call this. Raises what the model or its kernel
         raises.
         """
-        model = _model(self.config, _fp32_name(kernel), self.seed, self.device)
+        model = small_model(self.config, _fp32_name(kernel), self.seed, self.device)
         return max(self._error(model, answer, layout, ring) for answer in self.answers)
 
     def _error(
@@ -111,7 +111,7 @@ def bound_of(kernel: str) -> float:
     return COARSE_BOUND if kernel in HALF_PRECISION else BOUND
 
 
-def _model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
+def small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
     """Return an fp32 model with random weights that let every token see far, and no vector constant."""
     with torch.random.fork_rng(devices=[]):
         random = torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
@@ -156,7 +156,7 @@ def _answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Answer:
 def _gradients(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a loss that weighs each token differently; zeros where there are none."""
     weight_N = torch.linspace(0.5, 1.5, len(log_probs_N), device=log_probs_N.device)
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad((weight_N * log_probs_N).mean(), list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 VOCABULARY = 128
 WINDOW = 6
 CHUNK = 8
+SELECTED = 24  # keys that a query selects: more than the probe's documents have, less than all of them together
 WIDTHS = (
     *("hidden_size", "intermediate_size", "n_embd", "d_model", "n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"),
@@ -43,10 +44,9 @@ def small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         _set(text, VOCABULARIES, VOCABULARY)
         _set(text, WINDOWS, WINDOW)
         _set(text, CHUNKS, CHUNK)
-        _set(text, TOP_K, CHUNK)
+        _set(text, TOP_K, SELECTED)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            token = getattr(text, name, None)
-            if isinstance(token, int) and token >= VOCABULARY:
+            if _numbers(text, (name,)).get(name, 0) >= VOCABULARY:
                 setattr(text, name, 0)
         if divisor > 1:
             _narrow(text, divisor)
@@ -57,15 +57,14 @@ def small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 def _set(config: Any, names: tuple[str, ...], largest: int) -> None:
     for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > largest:
+        if name in _numbers(config, names) and getattr(config, name) > largest:
             setattr(config, name, largest)
 
 
 def _numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
     """Return the whole numbers above 0 that `config` has under `names`."""
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if type(value) is int and value > 0}
+    own = vars(config)  # without aliases, and without what each layer has a value of its own for
+    return {name: own[name] for name in names if type(own.get(name)) is int and own[name] > 0}
 
 
 def _divisor(config: PretrainedConfig) -> int:
@@ -93,15 +92,15 @@ def _cut(config: Any) -> None:
     """Keep the first layers, up to one of each kind, and at least two."""
     depths = _numbers(config, DEPTHS)
     depth = max(depths.values(), default=0)
-    names = [name for name in vars(config) if _is_by_layer(getattr(config, name, None), depth)]
-    kinds = list(zip(*(map(repr, getattr(config, name)) for name in names), strict=True))
+    names = [name for name, value in vars(config).items() if _is_by_layer(value, depth)]
+    kinds = list(zip(*(map(repr, vars(config)[name]) for name in names), strict=True))
     wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
     if not names:
         periods = [v for k, v in vars(config).items() if PERIOD.search(k) and type(v) is int and 1 < v < depth]
         wanted = 2 * max(periods, default=1)
     num_layers = min(depth, max(2, wanted))
     for name in names:
-        setattr(config, name, list(getattr(config, name))[:num_layers])
+        setattr(config, name, list(vars(config)[name])[:num_layers])
     for name in depths:
         setattr(config, name, num_layers)
 

@@ -65,7 +65,7 @@ class EachAlone:
 
 def _loss_and_gradients(model: PreTrainedModel, log_probs_N: Tensor) -> tuple[float, dict[str, Tensor]]:
     loss = -log_probs_N.mean()
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     pairs = zip(named.items(), found, strict=True)
     return loss.item(), {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
