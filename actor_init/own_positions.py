@@ -54,7 +54,7 @@ def _counts_columns(config: PretrainedConfig) -> bool:
         try:
             model = small_model(small, "eager", SEEDS[0], torch.device("cpu"))
             own, columns, counted = (_logits(model, real_BS, given) for given in (None, columns_BS, counted_BS))
-        except Exception:  # noqa: S112  # a class's own checks of its config, of any type: the next copy may pass
+        except Exception:  # a class's own checks of its config, of any type: the next copy may pass
             continue
         return _is_near(own, columns) and not _is_near(own, counted)
     return False

@@ -80,7 +80,7 @@ class _Search:
                     self.probes[seed] = Probe.of(self.config, self.device, seed)
                 error = self.probes[seed].error(kernel, layout)
             except NotProvedError as reason:
-                return f"it could not be proved that {kind} keeps packed documents apart: {reason}"
+                return f"it could not be proved that {kind} keeps packed documents apart: {_line(reason)}"
             except Exception as reason:  # of the model, its kernel or its layers, of any type
                 return f"{kind} does not run packed: {_line(reason)}"
             if error <= bound_of(kernel):
@@ -143,5 +143,6 @@ def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
 
 
 def _line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if isinstance(error, UsageError) and lines else ": ".join([type(error).__name__, *lines[:1]])
+    """Return an error's first sentence, with its type unless it is one of ours."""
+    first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    return first if isinstance(error, (UsageError, NotProvedError)) else f"{type(error).__name__}: {first}"
