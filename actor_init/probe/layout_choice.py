@@ -15,6 +15,7 @@ from actor_init.world import World
 
 PADDED = Layout(packs=False)
 A_DOCUMENT_A_ROW = Layout(packs=False, as_captured=False)
+_not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +44,16 @@ def choose_layout(
 
 
 def why_not_packed(config: PretrainedConfig) -> str:
-    """Return why no packed layout is right for the model with the kernel that every device has; empty if one is."""
-    search = _Search(config=config, device=torch.device("cpu"))
-    if any(search.is_right(plain_kernel(config).value, layout) for layout in _packed()):
-        return ""
-    return search.why(plain_kernel(config).value)
+    """Return why no packed layout is right for the model with the kernel that every device has; empty if one is.
+
+    It is found out on the CPU, once for a config.
+    """
+    key = str(config.model_type), config.to_json_string(use_diff=False)
+    if key not in _not_packed:
+        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config).value
+        is_right = any(search.is_right(kernel, layout) for layout in _packed())
+        _not_packed[key] = "" if is_right else search.why(kernel)
+    return _not_packed[key]
 
 
 def _packed() -> Iterator[Layout]:

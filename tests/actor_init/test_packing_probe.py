@@ -1,5 +1,6 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
+import subprocess
 from copy import deepcopy
 from typing import Any
 
@@ -7,16 +8,22 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
+from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import kernel_name
+from actor_init.inputs.packing import actor_inputs
 from actor_init.layout import Borders, Layout
 from actor_init.model import count_parameters
+from actor_init.own_positions import with_own_positions
 from actor_init.probe import packing_probe
 from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_not_packed
 from actor_init.probe.small_config import small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
+from capture.file_format.micro_batch import MicroBatch, Origin
+from tests.helpers.commands import ROOT
 from tests.helpers.each_alone import BOUND, EachAlone
-from tests.helpers.families import tiny_config
+from tests.helpers.families import tiny_config, tiny_model
+from tests.warm import warm_bin
 
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=Borders.MASK)
@@ -109,6 +116,39 @@ def test_the_copy_has_each_kind_of_layer() -> None:
 def test_a_leak_that_only_a_deep_layer_has_is_found() -> None:
     config = tiny_config("granitemoehybrid", num_hidden_layers=4, layer_types=["full_attention"] * 3 + ["mamba"])
     assert "see each other" in why_not_packed(config)
+
+
+def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) -> None:
+    config = tiny_config("gpt2")
+    model = tiny_model(config, "sdpa")
+    ids_BS = torch.arange(3, 15).view(2, 6)
+    real_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
+    batch = MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="tiny"))
+    inputs = actor_inputs(with_own_positions(batch, config), packing=True)
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    with torch.no_grad():
+        logits_BSV = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False).logits
+        found_BA = action_log_probs(model, inputs)
+    expected_BA = torch.log_softmax(logits_BSV[:, :-1], -1).gather(2, ids_BS[:, 1:, None])[:, :, 0]
+    mask_BA = inputs.action_mask_BA
+    torch.testing.assert_close(found_BA[mask_BA], expected_BA[mask_BA], rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
+    families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [str(warm_bin() / "python"), *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(tuple(families))}
+    assert all(lines[family].endswith(" packed") for family in families[:3])
+    for family in families[3:]:
+        assert f"--ring 2 slices packed rows, and {family} does not keep its slices right" in lines[family]
 
 
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
