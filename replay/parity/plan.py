@@ -256,8 +256,8 @@ def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
         raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --num-devices")
     if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
-    if spec.actor.packs and (complaint := why_not_packed(here.config)):
-        raise UsageError(f"{complaint}. Try: --no-packing")
+    if spec.actor.packs and (why := why_not_packed(here.config)):
+        raise UsageError(f"{why}. Try: --no-packing")
     check_divisible(here.config, spec.actor.parallel.tp)
     if complaint := declaration_of(spec.actor.backend).complaint(spec.actor, here.device):
         raise UsageError(complaint)
