@@ -47,6 +47,16 @@ class Documents:
             )
         return position_T
 
+    def restarting_positions(self, real_BS: Tensor, source: str) -> Tensor:
+        """Return positions [T] as `packed_positions`, but all from 0 where one document's would go on from another's.
+
+        Raises CaptureError if they jump within a document.
+        """
+        position_T = self.packed_positions(real_BS, source)
+        if not self.continue_on(real_BS):
+            return position_T
+        return position_T - position_T[self.is_first_BS[real_BS]].repeat_interleave(self.lengths(real_BS))
+
     def continue_on(self, real_BS: Tensor) -> bool:
         """Do any document's positions go on where those of the one before end?"""
         position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
