@@ -1,14 +1,17 @@
 """Compute action tokens' log-probs from prepared inputs; the one forward that every backend uses."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from actor_init.attention.document_masks import document_numbers, documents_masked
 from actor_init.attention.ring import sum_over_ring
 from actor_init.inputs.packing import ActorInputs
+from actor_init.layout import Borders
 from actor_init.parallel.vocab_parallel import log_probs_of_shards
 
 
@@ -19,6 +22,7 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     predict an action token are converted to fp32.
     """
     packed: dict[str, Any] = {}
+    apart: AbstractContextManager[None] = nullcontext()
     if inputs.ring is not None:
         packed = {"ring": inputs.ring}
     elif inputs.cu_seq_lens is not None:
@@ -28,13 +32,18 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
             "max_length_q": inputs.max_length,
             "max_length_k": inputs.max_length,
         }
-    logits = model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=inputs.attention_mask_BS,
-        use_cache=False,
-        **packed,
-    ).logits
+        if inputs.borders is not Borders.OWN:
+            document_1T = document_numbers(inputs.cu_seq_lens, inputs.input_ids.shape[1])
+            apart = documents_masked(document_1T)
+            packed |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
+    with apart:
+        logits = model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask_BS,
+            use_cache=False,
+            **packed,
+        ).logits
     if inputs.kept_logits is not None:
         group = None if inputs.ring is None else inputs.ring.group
         inputs.kept_logits.keep(logits, inputs.predictor_N, inputs.slot_N, tuple(inputs.action_mask_BA.shape), group)

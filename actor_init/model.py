@@ -28,6 +28,7 @@ from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
+from actor_init.layout import Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
@@ -40,12 +41,17 @@ PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "arc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model: its config (already cut to the requested layers), its weights, and its display name."""
+    """A model: its config (already cut to the requested layers), its weights, its display name, and how it is fed."""
 
     config: PretrainedConfig
     weights: Weights
     name: str
     facts: Mapping[str, str] = field(default_factory=dict)  # of the file that built it, for run.json
+    layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
+
+    def layout_under(self, spec: ActorSpec) -> Layout:
+        """Return how rows are fed."""
+        return self.layout or Layout(packs=spec.packs)
 
 
 def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:

@@ -110,8 +110,8 @@ class ActorSpec:
     zero_stage: int | None = option(None, _stages_help, min=0, max=3)
     packing: bool | None = option(
         None,
-        "Pack a micro-batch's rows into one row without padding. Default: packed; with --verdict strict padded where "
-        "the job's rows were.",
+        "Pack a micro-batch's rows into one row without padding. Default: packed if the packing probe shows that the "
+        "model keeps documents apart; with --verdict strict padded where the job's rows were.",
     )
     pad_to: PadTo = option(
         PadTo.OWN,

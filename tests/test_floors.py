@@ -27,7 +27,7 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "presets"),
+        ("toggles", "layout", "presets"),
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json", "checkpoint_names"),
         ("weights", "world", "compiling", "optimizer"),
@@ -36,7 +36,9 @@ ROOMS = {
         ("parallel",),
         ("attention",),
         ("inputs",),
-        ("own_positions", "dropout_settings", "actor", "tracing"),
+        ("dropout_settings", "actor", "tracing"),
+        ("probe",),
+        ("own_positions",),
         ("saving",),
         ("backends",),  # their engines
     ),

@@ -17,6 +17,7 @@ TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_gathered"  # without the word sdpa, for which transformers would ask the class
 OWN = "of its own"  # of a model that a user's function builds
+HALF_PRECISION = (FLASH_PADDED, FLASH_PACKED, TORCH_PACKED, RING_FA2)  # bf16 and fp16 alone
 
 
 def has_sdpa(config: PretrainedConfig) -> bool:

@@ -36,8 +36,8 @@ class Documents:
     def packed_positions(self, real_BS: Tensor, source: str) -> Tensor:
         """Return positions [T] that rise by one within a document, and jump between documents.
 
-        That is how transformers' masks tell packed documents apart. If one document's positions continue those of the
-        one before, all count from 0 instead. Raises CaptureError if they jump within a document.
+        That is how transformers' masks tell packed documents apart, except where one document's positions `continue_on`
+        from the one before. Raises CaptureError if they jump within a document.
         """
         position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
         difference_T = torch.diff(position_T, prepend=position_T[:1])
@@ -45,10 +45,22 @@ class Documents:
             raise CaptureError(
                 f"{source}: position_ids jump within a text, which packed rows cannot repeat. Try: --no-packing"
             )
-        if bool((difference_T == 1)[is_first_T].any()):
-            lengths_D = self.lengths(real_BS)
-            return position_T - position_T[is_first_T].repeat_interleave(lengths_D)
         return position_T
+
+    def restarting_positions(self, real_BS: Tensor, source: str) -> Tensor:
+        """Return positions [T] as `packed_positions`, but all from 0 where one document's would go on from another's.
+
+        Raises CaptureError if they jump within a document.
+        """
+        position_T = self.packed_positions(real_BS, source)
+        if not self.continue_on(real_BS):
+            return position_T
+        return position_T - position_T[self.is_first_BS[real_BS]].repeat_interleave(self.lengths(real_BS))
+
+    def continue_on(self, real_BS: Tensor) -> bool:
+        """Do any document's positions go on where those of the one before end?"""
+        position_T, is_first_T = self.position_BS[real_BS], self.is_first_BS[real_BS]
+        return bool((torch.diff(position_T) == 1)[is_first_T[1:]].any())
 
 
 def documents_of(batch: MicroBatch) -> Documents:

@@ -14,6 +14,7 @@ from torch import Tensor
 from actor_init.attention.ring import RingSlice
 from actor_init.inputs.documents import Documents, documents_of
 from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.layout import Borders, Layout
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
@@ -35,6 +36,7 @@ class ActorInputs:
     slot_N: Tensor  # index into the flattened [B, A]
     action_mask_BA: Tensor
     captured_index: Tensor  # like the ids: each token's index in the flattened captured [B, S], -1 for padding
+    borders: Borders = Borders.OWN  # what tells the model where packed documents begin
     ring: RingSlice | None = None  # if set, all fields except the action mask are this rank's slice
     kept_logits: KeptLogits | None = None  # where the forward leaves its logits for a loss that asks for them
 
@@ -103,7 +105,41 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         max_length=_bucket(int(lengths.max())),
         predictor_N=predictor_N,
         captured_index=flat_T.unsqueeze(0),
+        borders=Borders.MASK if documents.continue_on(real_BS) else Borders.OWN,
         **shared,
+    )
+
+
+def arranged(inputs: ActorInputs, layout: Layout) -> ActorInputs:
+    """Return `inputs` under `layout`; they must be packed where `layout.joins`."""
+    if layout.packs:
+        return replace(inputs, borders=layout.borders) if layout.borders is not Borders.OWN else inputs
+    return inputs if layout.as_captured else unpacked(inputs)
+
+
+def unpacked(inputs: ActorInputs) -> ActorInputs:
+    """Return packed inputs as padded rows of one document each, padded on the right, with the same log-probs."""
+    assert inputs.cu_seq_lens is not None
+    borders = inputs.cu_seq_lens.long()
+    lengths_D = borders.diff()
+    longest = int(lengths_D.max())
+    real_DL = torch.arange(longest) < lengths_D[:, None]
+
+    def rows_of(packed_1T: Tensor, padding: int) -> Tensor:
+        rows_DL = packed_1T.new_full(real_DL.shape, padding)
+        rows_DL[real_DL] = packed_1T[0]
+        return rows_DL
+
+    document_N = torch.bucketize(inputs.predictor_N, borders, right=True) - 1
+    return replace(
+        inputs,
+        input_ids=rows_of(inputs.input_ids, 0),
+        position_ids=rows_of(inputs.position_ids, 1),
+        attention_mask_BS=real_DL,
+        cu_seq_lens=None,
+        max_length=longest,
+        predictor_N=document_N * longest + inputs.predictor_N - borders[document_N],
+        captured_index=rows_of(inputs.captured_index, -1),
     )
 
 

@@ -33,7 +33,7 @@ ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards lengths 
 def check_divisible(config: PretrainedConfig, tp: int) -> None:
     """Raise UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
     if tp == 1:
-        return
+        return  # models without attention have no heads
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -104,7 +104,10 @@ def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
     The backend averages over the window, so each weight is multiplied by the number of parts.
     """
     assert trial.spec.num_accumulated == len(parts)
-    counts = [int(actor_inputs(part, packing=trial.spec.packs).action_mask_BA.sum()) for part in parts]
+    counts = [
+        int(actor_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
+        for part in parts
+    ]
     shares = [count / max(1, sum(counts)) for count in counts]
     losses = [trial.passed(part, share=share * len(parts)) for part, share in zip(parts, shares, strict=True)]
     return sum(loss * share for loss, share in zip(losses, shares, strict=True))

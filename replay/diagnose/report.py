@@ -22,6 +22,7 @@ from actor_init.as_json import to_json
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
+from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, OptimizerName, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
@@ -75,6 +76,7 @@ def diagnose_in(
     show_traceback: bool = False,
 ) -> int:
     """Run `diagnose` in a world that is already open, and leave it open."""
+    packing_is_given = run.actor.packing is not None
     run = replace(run, actor=run.actor.settled())
     if run.actor.optimizer is OptimizerName.NONE:
         raise UsageError("diagnose trains, which --optimizer none prevents. Try: no --optimizer")
@@ -86,8 +88,10 @@ def diagnose_in(
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
+    actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)
+    source = replace(source, layout=layout)
     rate = RATE_OF_WIDTH / width if learning_rate is None else learning_rate
-    spec = replace(run.actor, learning_rate=rate)
+    spec = replace(actor, learning_rate=rate)
     read = partial(_read, run=run, source=source)
     batches = [read(path) for path in selection.inputs]
     row = _shortest_row([read(path) for path in world.from_first(selection.inputs)])
@@ -131,7 +135,7 @@ class Report:
             "inputs": f"{counted(len(selection.inputs), 'input')}{' a data rank' * (self._world.num_data_ranks > 1)}, "
             f"{selection.dealing}",
             "actor": f"{engine_text(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
-            f"{'packed' if spec.packs else 'padded'}, on {self._world.device.type}, "
+            f"{source.layout_under(spec).describe()}, on {self._world.device.type}, "
             + ", ".join([counted(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]),
         }
         self._facts |= lines
@@ -189,7 +193,7 @@ def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
     try:
         batch = tokens_for(run.measure.loss, with_own_positions(read_micro_batch(path), source.config))
         check_vocabulary(batch, source)
-        actor_inputs(batch, packing=run.actor.packs)
+        actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
         raise UsageError(str(error)) from error
     return batch

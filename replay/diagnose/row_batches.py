@@ -23,7 +23,7 @@ def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
     documents, real_BS = documents_of(batch), batch.attention_mask_BS
     position_BS = torch.where(real_BS, documents.position_BS, 0)
     if documents.share_rows:
-        position_BS[real_BS] = documents.packed_positions(real_BS, batch.origin.source)
+        position_BS[real_BS] = documents.restarting_positions(real_BS, batch.origin.source)
     index = torch.tensor(rows)
     return replace(
         batch,

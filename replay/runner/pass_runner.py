@@ -14,7 +14,7 @@ from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
-from actor_init.inputs.packing import ActorInputs, actor_inputs, padded_to, sliced
+from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, sliced
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
 from actor_init.spec import ActorSpec, PadTo
@@ -341,12 +341,13 @@ class PassRunner:
 
 
 def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
-    """Return `batch` on the device, padded and sliced as the spec says.
+    """Return `batch` on the device, laid out, padded and sliced as the source and the spec say.
 
     Raises CaptureError if it is not valid input for the model. All ranks must call this.
     """
     check_vocabulary(batch, source)
-    inputs = actor_inputs(batch, packing=spec.packs)
+    layout = source.layout_under(spec)
+    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     if spec.parallel.ring > 1:

@@ -14,6 +14,7 @@ import torch
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
+from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
@@ -76,6 +77,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     first = _first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
+    packing_is_given = spec.actor.packing is not None
     spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
     states = states or FolderStates.of(spec.state)
     refuse_folders(spec.state, world, states)
@@ -83,6 +85,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
     original = source_of_all(spec, world)
     state = earlier.folder or state_to_load(spec.state)
+    actor_spec, layout = choose_layout(spec.actor, original.config, world, is_given=packing_is_given)
+    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
@@ -203,6 +207,7 @@ class Session:
             facts = {
                 "model": source.name,
                 **source.facts,
+                "rows": source.layout_under(spec.actor).describe(),
                 "weights": source.weights.describe(),
                 **actor.backend.facts(),
             }
@@ -507,7 +512,7 @@ def _header(
     layers = source.config.get_text_config().num_hidden_layers
     toggles = [
         spec.actor.dtype.value,
-        "packed" if spec.actor.packs else "padded",
+        facts["rows"],
         f"attention {facts['attention_kernel']}",
         f"optimizer {facts['optimizer']}",
         *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),

@@ -36,10 +36,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {  # and do they look columns
     "gptj": (GPT2 | {"rotary_dim": 4}, False),
     "codegen": (GPT2 | {"rotary_dim": 4}, False),
     "llama": (LLAMA, False),
+    "ctrl": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "dff": 48, "resid_pdrop": 0.0}, True),
+    "xglm": ({"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, True),
+    "hunyuan_v1_dense": (LLAMA | {"head_dim": 8}, True),  # norms behind the rotation
 }
 
 
-SEE_EACH_OTHER = [("opt", True), ("biogpt", True)]
+SEE_EACH_OTHER = [("opt", True), ("biogpt", True), ("xglm", True)]
 
 
 def config_of(family: str) -> PretrainedConfig:
@@ -64,7 +67,7 @@ def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "packing"),
-    # the masks of OPT and BioGPT do not read position ids: with any kernel but varlen packed rows see each other
+    # the masks of OPT, BioGPT and XGLM do not read position ids: with any kernel but varlen packed rows see each other
     [(family, packing) for family in FAMILIES for packing in (False, True) if (family, packing) not in SEE_EACH_OTHER],
 )
 def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) -> None:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from actor_init.actor import action_log_probs
-from actor_init.inputs.packing import actor_inputs, padded_to
+from actor_init.inputs.packing import actor_inputs, arranged, padded_to
+from actor_init.layout import Borders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
@@ -48,12 +49,20 @@ def mask_of(rows: list[str], letters: str) -> Tensor:
     return torch.tensor([[letter in letters for letter in row] for row in rows])
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+LAYOUTS = {
+    "packed": Layout(packs=True),
+    "packed, masked": Layout(packs=True, borders=Borders.MASK),
+    "padded": Layout(packs=False),
+    "a document a row": Layout(packs=False, as_captured=False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", ROWS)
 @torch.no_grad()
-def test_rows_have_the_log_probs_they_have_alone(name: str, packing: bool, reference: Reference) -> None:
+def test_rows_have_the_log_probs_they_have_alone(name: str, layout: Layout, reference: Reference) -> None:
     batch = batch_of(ROWS[name])
-    inputs = actor_inputs(batch, packing=packing)
+    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
     found_BA = action_log_probs(reference.model.set_attn_implementation("sdpa") or reference.model, inputs)
     expected_BA = reference.log_probs(batch)
     torch.testing.assert_close(found_BA, expected_BA, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
@@ -69,10 +78,10 @@ def test_packed_rows_hold_the_real_tokens_alone() -> None:
     assert inputs.position_ids[0, 8:11].tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_every_real_token_is_fed_once_and_says_where_it_was_captured(packing: bool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_real_token_is_fed_once_and_says_where_it_was_captured(layout: Layout) -> None:
     batch = batch_of(ROWS["of many kinds"])
-    inputs = actor_inputs(batch, packing=packing)
+    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
     for fed in (inputs, padded_to(inputs, inputs.input_ids.shape[1] + 3)):
         is_real = fed.captured_index >= 0
         assert fed.captured_index.shape == fed.input_ids.shape

@@ -1,0 +1,160 @@
+"""Choose how rows are fed to a model: as asked, or, where that is not given, as the probe shows to be right."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import device
+from transformers import PretrainedConfig
+
+from actor_init.attention.kernels import kernel_name, plain_kernel
+from actor_init.custom.config import CustomConfig
+from actor_init.layout import Borders, Layout
+from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
+from actor_init.spec import ActorSpec, Attention, UsageError
+from actor_init.world import World
+
+PADDED = Layout(packs=False)
+A_DOCUMENT_A_ROW = Layout(packs=False, as_captured=False)
+_CUSTOM = "nothing is known about the attention of a user's model"
+_not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How rows are fed, with which attention kernel; or why not."""
+
+    attention: Attention
+    layout: Layout
+    refusal: str = ""
+
+
+def choose_layout(
+    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool
+) -> tuple[ActorSpec, Layout]:
+    """Return `spec` with packing and kernel as they will be, and the layout. `is_given`: packing was typed.
+
+    Rows are packed if a small copy of the model keeps documents apart, and padded by themselves if it does not. All
+    ranks must call this, and get the same. Raises UsageError if what was typed gives wrong numbers for this model.
+    """
+    if spec.is_custom:
+        return spec, Layout(packs=False, why=_CUSTOM)
+    if spec.parallel.ring > 1:
+        return spec, _in_ring(spec, config, world)
+    choice = world.from_first(_chosen(spec, config, world.device, is_given) if world.rank == 0 else None)
+    if choice.refusal:
+        raise UsageError(choice.refusal)
+    return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
+
+
+def why_not_packed(config: PretrainedConfig) -> str:
+    """Return why no packed layout is right for the model with the kernel that every device has; empty if one is.
+
+    It is found out on the CPU, once for a config.
+    """
+    if isinstance(config, CustomConfig):
+        return _CUSTOM
+    key = str(config.model_type), config.to_json_string(use_diff=False)
+    if key not in _not_packed:
+        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config).value
+        is_right = any(search.is_right(kernel, layout) for layout in _packed())
+        _not_packed[key] = "" if is_right else search.why(kernel)
+    return _not_packed[key]
+
+
+def _packed() -> Iterator[Layout]:
+    for borders in Borders:
+        why = "" if borders is Borders.OWN else "its own masks do not see where one begins"
+        yield Layout(packs=True, borders=borders, why=why)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:
+    config: PretrainedConfig
+    device: device
+    probes: dict[int, Probe] = field(default_factory=dict)
+    found: dict[tuple[str, Layout], str] = field(default_factory=dict)  # why not; empty: right
+
+    def is_right(self, kernel: str, layout: Layout) -> bool:
+        if (kernel, layout) not in self.found:
+            self.found[kernel, layout] = self._complaint(kernel, layout)
+        return not self.found[kernel, layout]
+
+    def why(self, kernel: str) -> str:
+        """Return the complaint about packed rows as they usually are."""
+        return self.found[kernel, Layout(packs=True)]
+
+    def _complaint(self, kernel: str, layout: Layout) -> str:
+        kind = self.config.model_type
+        for seed in SEEDS:
+            try:
+                if seed not in self.probes:
+                    self.probes[seed] = Probe.of(self.config, self.device, seed)
+                error = self.probes[seed].error(kernel, layout)
+            except NotProvedError as reason:
+                return f"it could not be proved that {kind} keeps packed documents apart: {_line(reason)}"
+            except Exception as reason:  # of the model, its kernel or its layers, of any type
+                return f"{kind} does not run packed: {_line(reason)}"
+            if error <= bound_of(kernel):
+                return ""
+        return f"packed documents of {kind} see each other: the probe's numbers are {error:.2g} off"
+
+
+def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
+    kernel = kernel_name(spec, where, config)
+    search = _Search(config=config, device=where)
+    if not spec.packs:
+        is_right = search.is_right(_masked(kernel, config), PADDED)
+        why = "" if is_right else f"{config.model_type} sees padding on the left"
+        return Choice(attention=spec.attention, layout=replace(PADDED, why=why))
+    kernels = {kernel: spec.attention}
+    if spec.attention is Attention.AUTO:
+        kernels.setdefault(plain_kernel(config).value, plain_kernel(config))
+    for name, attention in kernels.items():
+        for layout in _packed():
+            if search.is_right(name, layout):
+                return Choice(attention=attention, layout=layout)
+    why = search.why(kernel)
+    more = (
+        "" if search.is_right(_masked(kernel, config), A_DOCUMENT_A_ROW) else ", and padded rows are not right either"
+    )
+    padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
+    if spec.attention is Attention.VARLEN:
+        return replace(padded, refusal=f"--attention varlen reads packed rows, and {why}. Try: --attention sdpa")
+    if is_given:
+        return replace(
+            padded, refusal=f"--packing: {why}. Try: --no-packing, or neither: rows are padded by themselves"
+        )
+    return padded
+
+
+def _masked(kernel: str, config: PretrainedConfig) -> str:
+    """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
+    return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
+
+
+def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+    kernel, ring = kernel_name(spec, world.device, config), spec.parallel.ring
+    why = ""
+    for seed in SEEDS:
+        try:
+            probe = Probe.of(config, world.device, seed, ring=True)
+            error = probe.error(kernel, Layout(packs=True), ring=world.ring_group)
+            why = "" if error <= bound_of(kernel) else f"the probe's numbers are {error:.2g} off"
+        except NotProvedError as reason:
+            why = f"that could not be proved: {_line(reason)}"
+        except Exception as reason:  # of the model, its kernel or its layers, of any type
+            why = _line(reason)
+        why = next(filter(None, world.gather(why)), "")
+        if not why:
+            return Layout(packs=True)
+    raise UsageError(
+        f"--ring {ring} slices packed rows, and {config.model_type} does not keep its slices right: {why}. "
+        f"Try: no --ring"
+    )
+
+
+def _line(error: Exception) -> str:
+    """Return an error's first sentence, with its type unless it is one of ours."""
+    first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    return first if isinstance(error, (UsageError, NotProvedError)) else f"{type(error).__name__}: {first}"

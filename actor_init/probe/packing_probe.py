@@ -1,0 +1,194 @@
+"""Prove on a small copy of a model that it keeps packed documents, and slices of a ring, apart.
+
+The copy has the model's class and kinds of layers, random weights, and its attention kernel. Three documents, longer
+and shorter than its windows, are fed as a replay feeds them; log-probs and every gradient are compared with those of
+each document alone, with eager attention. Nothing of the real model is touched, nor the run's random states.
+
+Shape letters: N tokens that have a log-prob.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from actor_init.actor import action_log_probs
+from actor_init.attention.kernels import HALF_PRECISION
+from actor_init.attention.ring import may_zigzag, ring_slice
+from actor_init.inputs.packing import actor_inputs, arranged, sliced
+from actor_init.layout import Layout
+from actor_init.probe.small_config import VOCABULARY, small_configs
+from capture.file_format.micro_batch import MicroBatch, Origin
+
+LENGTHS = (5, 20, 11)
+NUM_TOKENS = 22  # of a captured row, padded on the left
+# Relative to the reference's norm. Rounding gives up to 2e-5 in fp32 (deepest: gemma4). A document that sees another
+# gives 0.06 or more in all families of transformers 5.23 that do.
+BOUND = 1e-3
+# Kernels without fp32 round queries, keys and values to bf16: 0.004 for each of them, see kernel_check.py.
+COARSE_BOUND = 0.03
+SEEDS = (1, 2)  # a router or a selection that rounding tips over shows under one seed, a leak under all
+
+
+class NotProvedError(Exception):
+    """Raised if no small copy of the model can be built and run alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What some documents give, each alone."""
+
+    documents: tuple[int, ...]
+    log_probs_N: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A small copy of a model, and its answers for each document alone."""
+
+    config: PretrainedConfig
+    device: torch.device
+    seed: int
+    answers: tuple[Answer, ...]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, device: torch.device, seed: int, *, ring: bool = False) -> "Probe":
+        """Build the copy and feed it each document alone. Raises NotProvedError.
+
+        Under a ring a document that has a row for itself is sliced in another way, so it is asked for too.
+        """
+        reasons = []
+        for small in small_configs(config):
+            try:
+                model = small_model(small, "eager", seed, device)
+                answers = tuple(_answer(model, documents) for documents in ((0, 1, 2), *([(1,)] if ring else [])))
+            except Exception as error:  # a class's own checks of its config, of any type
+                reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                continue
+            if all(bool(answer.log_probs_N.isfinite().all()) for answer in answers):
+                return cls(config=small, device=device, seed=seed, answers=answers)
+            reasons.append("its log-probs are not finite")
+        raise NotProvedError(reasons[0])
+
+    def error(self, kernel: str, layout: Layout, ring: dist.ProcessGroup | None = None) -> float:
+        """Return how far log-probs and gradients are off, relative to their norm, under `layout`: the larger one.
+
+        `kernel` is transformers' name. Under a ring all its ranks must call this. Raises what the model or its kernel
+        raises.
+        """
+        model = small_model(self.config, _fp32_name(kernel), self.seed, self.device)
+        return max(self._error(model, answer, layout, ring) for answer in self.answers)
+
+    def _error(
+        self,
+        model: PreTrainedModel,
+        answer: Answer,
+        layout: Layout,
+        ring: dist.ProcessGroup | None,
+    ) -> float:
+        inputs = arranged(actor_inputs(_batch(answer.documents), packing=layout.joins), layout)
+        slot_N = inputs.slot_N.to(self.device)
+        if ring is not None:
+            assert inputs.cu_seq_lens is not None
+            zigzag = may_zigzag(self.config)
+            inputs = sliced(inputs, ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
+        found_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
+        gradients = _gradients(model, found_N)
+        if ring is not None:
+            gradients = _averaged(gradients, ring)
+        return max(_off({"": found_N.detach()}, {"": answer.log_probs_N}), _off(gradients, answer.gradients))
+
+
+def bound_of(kernel: str) -> float:
+    """Return the largest error that rounding explains."""
+    return COARSE_BOUND if kernel in HALF_PRECISION else BOUND
+
+
+def small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
+    """Return an fp32 model with random weights that let every token see far, and no vector constant."""
+    with torch.random.fork_rng(devices=[]):
+        random = torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
+        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=kernel, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                std = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+                if parameter.ndim < 2:
+                    parameter += std * torch.randn(parameter.shape, generator=random)
+                elif float(parameter.std()) < std:
+                    parameter.normal_(std=std, generator=random)
+    assert isinstance(model, PreTrainedModel)
+    return model.to(device).eval()
+
+
+def _documents() -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (length,), generator=random) for length in LENGTHS]
+
+
+def _batch(numbers: tuple[int, ...]) -> MicroBatch:
+    """Return documents as rows that are padded on the left."""
+    ids_BS = torch.full((len(numbers), NUM_TOKENS), VOCABULARY - 1)  # padding that would be seen, were it not masked
+    for row_S, document in zip(ids_BS, [_documents()[number] for number in numbers], strict=True):
+        row_S[NUM_TOKENS - len(document) :] = document
+    lengths_B = torch.tensor([LENGTHS[number] for number in numbers])
+    real_BS = torch.arange(NUM_TOKENS) >= NUM_TOKENS - lengths_B[:, None]
+    return MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="the probe"))
+
+
+def _answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Answer:
+    """Feed the model each document alone, without anything of a replay's."""
+    each = []
+    for document in (_documents()[number].to(model.device) for number in numbers):
+        logits_TV = model(input_ids=document[None], use_cache=False).logits[0]
+        each.append(torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, document[1:, None])[:, 0])
+    log_probs_N = torch.cat(each)
+    gradients = _gradients(model, log_probs_N)
+    return Answer(documents=numbers, log_probs_N=log_probs_N.detach(), gradients=gradients)
+
+
+def _gradients(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a loss that weighs each token differently; zeros where there are none."""
+    weight_N = torch.linspace(0.5, 1.5, len(log_probs_N), device=log_probs_N.device)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad((weight_N * log_probs_N).mean(), list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+    }
+
+
+def _averaged(gradients: Mapping[str, Tensor], ring: dist.ProcessGroup) -> dict[str, Tensor]:
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    dist.all_reduce(flat, group=ring)
+    parts = (flat / ring.size()).split([gradient.numel() for gradient in gradients.values()])
+    return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
+
+
+def _off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference, relative to that of `wanted`; infinite if it is not a number."""
+    difference = torch.stack([(found[name] - wanted[name]).double().norm() for name in wanted]).norm()
+    relative = float(difference / torch.stack([one.double().norm() for one in wanted.values()]).norm())
+    return relative if math.isfinite(relative) else math.inf
+
+
+def _fp32_name(kernel: str) -> str:
+    """Return a name under which a kernel of half precision takes fp32 and returns it."""
+    if kernel not in HALF_PRECISION:
+        return kernel
+    half: Callable[..., Any] = AttentionInterface()[kernel]
+
+    def rounded(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        out, _ = half(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), *args, **kwargs)
+        return out.float(), None
+
+    AttentionInterface.register(f"probed_{kernel}", rounded)
+    return f"probed_{kernel}"

@@ -1,0 +1,109 @@
+"""Shrink a model's config to a copy of its class that runs in milliseconds, with every kind of layer that it mixes."""
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
+from math import gcd
+from typing import Any
+
+from transformers import PretrainedConfig
+
+VOCABULARY = 128
+WINDOW = 6
+CHUNK = 8
+SELECTED = 24  # keys that a query selects: more than the probe's documents have, less than all of them together
+WIDTHS = (
+    *("hidden_size", "intermediate_size", "n_embd", "d_model", "n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"),
+    *("word_embed_proj_dim", "lru_width", "attention_hidden_size", "mamba_d_ssm", "intermediate_size_mlp"),
+    *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"),
+)
+QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")  # of state-space layers
+STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention")
+CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")  # that recurrent layers work in
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+TOP_K = ("index_topk",)
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+PERIOD = re.compile(r"period|pattern|interval|every|freq|offset|first_k_dense|_step$|hash_layers")
+SMALL = 100_000  # elements of all layers' widest matrix: below that, nothing has to be narrower
+
+
+def small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield copies of `config` to try in turn: narrow with few layers, narrow with all, wide with few.
+
+    All have a small vocabulary and short windows, so that a document of 20 tokens is longer than a window. A copy may
+    not be possible for its class: then building it raises.
+    """
+    for divisor, is_cut in ((_divisor(config), True), (_divisor(config), False), (1, True)):
+        small = deepcopy(config)
+        text = small.get_text_config()
+        _set(text, VOCABULARIES, VOCABULARY)
+        _set(text, WINDOWS, WINDOW)
+        _set(text, CHUNKS, CHUNK)
+        _set(text, TOP_K, SELECTED)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if _numbers(text, (name,)).get(name, 0) >= VOCABULARY:
+                setattr(text, name, 0)
+        if divisor > 1:
+            _narrow(text, divisor)
+        if is_cut:
+            _cut(text)
+        yield small
+
+
+def _set(config: Any, names: tuple[str, ...], largest: int) -> None:
+    for name in names:
+        if name in _numbers(config, names) and getattr(config, name) > largest:
+            setattr(config, name, largest)
+
+
+def _numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
+    """Return the whole numbers above 0 that `config` has under `names`."""
+    own = vars(config)  # without aliases, and without what each layer has a value of its own for
+    return {name: own[name] for name in names if type(own.get(name)) is int and own[name] > 0}
+
+
+def _divisor(config: PretrainedConfig) -> int:
+    """Return the largest number that divides all widths and heads and leaves two heads; 1 if the model is narrow."""
+    text = config.get_text_config()
+    widths = _numbers(text, WIDTHS)
+    if not widths or max(widths.values()) ** 2 < SMALL:
+        return 1
+    groups = max(_numbers(text, STATE_GROUPS).values(), default=1)
+    heads = {**_numbers(text, QUERY_HEADS), **_numbers(text, STATE_HEADS)}
+    common = reduce(gcd, [*widths.values(), *heads.values()])
+    least = min(heads.values(), default=common)
+    possible = [n for n in range(1, common + 1) if not common % n and all(not h // n % groups for h in heads.values())]
+    return max((n for n in possible if least // n >= 2), default=1)
+
+
+def _narrow(config: Any, divisor: int) -> None:
+    for name, value in {**_numbers(config, WIDTHS), **_numbers(config, QUERY_HEADS + STATE_HEADS)}.items():
+        setattr(config, name, value // divisor)
+    for name, value in _numbers(config, KEY_HEADS).items():
+        setattr(config, name, 1 if value % divisor else value // divisor)
+
+
+def _cut(config: Any) -> None:
+    """Keep the first layers, up to one of each kind, and at least two."""
+    depths = _numbers(config, DEPTHS)
+    depth = max(depths.values(), default=0)
+    names = [name for name, value in vars(config).items() if _is_by_layer(value, depth)]
+    kinds = list(zip(*(map(repr, vars(config)[name]) for name in names), strict=True))
+    wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
+    if not names:
+        periods = [v for k, v in vars(config).items() if PERIOD.search(k) and type(v) is int and 1 < v < depth]
+        wanted = 2 * max(periods, default=1)
+    num_layers = min(depth, max(2, wanted))
+    for name in names:
+        setattr(config, name, list(vars(config)[name])[:num_layers])
+    for name in depths:
+        setattr(config, name, num_layers)
+
+
+def _is_by_layer(value: object, depth: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == depth > 0

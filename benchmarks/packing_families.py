@@ -1,0 +1,111 @@
+"""Try the packing probe on every causal LM family of the installed transformers: a line each, and the totals.
+
+    python -m benchmarks.packing_families
+    torchrun --nproc-per-node 2 -m benchmarks.packing_families --ring
+
+Right is what gives the loss and gradients of each document alone, in the plain model with eager attention:
+
+    family            packed without probe  the probe says                        then    seconds
+    gpt_oss           0.89 WRONG            packed, documents kept apart by a mask  4e-07    0.21
+
+The exit code is 1 if a run is wrong, or a family that is right when packed is not packed.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from typing import NamedTuple
+
+import transformers
+
+from actor_init.attention.kernels import kernel_name
+from actor_init.layout import Layout
+from actor_init.probe.layout_choice import choose_layout
+from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
+from actor_init.world import World
+from tests.helpers.each_alone import BOUND, EachAlone
+from tests.helpers.families import families, tiny_config
+
+PACKED = Layout(packs=True)
+
+
+class Line(NamedTuple):
+    family: str
+    without: str
+    was_right: bool
+    decided: str
+    then: float | None  # how far off; None: refused
+    packs: bool
+    seconds: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.then is not None and not self.then <= BOUND
+
+    @property
+    def is_sent_away(self) -> bool:
+        return self.was_right and not self.packs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ring", action="store_true", help="slice packed rows over the ranks that torchrun started")
+    parser.add_argument("--only", nargs="*", help="these families")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    parallel = ParallelSpec(ring=2 if given.ring else 1)
+    with World.from_env(parallel) as world:
+        say = print if world.rank == 0 else _silent
+        say(f"{'family':<22}{'packed without':<18}{'seconds':>8}  {'then':<9}the probe says")
+        lines = []
+        for family in given.only or families():
+            line = _line(family, ActorSpec(backend="fsdp2", dtype=Dtype.FP32, parallel=parallel), world)
+            lines.append(line)
+            then = "refused" if line.then is None else f"{line.then:.0e}" + " WRONG" * line.is_wrong
+            say(f"{family:<22}{line.without:<18}{line.seconds:>8.2f}  {then:<9}{line.decided}", flush=True)
+        wrong, away = ([line.family for line in lines if bad(line)] for bad in (_is_wrong, _is_sent_away))
+        refused = sum(line.then is None for line in lines)
+        say(
+            f"{len(lines)} families: {sum(line.was_right for line in lines)} right when packed without the probe; "
+            f"with it {sum(line.packs for line in lines)} packed, {refused} refused, "
+            f"{len(wrong)} wrong {' '.join(wrong)}; {len(away)} right ones not packed {' '.join(away)}"
+        )
+        return 1 if wrong or away else 0
+
+
+def _is_wrong(line: Line) -> bool:
+    return line.is_wrong
+
+
+def _is_sent_away(line: Line) -> bool:
+    return line.is_sent_away
+
+
+def _silent(*_: object, **__: object) -> None:
+    return None
+
+
+def _line(family: str, spec: ActorSpec, world: World) -> Line:
+    config = tiny_config(family)
+    alone = EachAlone(config)
+    ring = world.ring_group if spec.parallel.ring > 1 else None
+    asked = spec.settled()
+    try:
+        off = alone.off(kernel_name(asked, world.device, config), PACKED, ring)
+        without, was_right = f"{off:.0e} {'right' if off <= BOUND else 'WRONG'}", off <= BOUND
+    except Exception as error:  # whatever a class raises on packed rows
+        without, was_right = type(error).__name__, False
+    begin = time.perf_counter()
+    try:
+        chosen, layout = choose_layout(asked, config, world, is_given=False)
+    except UsageError as error:
+        return Line(family, without, was_right, str(error), None, False, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    then = alone.off(kernel_name(chosen, world.device, config), layout, ring)
+    return Line(family, without, was_right, layout.describe(), then, layout.packs, seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

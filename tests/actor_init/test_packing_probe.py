@@ -1,0 +1,156 @@
+"""What the probe decides for families that differ in it, and what is then run, against each document alone."""
+
+import subprocess
+import sys
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
+
+from actor_init.actor import action_log_probs
+from actor_init.attention.kernels import kernel_name
+from actor_init.inputs.packing import actor_inputs
+from actor_init.layout import Borders, Layout
+from actor_init.model import count_parameters
+from actor_init.own_positions import with_own_positions
+from actor_init.probe import packing_probe
+from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_not_packed
+from actor_init.probe.small_config import small_configs
+from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.world import World
+from capture.file_format.micro_batch import MicroBatch, Origin
+from tests.helpers.commands import ROOT
+from tests.helpers.each_alone import BOUND, EachAlone
+from tests.helpers.families import tiny_config, tiny_model
+
+PACKED = Layout(packs=True)
+MASKED = Layout(packs=True, borders=Borders.MASK)
+DECIDED: dict[str, Layout] = {
+    "llama": PACKED,
+    "gemma3_text": PACKED,  # sliding beside full attention
+    "llama4_text": PACKED,  # chunked beside full attention
+    "gpt2": PACKED,  # a table of positions
+    "gpt_oss": MASKED,
+    "falcon": MASKED,
+    "bloom": MASKED,
+    "deepseek_v32": PACKED,  # selects the keys that a query sees
+    "mamba2": A_DOCUMENT_A_ROW,
+    "recurrent_gemma": A_DOCUMENT_A_ROW,  # and sees padding on the left
+    "qwen3_next": A_DOCUMENT_A_ROW,  # refuses packed rows without kernels for CUDA
+}
+
+
+def spec_of(**given: Any) -> ActorSpec:
+    return ActorSpec(backend="fsdp2", dtype=Dtype.FP32, **given).settled()
+
+
+@pytest.mark.parametrize("family", DECIDED)
+def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: World) -> None:
+    config = tiny_config(family)
+    alone = EachAlone(config)
+    spec, layout = choose_layout(spec_of(), config, world, is_given=False)
+    assert (layout.packs, layout.borders, layout.as_captured) == (
+        DECIDED[family].packs,
+        DECIDED[family].borders,
+        DECIDED[family].as_captured,
+    )
+    assert spec.packing is layout.packs
+    assert bool(layout.why) is (DECIDED[family] is not PACKED)
+    kernel = kernel_name(spec, world.device, config)
+    assert alone.off(kernel, layout) <= BOUND
+    if layout.why and "does not run" not in layout.why:
+        assert alone.off(kernel, PACKED) > 0.01  # without the probe
+
+
+def test_packing_that_was_typed_is_refused_where_it_is_wrong(world: World) -> None:
+    with pytest.raises(UsageError, match=r"--packing: packed documents of mamba see each other.* Try: --no-packing"):
+        choose_layout(spec_of(packing=True), tiny_config("mamba"), world, is_given=True)
+
+
+def test_padding_that_was_typed_is_as_captured_and_says_what_the_model_sees(world: World) -> None:
+    spec, layout = choose_layout(spec_of(packing=False), tiny_config("rwkv"), world, is_given=True)
+    assert (spec.packs, layout.as_captured, layout.why) == (False, True, "rwkv sees padding on the left")
+    _, layout = choose_layout(spec_of(packing=False), tiny_config("mamba"), world, is_given=True)
+    assert layout == Layout(packs=False)
+
+
+def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such width\nand more")
+
+    monkeypatch.setattr(packing_probe, "small_model", fail)
+    _, layout = choose_layout(spec_of(), tiny_config("llama"), world, is_given=False)
+    assert not layout.packs
+    assert "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why
+
+
+def test_the_run_s_random_states_and_the_config_stay_as_they_are(world: World) -> None:
+    config = tiny_config("gpt_oss")
+    before, state = deepcopy(config.to_dict()), torch.get_rng_state()
+    choose_layout(spec_of(), config, world, is_given=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert config.to_dict() == before
+
+
+def large_llama() -> PretrainedConfig:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    return LlamaConfig(vocab_size=128256, num_hidden_layers=32, **sizes)
+
+
+def test_a_large_model_is_tried_as_a_narrow_one() -> None:
+    small = next(small_configs(large_llama()))
+    assert count_parameters(small) < 3e6
+    assert (small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads) == (2, 2, 1)
+    assert small.head_dim == 128  # as the kernel sees it
+    assert not why_not_packed(large_llama())
+
+
+def test_the_copy_has_each_kind_of_layer() -> None:
+    small = next(small_configs(Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)))
+    assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert small.sliding_window < max(packing_probe.LENGTHS)
+
+
+def test_a_leak_that_only_a_deep_layer_has_is_found() -> None:
+    config = tiny_config("granitemoehybrid", num_hidden_layers=4, layer_types=["full_attention"] * 3 + ["mamba"])
+    assert "see each other" in why_not_packed(config)
+
+
+def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) -> None:
+    config = tiny_config("gpt2")
+    model = tiny_model(config, "sdpa")
+    ids_BS = torch.arange(3, 15).view(2, 6)
+    real_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
+    batch = MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="tiny"))
+    inputs = actor_inputs(with_own_positions(batch, config), packing=True)
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    with torch.no_grad():
+        logits_BSV = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False).logits
+        found_BA = action_log_probs(model, inputs)
+    expected_BA = torch.log_softmax(logits_BSV[:, :-1], -1).gather(2, ids_BS[:, 1:, None])[:, :, 0]
+    mask_BA = inputs.action_mask_BA
+    torch.testing.assert_close(found_BA[mask_BA], expected_BA[mask_BA], rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
+    families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(tuple(families))}
+    assert all(lines[family].endswith(" packed") for family in families[:3])
+    for family in families[3:]:
+        assert f"--ring 2 slices packed rows, and {family} does not keep its slices right" in lines[family]
+
+
+def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
+    spec, _ = choose_layout(spec_of(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
+    assert spec.attention is Attention.EAGER
