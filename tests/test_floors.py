@@ -21,7 +21,7 @@ ROOMS = {
     "capture": (
         ("file_format", "progress_bar"),
         ("record", "importers"),
-        ("folder_tools", "search", "on_ray"),
+        ("folder_tools", "search", "child_processes", "on_ray"),
         ("run", "integrations"),
         ("cli",),
         ("", "__main__"),

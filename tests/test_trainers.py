@@ -126,6 +126,17 @@ def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world:
     check(tmp_path, 6)
 
 
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+@pytest.mark.parametrize("strategy", ["one device", "ddp", "ddp_fork"])
+def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_world: None) -> None:
+    """It starts the script again for rank 1, or forks; a batch of validation runs without autograd in each rank."""
+    num_ranks = 1 if strategy == "one device" else 2
+    said = run_job(tmp_path, ONE, "lightning_job", str(num_ranks), *(() if num_ranks == 1 else (strategy,)))
+    assert said.count("capture: 4 passes of LlamaForCausalLM") == 1
+    assert "nothing recorded" not in said
+    check(tmp_path, 3 * num_ranks)
+
+
 @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 def test_a_lora_adapter(tmp_path: Path, one_world: None) -> None:
     """Under accelerate's launcher, which is as good as any here."""

@@ -163,7 +163,8 @@ def micro_batch_from_call(
     if not names:
         raise CaptureError(
             f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
-            f"got {sorted(rest)[:20] or 'no tensors'}"
+            f"got {sorted(rest)[:20] or 'no tensors'}. Where one of these is the token ids, record with "
+            f"--arguments {next(iter(rest), 'idx')}=input_ids, or arguments= of `recording`"
         )
     sequences = rest.pop(names[0])
     _check_kind(names[0], sequences, _ID_DTYPES, origin.source)

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from capture.record.background_writer import BackgroundWriter, warn
+from capture.record.call_arguments import checked_names
+from capture.record.child_end import at_end_of_child
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
@@ -53,6 +55,7 @@ def recording(
     reproduce: bool | None = None,
     segment: str | int | None = None,
     max_queued: int = 64,
+    arguments: Mapping[str, str] | None = None,
     **unknown: Never,
 ) -> "Recorder":
     """Write the forwards of `model` until the recorder is closed or the process ends.
@@ -77,6 +80,9 @@ def recording(
     segment     put many passes into one file of about this size, as `64MB` or a number of bytes, in a folder for each
                 rank. Without it each pass is a file, and a rank has a folder of its own if there are more than 16
     max_queued  passes that may wait for the disk; further ones are dropped and counted
+    arguments   names of the forward's arguments to those that a capture gives them, for a model whose forward has names
+                of its own: `{"idx": "input_ids", "targets": "labels"}`. `labels` are those of transformers, which
+                shifts them itself; targets that are the next tokens already are `shift_labels`
 
     Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
     warning, and the recorder's `failure` says what it was.
@@ -99,7 +105,8 @@ def recording(
         segment=segment,
         **unknown,
     )
-    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
+    names = checked_names(arguments)
+    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued, names=names)
 
 
 class Recorder:
@@ -116,15 +123,20 @@ class Recorder:
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
+    refusal      why the first of the passes that are no micro-batch was dropped, or None
+    rank, world_size  as of the latest pass
     hears_signals  False where the recording was opened outside the main thread: Python handles signals in that alone
     """
 
-    def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
+    def __init__(
+        self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int, names: Mapping[str, str]
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
         self.hears_signals = False
+        self.rank, self.world_size = 0, 1
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
@@ -143,11 +155,12 @@ class Recorder:
             when_late=self._tell_slow_step,
         )
         atexit.register(self.close)
+        at_end_of_child(self.close, order=1)
         try:
             model_name = prepare_folder(folder, model)
-            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce)
-            rank, world_size = rank_and_world_size()
-            self._writer.tell(Opened(rank=rank, world_size=world_size))
+            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            self.rank, self.world_size = rank_and_world_size()
+            self._writer.tell(Opened(rank=self.rank, world_size=self.world_size))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
@@ -171,6 +184,10 @@ class Recorder:
     @property
     def failure(self) -> Exception | None:
         return self._writer.failure
+
+    @property
+    def refusal(self) -> str | None:
+        return self._writer.refusal
 
     def __enter__(self) -> Self:
         return self
@@ -276,7 +293,7 @@ class Recorder:
         if self.failure is not None:
             self._writer.drop()
             return
-        rank, world_size = rank_and_world_size()
+        self.rank, self.world_size = rank, world_size = rank_and_world_size()
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
             self._watch_steps(lambda window: window.begin_pass(forward))
