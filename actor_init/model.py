@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from actor_init.adapters import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from actor_init.adapters import DEFAULT_NAME, AdaptedWeights, Adapter, add_adapter, read_adapter
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
 from capture.file_format.actor_config import read_actor_config
@@ -31,10 +33,18 @@ class ModelSource:
     config: PretrainedConfig
     weights: Weights
     name: str
+    adapter: Adapter | None = None
 
 
-def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:
+def find_model(
+    spec: ActorSpec,
+    captured: Mapping[str, Any] | None,
+    captured_name: str,
+    adapters: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ModelSource:
     """Return the model that `spec` names, or the one whose config (`captured`) is stored beside the inputs.
+
+    adapters  configs of the job's adapters by name
 
     Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than requested.
     """
@@ -53,6 +63,8 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
         name = str(path)
         if path.is_dir() and not (path / "config.json").exists() and (config := _captured_config(path)) is not None:
             values = config
+        elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
+            raise UsageError(f"--model {path} is an adapter without its base. Try: --model BASE --adapter {path}")
         else:
             values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
@@ -62,7 +74,31 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
         weights = FolderWeights.open(folder)
     else:
         weights = random_weights(config, spec.weights_seed)
-    return ModelSource(config=config, weights=weights, name=name)
+    source = ModelSource(config=config, weights=weights, name=name)
+    return _adapted(source, spec, adapters or {}, captured_name)
+
+
+def _adapted(
+    base: ModelSource, spec: ActorSpec, adapters: Mapping[str, Mapping[str, Any]], captured_name: str
+) -> ModelSource:
+    """Return the model with the adapter that was asked for, or that the job had. Raises UsageError."""
+    if spec.adapter is None and (not adapters or isinstance(base.weights, FolderWeights)):
+        return base
+    if spec.adapter == "none":
+        return base
+    own = None
+    if spec.adapter is None:
+        adapter = Adapter.of(adapters, captured_name)
+    else:
+        folder = Path(spec.adapter)
+        adapter = read_adapter(folder, next(iter(adapters)) if len(adapters) == 1 else DEFAULT_NAME)
+        own = FolderWeights.open(folder)
+    if spec.parallel.tp > 1:
+        raise UsageError(
+            f"--tp {spec.parallel.tp} splits Linears, and this model has a {adapter.describe()} in them. "
+            "Try: no --tp, or --adapter none"
+        )
+    return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
@@ -117,9 +153,10 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     return model
 
 
-def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    add_adapter(model, adapter)
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 

@@ -86,6 +86,11 @@ class ActorSpec:
         "A preset (llama-3.1-8b), a model folder, a config.json or a folder of captures. "
         "Default: the config beside the inputs.",
     )
+    adapter: str | None = option(
+        None,
+        "A folder with a LoRA adapter, as PEFT writes it; none: build the model without. Default: the job's adapter, "
+        "with random weights, where the model's are random; a folder of weights is taken to have it merged.",
+    )
     num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
     random_weights: bool = option(
         False, "Ignore the weights in the model folder; weights are random where there are none."

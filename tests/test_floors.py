@@ -31,7 +31,7 @@ ROOMS = {
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json"),
         ("weights", "world", "compiling", "optimizer"),
-        ("sketching",),
+        ("sketching", "adapters"),
         ("model",),
         ("parallel",),
         ("attention",),
@@ -66,6 +66,7 @@ LIBRARIES = {
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},
+    "peft": {"actor_init/adapters.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
     "ray": {"capture/on_ray/cluster.py"}

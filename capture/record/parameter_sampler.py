@@ -6,7 +6,7 @@ By these a replay knows whether its own are the same. Where a parameter's sample
 Which parameters are sampled:
 
 * in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
-* in the first pass after each optimizer step: the next NUM_A_STEP, whose gradients the next step keeps
+* in the first pass after each optimizer step: the next NUM_A_STEP that are trained, whose gradients the next step keeps
 * in each other pass: the next NUM_A_PASS
 
 So a model of any size costs a job the same.
@@ -132,9 +132,10 @@ class ParameterSampler:
         """
         self._look()
         is_first = not self._has_taken or (begins_window and not self._has_begun)
-        num_a_step = len(self._slots) if len(self._slots) <= NUM_IN_SMALL_MODEL else NUM_A_STEP
+        num_in_all = self.num_trained if self._num_frozen else len(self._slots)
+        num_a_step = num_in_all if num_in_all <= NUM_IN_SMALL_MODEL else NUM_A_STEP
         num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_A_PASS
-        chosen = self._next_slots(num_wanted)
+        chosen = self._next_slots(num_wanted, are_trained=begins_window and not is_first)
         self._has_taken = True
         if begins_window:
             self._has_begun, self._window = True, chosen
@@ -201,10 +202,16 @@ class ParameterSampler:
     def num_trained(self) -> int:
         return len(self._all) - self._num_frozen
 
-    def _next_slots(self, num_wanted: int) -> Sequence[Slot]:
-        count = min(num_wanted, len(self._slots))
-        chosen = [self._slots[(self._next + number) % len(self._slots)] for number in range(count)]
-        self._next = (self._next + count) % max(len(self._slots), 1)
+    def _next_slots(self, num_wanted: int, *, are_trained: bool) -> Sequence[Slot]:
+        """Choose the next slots in turn; if `are_trained`, those of frozen parameters are passed over."""
+        chosen: list[Slot] = []
+        num_seen = 0
+        while num_seen < len(self._slots) and len(chosen) < num_wanted:
+            slot = self._slots[(self._next + num_seen) % len(self._slots)]
+            num_seen += 1
+            if not are_trained or ((parameter := slot.parameter()) is not None and parameter.requires_grad):
+                chosen.append(slot)
+        self._next = (self._next + num_seen) % max(len(self._slots), 1)
         return chosen
 
     def _snapshot(self, collected: "_Collected") -> TakenSamples:
@@ -272,6 +279,4 @@ def _reason_by_name(name: str) -> str | None:
     parts = name.split(".")
     if "_fsdp_wrapped_module" in parts or "_flat_param" in parts:
         return "in flat shards (FSDP1)"
-    if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
-        return "of an adapter"
     return None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from actor_init.adapters import add_adapter
 from actor_init.model import ModelSource, build_on_meta, materialise
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
@@ -46,6 +47,7 @@ def plain_answer(
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
     kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
+    add_adapter(model, source.adapter)
     materialise(model, source.weights, world.device, on_progress=on_progress)
     model.eval()
     documents = [(ids_1L, at_1L, label_1L) for ids_1L, at_1L, label_1L in documents_alone(batch) if _counted(label_1L)]

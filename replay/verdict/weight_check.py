@@ -24,7 +24,7 @@ class SameWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self._source.config)
+        return parameter_shapes(self._source.config, self._source.adapter)
 
     def check(self, fingerprint: ParameterSamples | None) -> WeightComparison:
         if fingerprint is None:
