@@ -195,6 +195,7 @@ def _wrong_usage(error: Exception) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> int:
+    from capture.file_format.listing import ranges_of
     from capture.file_format.manifest import check_folder
 
     result = check_folder(parsed.folder)
@@ -211,6 +212,10 @@ def _check(parsed: argparse.Namespace) -> int:
         print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
     for name, num_bytes in result.torn.items():
         print(f"torn       {name}: {num_bytes} bytes at its end, of a pass that is or was being written")
+    if number := len(result.unreplayable):
+        print(f"no replay  {number} of them cannot be replayed: {result.unreplayable[0]}")
+    if missing := result.missing_ranks:
+        print(f"no pass    of rank{'s' * (len(missing) > 1)} {ranges_of(missing)} of the job's {result.world_size}")
     for reason in result.damaged.values():
         print(f"damaged    {reason}")
     for name in result.missing:

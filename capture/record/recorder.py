@@ -20,6 +20,8 @@ from typing import Any, Never, Self
 import torch
 from torch import nn
 
+from capture.file_format.folder_layout import ranks_in
+from capture.file_format.listing import ranges_of
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import checked_names
 from capture.record.child_end import at_end_of_child
@@ -37,6 +39,7 @@ from capture.record.snapshot import Clock, Opened, Outputs, Pass, Taker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
+MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
 
 
 def recording(
@@ -227,11 +230,30 @@ class Recorder:
         self._optimizer_hooks.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
+        if missing := self._missing_ranks():
+            named = f"rank{'s' * (len(missing) > 1)} {ranges_of(missing)}"
+            warn(
+                f"capture: {self.folder} has nothing of {named} of the job's {self.world_size}. Ranks of other hosts "
+                "have folders of their own; those of this one were started where no recording is opened"
+            )
         if self.num_seen == 0 and self.failure is None:
             warn(
                 "capture: the model was never called while it was recorded, so there are no files. Record what the job "
                 "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
             )
+
+    def _missing_ranks(self) -> list[int]:
+        """List the ranks that should have recorded and have left nothing, on rank 0; others may be a moment behind."""
+        if self.rank != 0 or self.world_size == 1 or not self.num_written:
+            return []
+        wanted = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
+        deadline = time.monotonic() + MAX_SECONDS_BEHIND
+        try:
+            while (missing := wanted - ranks_in(self.folder)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        except OSError:
+            return []
+        return sorted(missing)
 
     def hear_signal(self, number: int) -> None:
         self._writer.tell(incident("signal", signal.Signals(number).name, self._forward), is_urgent=True)

@@ -241,6 +241,23 @@ def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Pa
         assert "a helper" in done.stdout
 
 
+def test_ranks_of_which_nothing_is_there_are_said_at_the_end_and_by_check(tmp_path: Path) -> None:
+    done = captured_run(tmp_path, "Tiny()(ids)", "--to", "kept", "job.py", RANK="0", WORLD_SIZE="4")
+    assert "has nothing of ranks 1 to 3 of the job's 4" in done.stderr
+    checked = captured_run(tmp_path, "", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
+    assert "has nothing of" not in checked.stderr
+    for command in (["capture", "check"], ["replay", "inspect"]):
+        said = subprocess.run(
+            [str(warm_bin() / "python"), "-m", *command, str(tmp_path / "kept")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert said.returncode == 0, said.stderr
+        assert "of ranks 1 to 3 of the job's 4" in said.stdout
+
+
 def test_what_starts_processes_is_as_it_was_when_the_job_ends(tmp_path: Path) -> None:
     def starters() -> list[Any]:
         return [
