@@ -152,7 +152,7 @@ def run(
             stack.enter_context(recorded_children(name=job.name, is_module=job.is_module, order=asdict(order)))
             job.run()
     except Exception as error:
-        _repeat_for_torchrun(error)
+        _repeat_for_torchrun(error, job)
         raise
     finally:
         children = take_marks(marks)
@@ -187,12 +187,19 @@ def _search_in(stack: ExitStack, order: Order) -> ModelSearch:
     return search
 
 
-def _repeat_for_torchrun(error: Exception) -> None:
-    """Have torchrun print the job's traceback below its own `capture FAILED`, as it would for a job with `@record`."""
+def _repeat_for_torchrun(error: Exception, job: Job) -> None:
+    """Have torchrun print the job's name and traceback, as it would print those of a job with `@record`.
+
+    Its headline, `capture FAILED`, names what it was told to start; no process that it starts can change that.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        with suppress(OSError):  # the job ends as it would
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the job ends as it would
             get_error_handler().record_exception(error)
+            written = json.loads(Path(path).read_text())
+            shown = written["message"]["extraInfo"]
+            shown["py_callstack"] = f"{job.name} FAILED, not capture, which only ran it\n{shown['py_callstack']}"
+            Path(path).write_text(json.dumps(written))
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:

@@ -125,6 +125,7 @@ def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
     captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "ValueError: broke"
+    assert message["extraInfo"]["py_callstack"].startswith("job.py FAILED, not capture, which only ran it\nTraceback")
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: broke\n")
 
 
