@@ -235,7 +235,7 @@ def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Pa
     assert done.stderr.count("capture: ") == 1
     assert "capture: 1 pass of Tiny, in" in done.stderr
     ranks = [read_micro_batch(path).origin.rank for path in capture_files(tmp_path / "kept")]
-    assert ranks == [0, 1]
+    assert ranks == [0, 1], done.stderr
     assert main(["check", str(tmp_path / "kept")]) == 0
     if way == "the script again":
         assert "['--lr', '1'] of rank 1" in done.stdout

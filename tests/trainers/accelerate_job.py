@@ -1,10 +1,10 @@
-"""A loop under accelerate, two ranks on CPUs: python accelerate_job.py FOLDER ddp | fsdp2 | deepspeed"""
+"""A loop under accelerate, two ranks on CPUs: python accelerate_job.py FOLDER ddp | fsdp2"""
 
 import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
 from tests.trainers.common import make_batches, make_model, write_losses
 
@@ -18,16 +18,7 @@ def train(folder: Path, kind: str) -> list[float]:
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             reshard_after_forward=True,
         )
-    engine = None
-    if kind == "deepspeed":
-        import deepspeed
-
-        # compiled at first use otherwise, under a lock in the home folder that a killed job leaves behind
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        engine = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, deepspeed_plugin=engine)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if plugin is not None:
         # accelerate does not take up a plugin for FSDP on CPUs, though its FSDP2 works there: told by hand
         accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
