@@ -138,6 +138,18 @@ def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_worl
     check(tmp_path, 3 * num_ranks)
 
 
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+def test_fabric_with_its_own_launcher_and_an_evaluation_between_steps(tmp_path: Path, one_world: None) -> None:
+    said = run_job(tmp_path, ONE, "fabric_job", "2", cold=False)
+    assert "capture: 6 passes of _FabricModule" in said
+    check(tmp_path, 6)
+
+
+def test_the_first_fsdp_with_two_ranks(tmp_path: Path, one_world: None) -> None:
+    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "fsdp1_job", "original", cold=False)
+    check(tmp_path, 6)
+
+
 @pytest.fixture(scope="module")
 def lora_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a recorded LoRA job, under accelerate's launcher, which is as good as any here."""

@@ -70,6 +70,7 @@ class Slot:
     name: str
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
     key: str
+    reason: str | None = None  # why there are no samples, as far as the name says
     of_weight: "Placed" = field(default_factory=lambda: Placed())
     of_gradient: "Placed" = field(default_factory=lambda: Placed())
 
@@ -286,7 +287,7 @@ class ParameterSampler:
             seen.add(key)
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
-            place = slot.place(slot.of_weight, slot.held())
+            place = slot.reason or slot.place(slot.of_weight, slot.held())
             if isinstance(place, str):
                 left_out[place] += 1
                 continue
@@ -309,7 +310,10 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 raw = f"{prefix}.{key}" if prefix else key
-                yield Slot(name=plain_name(raw), module=weakref.ref(module), key=key), parameter
+                parts = raw.split(".")
+                is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
+                reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
+                yield Slot(name=plain_name(raw), module=weakref.ref(module), key=key, reason=reason), parameter
 
 
 def _flat_parameter_of(module: nn.Module) -> Any:
