@@ -24,7 +24,12 @@ class Recipe:
     target: str  # the first parameter that the conversion makes
     sources: tuple[tuple[str, str], ...]  # the pattern that a tensor's name matched, and the name
     converter: Any  # transformers' WeightConverter; None: the one tensor unchanged
-    model: PreTrainedModel  # on the meta device: some conversions read its config or shapes
+    model: PreTrainedModel | None  # on the meta device: some conversions read its config or shapes
+
+    @classmethod
+    def of_one(cls, name: str) -> "Recipe":
+        """Return the recipe of a parameter that is a tensor of its own name."""
+        return cls(target=name, sources=((name, name),), converter=None, model=None)
 
     def make(self, name: str, read: ReadTensor) -> Tensor:
         """Return the parameter `name`, whole. `read` returns a tensor of the checkpoint by its name."""
@@ -38,6 +43,7 @@ class Recipe:
         return [self.target] if self.converter is None else list(self._made(read))
 
     def _made(self, read: ReadTensor) -> dict[str, Tensor]:
+        assert self.model is not None
         converter = deepcopy(self.converter)
         for pattern, source in self.sources:
             converter.add_tensor(self.target, source, pattern, read(source))
@@ -56,10 +62,7 @@ def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:  # transformers 4
-        return {
-            name: Recipe(target=name, sources=((name, name),), converter=None, model=model)
-            for name in shapes.keys() & state.keys()
-        }
+        return {name: Recipe.of_one(name) for name in shapes.keys() & state.keys()}
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from actor_init.adapters import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from actor_init.adapters import DEFAULT_NAME, AdaptedWeights, Adapter, add_adapter, read_adapter
 from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
@@ -47,6 +49,7 @@ class ModelSource:
     weights: Weights
     name: str
     facts: Mapping[str, str] = field(default_factory=dict)  # of the file that built it, for run.json
+    adapter: Adapter | None = None
     layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
 
     def layout_under(self, spec: ActorSpec) -> Layout:
@@ -54,8 +57,15 @@ class ModelSource:
         return self.layout or Layout(packs=spec.packs)
 
 
-def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_name: str) -> ModelSource:
+def find_model(
+    spec: ActorSpec,
+    captured: Mapping[str, Any] | None,
+    captured_name: str,
+    adapters: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ModelSource:
     """Return the model that `spec` names, or the one whose config (`captured`) is stored beside the inputs.
+
+    adapters  configs of the job's adapters by name
 
     Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than requested.
     """
@@ -76,6 +86,8 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
         name = str(path)
         if path.is_dir() and not (path / "config.json").exists() and (config := _captured_config(path)) is not None:
             values = config
+        elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
+            raise UsageError(f"--model {path} is an adapter without its base. Try: --model BASE --adapter {path}")
         else:
             values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
@@ -85,7 +97,31 @@ def find_model(spec: ActorSpec, captured: Mapping[str, Any] | None, captured_nam
         weights = FolderWeights.open(folder, build_on_meta(config, attention="eager", dtype=torch.float32))
     else:
         weights = random_weights(config, spec.weights_seed)
-    return ModelSource(config=config, weights=weights, name=name)
+    source = ModelSource(config=config, weights=weights, name=name)
+    return _adapted(source, spec, adapters or {}, captured_name)
+
+
+def _adapted(
+    base: ModelSource, spec: ActorSpec, adapters: Mapping[str, Mapping[str, Any]], captured_name: str
+) -> ModelSource:
+    """Return the model with the adapter that was asked for, or that the job had. Raises UsageError."""
+    if spec.adapter is None and (not adapters or isinstance(base.weights, FolderWeights)):
+        return base
+    if spec.adapter == "none":
+        return base
+    own = None
+    if spec.adapter is None:
+        adapter = Adapter.of(adapters, captured_name)
+    else:
+        folder = Path(spec.adapter)
+        adapter = read_adapter(folder, next(iter(adapters)) if len(adapters) == 1 else DEFAULT_NAME)
+        own = FolderWeights.open(folder, None)
+    if spec.parallel.tp > 1:
+        raise UsageError(
+            f"--tp {spec.parallel.tp} splits Linears, and this model has a {adapter.describe()} in them. "
+            "Try: no --tp, or --adapter none"
+        )
+    return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
 
 
 def _custom_source(spec: ActorSpec, captured: Mapping[str, Any] | None) -> ModelSource:
@@ -168,9 +204,10 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     return model
 
 
-def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    add_adapter(model, adapter)
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 

@@ -95,6 +95,11 @@ class ActorSpec:
     blocks: str | None = option(
         None, "The list of layers in the model of FILE.py:function. Default: its longest ModuleList."
     )
+    adapter: str | None = option(
+        None,
+        "A folder with a LoRA adapter, as PEFT writes it; none: build the model without. Default: the job's adapter, "
+        "with random weights, where the model's are random; a folder of weights is taken to have it merged.",
+    )
     num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
     random_weights: bool = option(
         False, "Ignore the weights in the model folder; weights are random where there are none."

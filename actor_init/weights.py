@@ -141,8 +141,8 @@ class FolderWeights:
     recipes: Mapping[str, Recipe]  # by parameter
 
     @classmethod
-    def open(cls, folder: Path, model: PreTrainedModel) -> "FolderWeights":
-        """Open the folder of weights for `model`, which may be on the meta device.
+    def open(cls, folder: Path, model: PreTrainedModel | None) -> "FolderWeights":
+        """Open the folder of weights for `model`, which may be on the meta device; None: names are as in the files.
 
         Raises UsageError if a file is damaged, or holds tensors that transformers cannot convert for this model.
         """
@@ -156,6 +156,9 @@ class FolderWeights:
                         file_of_name[name] = path
             except Exception as error:  # safetensors raises its own type, and OSError
                 raise UsageError(f"{path} cannot be read: {error}. Copy it again, or give --random-weights") from error
+        if model is None:
+            as_they_are = {name: Recipe.of_one(name) for name in shapes}
+            return cls(folder=folder, file_of_name=file_of_name, recipes=as_they_are)
         try:
             recipes = recipes_of(model, shapes)
         except Exception as error:  # whatever a conversion raises for tensors of other shapes than it expects

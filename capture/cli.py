@@ -101,6 +101,12 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--module", metavar="NAME", help="Class of the module to record (default: the outermost causal LM in training)."
     )
+    run.add_argument(
+        "--arguments",
+        metavar="LIST",
+        help="Names of the forward's arguments, for a model of one's own, as idx=input_ids,targets=labels; labels are "
+        "as transformers has them, and targets that are the next tokens already are shift_labels.",
+    )
     kept = run.add_argument_group("which passes are kept (as in capture.recording)")
     kept.add_argument("--every", type=int, metavar="N", help="Every Nth forward of those that the other options leave.")
     kept.add_argument("--forwards", metavar="FIRST:END", help="Numbers of forwards, as 100:200 (without 200).")
@@ -141,6 +147,7 @@ def _run(parsed: argparse.Namespace) -> int:
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         keep_of(**settings)
+        arguments = _names(parsed.arguments)
     except ValueError as error:
         return _wrong_usage(error)
     from capture.run import Job, folder_for, run
@@ -152,8 +159,24 @@ def _run(parsed: argparse.Namespace) -> int:
         folder = folder_for(job, parsed.to)
     except CaptureError as error:
         return _wrong_usage(error)
-    run(job, folder=folder, module_name=parsed.module, settings=settings)
+    run(job, folder=folder, module_name=parsed.module, settings=settings, arguments=arguments)
     return 0
+
+
+def _names(typed: str | None) -> dict[str, str]:
+    """Read `idx=input_ids,targets=labels`. Raises CaptureError."""
+    from capture.record.call_arguments import checked_names
+
+    pairs = [pair.partition("=") for pair in (typed or "").split(",") if pair]
+    try:
+        names = checked_names({theirs.strip(): ours.strip() for theirs, _, ours in pairs})
+    except (TypeError, ValueError):
+        names = {}
+    if typed is not None and (not names or len(names) < len(pairs)):
+        raise CaptureError(
+            f"--arguments {typed}: give pairs of names, each name once. Try: --arguments idx=input_ids,targets=labels"
+        )
+    return names
 
 
 def _refusing(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -172,6 +195,7 @@ def _wrong_usage(error: Exception) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> int:
+    from capture.file_format.listing import ranges_of
     from capture.file_format.manifest import check_folder
 
     result = check_folder(parsed.folder)
@@ -188,6 +212,10 @@ def _check(parsed: argparse.Namespace) -> int:
         print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
     for name, num_bytes in result.torn.items():
         print(f"torn       {name}: {num_bytes} bytes at its end, of a pass that is or was being written")
+    if number := len(result.unreplayable):
+        print(f"no replay  {number} of them cannot be replayed: {result.unreplayable[0]}")
+    if missing := result.missing_ranks:
+        print(f"no pass    of rank{'s' * (len(missing) > 1)} {ranges_of(missing)} of the job's {result.world_size}")
     for reason in result.damaged.values():
         print(f"damaged    {reason}")
     for name in result.missing:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from capture.record.call_arguments import checked_names
 from capture.record.recorder import Recorder, recording
 from capture.record.retention import keep_of
 from capture.search import Search
@@ -26,7 +27,8 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        keep_of(**{name: value for name, value in settings.items() if name != "max_queued"})
+        checked_names(settings.get("arguments"))
+        keep_of(**{name: value for name, value in settings.items() if name not in ("max_queued", "arguments")})
         self.recorder: Recorder | None = None
         self._folder = Path(folder).absolute()
         self._settings = settings

@@ -8,12 +8,13 @@ code that it leaves with, pass through.
 """
 
 import io
+import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -23,7 +24,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from capture.child_processes import leave_mark, marks_folder, recorded_children, take_marks
 from capture.file_format.micro_batch import CaptureError
+from capture.record.child_end import at_end_of_child
 from capture.record.job_facts import rank_and_world_size
 from capture.record.recorder import Recorder, recording
 from capture.search import Search, TrainedLanguageModel, is_called
@@ -66,42 +69,137 @@ class Job:
         exec(code, vars(main))
 
 
-def run(job: Job, *, folder: Path, module_name: str | None, settings: Mapping[str, Any]) -> None:
-    """Run `job` in this process. Raises what the job raises, and nothing else.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What to record, and where.
 
     folder       an absolute path: the job may go to another folder
     module_name  class of the module to record, in place of the model that is trained
+    arguments    the forward's names to those of a capture
     settings     of `recording`, already checked
+    marks        folder in which child processes say that they record
     """
-    recordings: list[tuple[str, Recorder]] = []
-    trained = TrainedLanguageModel()
 
-    def is_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return trained(module, args, kwargs) if module_name is None else is_called(module_name, module)
+    folder: str
+    module_name: str | None
+    arguments: Mapping[str, str]
+    settings: Mapping[str, Any]
+    marks: str
 
+    def recording(self, module: nn.Module) -> Recorder:
+        return recording(module, self.folder, arguments=self.arguments, **self.settings)
+
+
+class ModelSearch:
+    """Records the job's model from its first call on, in this process or in a fork of it, once there is one."""
+
+    def __init__(self, order: Order, keep: Callable[[Recorder], object]) -> None:
+        self.recordings: list[tuple[str, Recorder]] = []
+        self.trained = TrainedLanguageModel(order.arguments)
+        self._order = order
+        self._keep = keep
+        self._process = os.getpid()
+        self._search = Search(self._is_wanted, self._found)
+
+    def end(self) -> None:
+        self._search.end()
+
+    def _is_wanted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        name = self._order.module_name
+        return self.trained(module, args, kwargs) if name is None else is_called(name, module)
+
+    def _found(self, module: nn.Module) -> None:
+        recorder = self._order.recording(module)
+        self.recordings.append((type(module).__name__, recorder))
+        if os.getpid() == self._process:
+            self._keep(recorder)
+        else:
+            self.end_with_process()
+
+    def end_with_process(self) -> None:
+        """Sum up when this process ends, which another one has started for its function."""
+        leave_mark(Path(self._order.marks))
+        at_end_of_child(self._sum_up_as_child, order=0)  # the recorder has closed before
+
+    def _sum_up_as_child(self) -> None:
+        if self.recordings[0][1].rank == 0:
+            print(self.summary(), file=sys.stderr)
+
+    def summary(self) -> str:
+        return _summary(self.recordings, self.trained, self._order)
+
+
+def run(
+    job: Job,
+    *,
+    folder: Path,
+    module_name: str | None,
+    settings: Mapping[str, Any],
+    arguments: Mapping[str, str] | None = None,
+) -> None:
+    """Run `job` in this process, and record it and the ranks that it starts. Raises what the job raises, no more.
+
+    The parameters are those of `Order`.
+    """
+    marks = marks_folder()
+    order = Order(
+        folder=str(folder), module_name=module_name, arguments=arguments or {}, settings=settings, marks=str(marks)
+    )
+    search = None
     try:
         with ExitStack() as stack:  # so that the recorder is told what the job raises
-
-            def found(module: nn.Module) -> None:
-                recorder = stack.enter_context(recording(module, folder, **settings))
-                recordings.append((type(module).__name__, recorder))
-
-            stack.callback(Search(is_wanted, found).end)
+            search = _search_in(stack, order)
+            stack.enter_context(recorded_children(name=job.name, is_module=job.is_module, order=asdict(order)))
             job.run()
     except Exception as error:
-        _repeat_for_torchrun(error)
+        _repeat_for_torchrun(error, job)
         raise
     finally:
-        if rank_and_world_size()[0] == 0:
-            print(_summary(recordings, trained, module_name), file=sys.stderr)
+        children = take_marks(marks)
+        is_first = (search.recordings[0][1].rank if search and search.recordings else rank_and_world_size()[0]) == 0
+        if search is not None and is_first and (search.recordings or not children):
+            print(search.summary(), file=sys.stderr)
 
 
-def _repeat_for_torchrun(error: Exception) -> None:
-    """Have torchrun print the job's traceback below its own `capture FAILED`, as it would for a job with `@record`."""
+def run_again() -> None:
+    """Run the job that another process runs too and has started again for a rank.
+
+    The command line has the order and the job's. It raises what the job raises, and sums up where it recorded rank 0.
+    """
+    _, text, name, *arguments = sys.argv
+    order = Order(**json.loads(text))
+    job = Job(name=name, is_module=not Path(name).is_file(), arguments=arguments)
+    with ExitStack() as stack:
+        _search_in(stack, order)
+        job.run()
+
+
+def record_spawned(text: str) -> None:
+    """Search for the model in a process that multiprocessing has spawned, to which `text` is the order."""
+    order = Order(**json.loads(text))
+    search = ModelSearch(order, lambda recorder: search.end_with_process())
+
+
+def _search_in(stack: ExitStack, order: Order) -> ModelSearch:
+    """Search until the context ends, which closes the recorder too."""
+    search = ModelSearch(order, stack.enter_context)
+    stack.callback(search.end)
+    return search
+
+
+def _repeat_for_torchrun(error: Exception, job: Job) -> None:
+    """Have torchrun print the job's name and traceback, as it would print those of a job with `@record`.
+
+    Its headline, `capture FAILED`, names what it was told to start; no process that it starts can change that.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        with suppress(OSError):  # the job ends as it would
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the job ends as it would
             get_error_handler().record_exception(error)
+            written = json.loads(Path(path).read_text())
+            shown = written["message"]["extraInfo"]
+            shown["py_callstack"] = f"{job.name} FAILED, not capture, which only ran it\n{shown['py_callstack']}"
+            Path(path).write_text(json.dumps(written))
 
 
 def folder_for(job: Job, asked: Path | None) -> Path:
@@ -132,24 +230,33 @@ def _start_of(process: int) -> datetime:
     return datetime.fromtimestamp(int(booted.split()[1]), UTC) + timedelta(seconds=ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, module_name: str | None) -> str:
+def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, order: Order) -> str:
     for name, recorder in recordings:  # one at most
+        refused = "dropped" if recorder.refusal is None else f"dropped ({recorder.refusal})"
         others = {
-            "dropped": recorder.num_dropped,
+            refused: recorder.num_dropped,
             "left out by what to keep": recorder.num_not_kept,
             "of generation with a cache skipped": recorder.num_skipped,
         }
         more = "".join(f", {count} {what}" for what, count in others.items() if count)
         passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
         return f"capture: {passes} of {name}{more}, in {recorder.folder}"
-    if module_name is not None:
-        return f"capture: nothing recorded: no module of class {module_name} was called in this process"
+    if order.module_name is not None:
+        return f"capture: nothing recorded: no module of class {order.module_name} was called in this process"
+    if order.arguments:
+        named = ", ".join(f"{theirs} ({ours})" for theirs, ours in order.arguments.items())
+        return (
+            f"capture: nothing recorded: no module that is trained was called with {named} as rows of token ids. "
+            "--arguments has the names that the outermost module's forward gives its arguments"
+        )
     passed_over = ", ".join(sorted(trained.called_without_autograd))
     if passed_over:
         return (
             f"capture: nothing recorded: no causal LM was called with autograd on, but without: {passed_over}. "
             f"Try: capture run --module {min(trained.called_without_autograd)} ..."
         )
+    if trained.alike is not None:
+        return f"capture: nothing recorded: {trained.alike.why_not()}"
     return (
         "capture: nothing recorded: no causal LM (a module with a model's config and an output head, called with token "
         "ids) was trained in this process. Try: capture run --module NAME ..., with the class of the module to record"

@@ -21,7 +21,7 @@ ROOMS = {
     "capture": (
         ("file_format", "progress_bar"),
         ("record", "importers"),
-        ("folder_tools", "search", "on_ray"),
+        ("folder_tools", "search", "child_processes", "on_ray"),
         ("run", "integrations"),
         ("cli",),
         ("", "__main__"),
@@ -31,7 +31,7 @@ ROOMS = {
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json", "checkpoint_names"),
         ("weights", "world", "compiling", "optimizer"),
-        ("sketching", "custom"),
+        ("sketching", "adapters", "custom"),
         ("model",),
         ("parallel",),
         ("attention",),
@@ -69,6 +69,7 @@ LIBRARIES = {
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},
+    "peft": {"actor_init/adapters.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
     "liger_kernel": {"replay/diagnose/reference_losses.py"},
     "ray": {"capture/on_ray/cluster.py"}

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,12 +127,81 @@ def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world:
     check(tmp_path, 6)
 
 
-@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
-def test_a_lora_adapter(tmp_path: Path, one_world: None) -> None:
-    """Under accelerate's launcher, which is as good as any here."""
-    said = run_job(tmp_path, ACCELERATE, "peft_lora")
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+@pytest.mark.parametrize("strategy", ["one device", "ddp", "ddp_fork"])
+def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_world: None) -> None:
+    """It starts the script again for rank 1, or forks; a batch of validation runs without autograd in each rank."""
+    num_ranks = 1 if strategy == "one device" else 2
+    said = run_job(tmp_path, ONE, "lightning_job", str(num_ranks), *(() if num_ranks == 1 else (strategy,)))
+    assert said.count("capture: 4 passes of LlamaForCausalLM") == 1
+    assert "nothing recorded" not in said
+    check(tmp_path, 3 * num_ranks)
+
+
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+def test_fabric_with_its_own_launcher_and_an_evaluation_between_steps(tmp_path: Path, one_world: None) -> None:
+    said = run_job(tmp_path, ONE, "fabric_job", "2", cold=False)
+    assert "capture: 6 passes of _FabricModule" in said
+    check(tmp_path, 6)
+
+
+def test_the_first_fsdp_with_two_ranks(tmp_path: Path, one_world: None) -> None:
+    run_job(tmp_path, [*TORCHRUN, "2", "-m"], "fsdp1_job", "original", cold=False)
+    check(tmp_path, 6)
+
+
+@pytest.fixture(scope="module")
+def lora_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a recorded LoRA job, under accelerate's launcher, which is as good as any here."""
+    folder = tmp_path_factory.mktemp("lora")
+    said = run_job(folder, ACCELERATE, "peft_lora")
     assert "capture: 3 passes of PeftModelForCausalLM" in said
-    check(tmp_path, 3)
+    return folder
+
+
+def lora_verdict(folder: Path, logs: Path, *typed: str) -> dict[str, Any]:
+    command = ["--inputs", str(folder / "captures"), "--dtype", "fp32", "--loss", "sft", "--quiet", *typed]
+    assert replay_main([*command, "--log-folder", str(logs)]) == 0
+    (log,) = logs.iterdir()
+    run, records = read_log(log)
+    assert [record.loss for record in records] == pytest.approx(losses_of(folder), rel=BOUND)
+    found: dict[str, Any] = run["verdict"]
+    return found
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+@pytest.mark.parametrize("typed", ["fsdp2", "ddp", "deepspeed --zero-stage 1", "deepspeed --zero-stage 3"])
+def test_a_lora_adapter_as_trained(typed: str, lora_job: Path, tmp_path: Path, one_world: None) -> None:
+    """8 of 29 parameters are trained; the norm of their gradient was noted where the job clipped it."""
+    model = ["--model", str(lora_job / "model"), "--adapter", str(lora_job / "adapter")]
+    verdict = lora_verdict(lora_job, tmp_path / "logs", *model, "--backend", *typed.split())
+    assert verdict["outcome"] == "REPRODUCED", verdict
+    assert verdict["window_counts"] == {"REPRODUCED": 3}
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+def test_a_lora_adapter_that_is_merged_has_the_losses_alone(lora_job: Path, tmp_path: Path, one_world: None) -> None:
+    typed = ["--model", str(lora_job / "merged"), "--backend", "fsdp2"]
+    verdict = lora_verdict(lora_job, tmp_path / "logs", *typed)
+    assert verdict["outcome"] == "UNSETTLED"
+    assert "--adapter FOLDER" in json.dumps(verdict)
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--adapter", "nowhere"], "Give a folder with adapter_config.json"),
+        (["--adapter", "ADAPTER", "--tp", "2", "--backend", "fsdp2"], "--tp 2 splits Linears, and this model has"),
+        (["--model", "ADAPTER"], "is an adapter without its base. Try: --model BASE --adapter"),
+    ],
+)
+def test_what_an_adapter_cannot_be_replayed_with_is_refused(
+    typed: list[str], says: str, lora_job: Path, capfd: pytest.CaptureFixture[str], one_world: None
+) -> None:
+    given = [str(lora_job / "adapter") if one == "ADAPTER" else one for one in typed]
+    assert replay_main(["--inputs", str(lora_job / "captures"), *given]) == 2
+    assert says in " ".join(capfd.readouterr().err.split())  # with --tp 2 it is the ranks' own
 
 
 @pytest.mark.skipif(not find_spec("trl"), reason="needs the extra: pip install -e '.[trainers]'")

@@ -13,12 +13,20 @@ from capture.file_format.micro_batch import CaptureError
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
-def write_actor_config(folder: str | Path, config: Mapping[str, Any], model_name: str | None) -> Path:
+def write_actor_config(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    model_name: str | None,
+    adapters: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Path:
     """Write `actor.json`. Ranks that do so at the same time leave one whole file of theirs. Raises OSError.
 
     What JSON does not know, such as a dtype, is written as text.
+
+    adapters  configs of PEFT's adapters by name; None without any
     """
     content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
+    content |= {"adapters": {name: dict(one) for name, one in adapters.items()}} if adapters else {}
     path = Path(folder) / ACTOR_CONFIG_NAME
     write_atomically(path, json.dumps(content, indent=1, default=str).encode())
     return path
@@ -31,6 +39,22 @@ def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
 
     Raises CaptureError if the file holds no config.
     """
+    content = _read(folder)
+    return None if content is None else content["config"]
+
+
+def read_adapter_configs(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the configs of the model's adapters by name; none without an `actor.json`.
+
+    Raises CaptureError as `read_actor_config` does, and for adapters that are none.
+    """
+    adapters = (_read(folder) or {}).get("adapters", {})
+    if not isinstance(adapters, dict) or not all(isinstance(one, dict) for one in adapters.values()):
+        raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `adapters` holds no configs by name")
+    return adapters
+
+
+def _read(folder: str | Path) -> dict[str, Any] | None:
     path = top_of(Path(folder)) / ACTOR_CONFIG_NAME
     if not path.exists():
         return None
@@ -44,5 +68,4 @@ def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
         raise CaptureError(f"{path}: no object with a `config`. Name the model instead, with --model")
     if content.get("format") != FORMAT:
         raise CaptureError(other_format(str(path), content.get("format")))
-    config: dict[str, Any] = content["config"]
-    return config
+    return content

@@ -31,6 +31,11 @@ def homes_in(folder: Path) -> list[Path]:
     return [folder, *(path for _, path in sorted(ranked) if path.is_dir())]
 
 
+def ranks_in(folder: Path) -> set[int]:
+    """List the ranks that have left a file or a folder there."""
+    return {rank for path in folder.iterdir() if not path.name.startswith(".") and (rank := rank_in_name(path)) >= 0}
+
+
 def is_in_segment(path: Path) -> bool:
     """Tell whether this is the name of a pass in a segment, `<segment>.seg/<capture>.pkl`."""
     return path.parent.suffix == SEGMENT_SUFFIX

@@ -1,7 +1,8 @@
 """List a folder's captures: files of one pass each, and the passes in segments, in the folder and in its ranks'."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from capture.file_format.folder_layout import homes_in, rank_in_name
@@ -74,6 +75,15 @@ def capture_files(folder: str | Path) -> list[Path]:
     A pass in a segment has the path `<segment>.seg/<capture>.pkl`, which the readers of captures take.
     """
     return [one.path for one in listed(folder)]
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """Write `0, 1`, and of three or more in a row `0 to 511`."""
+    texts: list[str] = []
+    for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        texts += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
+    return ", ".join(texts)
 
 
 def existing(folder: str | Path) -> Path:

@@ -16,7 +16,7 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, Call, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in
 from capture.file_format.listing import lone_files, segment_files
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.micro_batch import BY_EMBEDDINGS, CaptureError, is_of_embeddings
 from capture.file_format.segment import INDEX_SUFFIX, Segment, is_whole
 
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -48,10 +48,27 @@ class FolderCheck:
     damaged: dict[str, str] = field(default_factory=dict)  # name: what is wrong
     missing: list[str] = field(default_factory=list)  # in a manifest or an index, and gone
     num_manifests: int = 0
+    unreplayable: list[str] = field(default_factory=list)  # why, of good ones of calls that no replay can make
+    ranks: set[int] = field(default_factory=set)
+    world_sizes: set[int] = field(default_factory=set)
+
+    @property
+    def world_size(self) -> int:
+        """Return the largest that a capture names; 0 if none does."""
+        return max(self.world_sizes, default=0)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """List the ranks of the job's world of which nothing is here."""
+        return [rank for rank in range(self.world_size) if self.ranks and rank not in self.ranks]
 
     @property
     def num_good(self) -> int:
         return len(self.good) + sum(self.num_good_in.values())
+
+    def see_rank(self, rank: int | None, world_size: int | None) -> None:
+        self.ranks.update(() if rank is None else (rank,))
+        self.world_sizes.update(() if world_size is None else (world_size,))
 
     @property
     def is_whole(self) -> bool:
@@ -130,7 +147,8 @@ def check_folder(folder: Path) -> FolderCheck:
             result.damaged[path.name] = str(error)
     for path in present:
         try:
-            actual = entry_of(path, read_call(path))
+            call = read_call(path)
+            actual = entry_of(path, call)
         except (CaptureError, OSError) as error:
             result.damaged[path.name] = str(error)
             continue
@@ -141,6 +159,9 @@ def check_folder(folder: Path) -> FolderCheck:
             result.damaged[path.name] = f"{path.name}: reads, but is not the file that the manifest has"
             continue
         result.good.append(path)
+        result.see_rank(call.origin.rank, call.origin.world_size)
+        if is_of_embeddings(call.tensors):
+            result.unreplayable.append(f"{path.name}: {BY_EMBEDDINGS}")
     result.missing.extend(sorted(path.name for path in entries.keys() - set(present)))
     for path in segment_files(folder):
         _check_segment(path, result)
@@ -163,8 +184,12 @@ def _check_segment(path: Path, result: FolderCheck) -> None:
     if reason := damage_in(segment):
         result.damaged[path.name] = reason
     result.num_good_in[path] = segment.num_passes
+    result.see_rank(segment.head.rank, segment.head.world_size)
     for number, (record, data) in enumerate(segment.passes()):
-        if not is_whole(record, data):
+        if is_whole(record, data):
+            if record.counts is None:
+                result.unreplayable.append(f"{segment.name(number)}: {BY_EMBEDDINGS}")
+        else:
             result.num_good_in[path] -= 1
             name = segment.name(number)
             result.damaged[name] = f"{name}: the checksum is wrong: this pass of {path.name} is damaged"

@@ -14,12 +14,20 @@ MAX_TOKENS = 2**24  # in one micro-batch, padding included: a bound for readers,
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
+BY_EMBEDDINGS = (
+    "the model was called with inputs_embeds, without token ids. The call is kept whole "
+    "(capture.file_format.capture_file.read_call), but a replay needs token ids"
+)
 ID_NAMES = ("sequences", "input_ids")
 EMBEDDINGS_NAME = "inputs_embeds"
 
 
 class CaptureError(ValueError):
     """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
+
+
+class NotReplayableError(CaptureError):
+    """A capture that is whole, and of a call that no replay can make. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,14 +164,12 @@ def micro_batch_from_call(
     rest = dict(tensors)
     names = [name for name in ID_NAMES if name in rest]
     if is_of_embeddings(tensors):
-        raise CaptureError(
-            f"{origin.source}: the model was called with inputs_embeds, without token ids. The call is kept whole "
-            f"(capture.file_format.capture_file.read_call), but a replay needs token ids"
-        )
+        raise NotReplayableError(f"{origin.source}: {BY_EMBEDDINGS}")
     if not names:
         raise CaptureError(
             f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
-            f"got {sorted(rest)[:20] or 'no tensors'}"
+            f"got {sorted(rest)[:20] or 'no tensors'}. Where one of these is the token ids, record with "
+            f"--arguments {next(iter(rest), 'idx')}=input_ids, or arguments= of `recording`"
         )
     sequences = rest.pop(names[0])
     _check_kind(names[0], sequences, _ID_DTYPES, origin.source)

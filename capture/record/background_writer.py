@@ -36,6 +36,7 @@ class BackgroundWriter(Generic[Item]):
 
     num_dropped  passes lost: the queue was full, `handle` refused the item (CaptureError), or writing stopped
     failure      why writing stopped: whatever else `handle` raised
+    refusal      why `handle` refused the first pass that it refused
     is_urgent    set while something waits for the queue to be empty
 
     The thread calls `when_late` once `deadline` has no seconds left, and `finish` at its end, with whether it failed.
@@ -55,6 +56,7 @@ class BackgroundWriter(Generic[Item]):
     ) -> None:
         self.num_dropped = 0
         self.failure: Exception | None = None
+        self.refusal: str | None = None
         self.is_urgent = is_urgent or threading.Event()
         self._handle = handle
         self._finish = finish
@@ -68,7 +70,6 @@ class BackgroundWriter(Generic[Item]):
         self._is_busy = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
-        self._has_warned_of_refusal = False
         self._changed = threading.Condition()  # re-entrant: a signal's handler may come in between
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
@@ -190,8 +191,8 @@ class BackgroundWriter(Generic[Item]):
         except CaptureError as error:
             with self._changed:
                 self.num_dropped += is_pass
-            if not self._has_warned_of_refusal:
-                self._has_warned_of_refusal = True
+            if is_pass and self.refusal is None:
+                self.refusal = str(error)
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
         except Exception as error:  # no exception may reach the job
             self.stop(error, num_lost=int(is_pass))

@@ -25,10 +25,33 @@ class CallArguments:
     call_facts: dict[str, Any] = field(default_factory=dict)  # copied
     left_out: dict[str, str] = field(default_factory=dict)  # name to type
 
+    def renamed(self, names: Mapping[str, str]) -> "CallArguments":
+        """Return the same with other names where `names` has them."""
+
+        def named(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {names.get(name, name): value for name, value in values.items()}
+
+        return CallArguments(
+            tensors=named(self.tensors), call_facts=named(self.call_facts), left_out=named(self.left_out)
+        )
+
     @property
     def continues_a_cache(self) -> bool:
         """Tell whether tokens are generated: the result depends on keys and values that are not among the arguments."""
         return any(name in self.left_out for name in _CACHE_NAMES)
+
+
+def checked_names(arguments: Mapping[str, str] | None) -> dict[str, str]:
+    """Check what maps a forward's names to those of a capture, such as `{"idx": "input_ids"}`.
+
+    Raises TypeError for anything else than names, ValueError where two arguments would get one name.
+    """
+    names = dict(arguments or {})
+    if not all(isinstance(name, str) and name.isidentifier() for pair in names.items() for name in pair):
+        raise TypeError(f'arguments must map names to names, as {{"idx": "input_ids"}}, not {arguments!r}')
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"arguments gives two arguments one name: {names}")
+    return names
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.actor_config import read_actor_config, write_actor_config
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.micro_batch import CaptureError
 
 
@@ -26,16 +27,45 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
         config: Any = vars(module).get("config")  # the module's own: wrappers look `config` up in what they wrap
         if callable(getattr(config, "to_dict", None)):
             name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
-            _write_config_once(folder, _without_host_paths(config.to_dict()), name)
+            _write_config_once(folder, _without_host_paths(config.to_dict()), name, adapters_of(model))
             return str(name)
     return type(model).__name__
 
 
-def _write_config_once(folder: Path, config: dict[str, Any], model_name: str) -> None:
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """Return the configs of PEFT's adapters in the model by name, as plain data; empty without any."""
+    for module in model.modules():
+        configs = vars(module).get("peft_config")
+        if (
+            isinstance(configs, dict)
+            and configs
+            and all(callable(getattr(c, "to_dict", None)) for c in configs.values())
+        ):
+            plain = {name: _plain(config.to_dict()) for name, config in configs.items()}
+            return {name: _without_host_paths(config) for name, config in plain.items()}
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    """Turn a config into what JSON knows: sets are sorted, members of enumerations are their values."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    value = value.value if isinstance(value, Enum) else value
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _write_config_once(folder: Path, config: dict[str, Any], model_name: str, adapters: dict[str, Any]) -> None:
     present = read_actor_config(folder)
     if present is None:
-        write_actor_config(folder, config, model_name)
-    elif architecture(present) != architecture(json.loads(json.dumps(config, default=str))):
+        write_actor_config(folder, config, model_name, adapters)
+    elif (
+        architecture(present) != architecture(json.loads(json.dumps(config, default=str)))
+        or read_adapter_configs(folder) != adapters
+    ):
         raise CaptureError(
             f"{folder} holds captures of a model with another config; one folder holds one model's. "
             "Give this recording a folder of its own"

@@ -5,6 +5,7 @@ torch has global hooks for optimizers, but none for clipping. So while somebody 
 before is seen too. DeepSpeed's engine has a function of its own, which is wrapped as well.
 """
 
+import functools
 import inspect
 import os
 import sys
@@ -56,9 +57,33 @@ class OptimizerHooks:
     def hears(self) -> bool:
         return os.getpid() == self._process and not torch.compiler.is_compiling()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.hears():
-            self.listener.steps(optimizer)
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Tell of the step, or if it is given a closure, which is the pass, have the closure tell when it returns."""
+        if not self.hears():
+            return None
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._telling(optimizer, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._telling(optimizer, args[1]), *args[2:]), kwargs
+        self.listener.steps(optimizer)
+        return None
+
+    def _telling(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that tells of the step after its first call: LBFGS makes several."""
+        has_told = False
+
+        @functools.wraps(closure)
+        def telling() -> Any:
+            nonlocal has_told
+            loss = closure()
+            if not has_told and self.hears():
+                has_told = True
+                self.listener.steps(optimizer)
+            return loss
+
+        return telling
 
 
 _listening: list[OptimizerHooks] = []

@@ -6,7 +6,7 @@ By these a replay knows whether its own are the same. Where a parameter's sample
 Which parameters are sampled:
 
 * in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
-* in the first pass after each optimizer step: the next NUM_A_STEP, whose gradients the next step keeps
+* in the first pass after each optimizer step: the next NUM_A_STEP that are trained, whose gradients the next step keeps
 * in each other pass: the next NUM_A_PASS
 
 So a model of any size costs a job the same.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
 from capture.file_format.plain_data import type_name
-from capture.record.sharding import NotMappedError, Place, place_of
+from capture.record.sharding import NotMappedError, Place, place_in_flat, place_of
 
 NUM_IN_FIRST_PASS = 1024
 NUM_A_PASS = 8
@@ -70,12 +70,26 @@ class Slot:
     name: str
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
     key: str
+    reason: str | None = None  # why there are no samples, as far as the name says
     of_weight: "Placed" = field(default_factory=lambda: Placed())
     of_gradient: "Placed" = field(default_factory=lambda: Placed())
 
     def parameter(self) -> nn.Parameter | None:
         module = self.module()
         return None if module is None else module._parameters.get(self.key)
+
+    def is_among(self, ids: Container[int]) -> bool:
+        """Tell whether the parameter, or what an optimizer has in its place, has one of these ids."""
+        return id(self.parameter()) in ids
+
+    def held(self) -> Any:
+        """Return what this rank holds of the parameter."""
+        return self.parameter()
+
+    def gradient(self) -> Any:
+        """Return what this rank holds of the gradient; None where there is none."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
 
     def place(self, placed: "Placed", held: Any) -> Place | str:
         """Find the samples in `held`, the parameter or its gradient, as it is now; a text says why they cannot be."""
@@ -90,6 +104,40 @@ class Slot:
 
     def run(self, shape: Sequence[int]) -> tuple[int, int]:
         return run_of(self.name, shape)
+
+
+@dataclass(kw_only=True, slots=True)
+class FlatSlot(Slot):
+    """A parameter that FSDP1 has put into a flat one, with others. `module` is the wrapper."""
+
+    number: int  # in the flat parameter
+
+    def parameter(self) -> nn.Parameter | None:
+        module: Any = self.module()
+        handle = getattr(module, "_handle", None)
+        return None if handle is None else handle.flat_param
+
+    def is_among(self, ids: Container[int]) -> bool:
+        flat: Any = self.parameter()
+        originals = getattr(flat, "_params", None)  # with use_orig_params
+        return id(flat) in ids or (originals is not None and id(originals[self.number]) in ids)
+
+    def held(self) -> Any:
+        flat: Any = self.parameter()
+        if flat is None:
+            return None
+        sharded = getattr(flat, "_local_shard", None)
+        return flat.detach() if sharded is None else sharded
+
+    def gradient(self) -> Any:
+        flat: Any = self.parameter()
+        return None if flat is None else flat.grad
+
+    def place(self, placed: "Placed", held: Any) -> Place | str:
+        try:
+            return place_in_flat(self.parameter(), held, self.number, self.run)
+        except (NotMappedError, AttributeError) as error:
+            return str(error) or "in flat shards (FSDP1) of a kind that is not known here"
 
 
 @dataclass(slots=True)
@@ -132,16 +180,17 @@ class ParameterSampler:
         """
         self._look()
         is_first = not self._has_taken or (begins_window and not self._has_begun)
-        num_a_step = len(self._slots) if len(self._slots) <= NUM_IN_SMALL_MODEL else NUM_A_STEP
+        num_in_all = self.num_trained if self._num_frozen else len(self._slots)
+        num_a_step = num_in_all if num_in_all <= NUM_IN_SMALL_MODEL else NUM_A_STEP
         num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_A_PASS
-        chosen = self._next_slots(num_wanted)
+        chosen = self._next_slots(num_wanted, are_trained=begins_window and not is_first)
         self._has_taken = True
         if begins_window:
             self._has_begun, self._window = True, chosen
         collected = _Collected()
         for slot in chosen:
-            if (parameter := slot.parameter()) is not None:
-                collected.add(slot.name, slot.place(slot.of_weight, parameter), parameter)
+            if (held := slot.held()) is not None:
+                collected.add(slot.name, slot.place(slot.of_weight, held), held)
         return self._snapshot(collected) if collected.views or self._left_out else None
 
     @property
@@ -172,9 +221,9 @@ class ParameterSampler:
         collected, without = _Collected(), []
         for slot in self._window:
             parameter = slot.parameter()
-            if parameter is None or slot.name in but or (of is not None and id(parameter) not in of):
+            if parameter is None or slot.name in but or (of is not None and not slot.is_among(of)):
                 continue
-            gradient = parameter.grad
+            gradient = slot.gradient()
             if gradient is not None:
                 collected.add(slot.name, slot.place(slot.of_gradient, gradient), gradient)
             elif parameter.requires_grad:
@@ -184,7 +233,7 @@ class ParameterSampler:
     def is_of_model(self, parameters: Container[int]) -> bool:
         """Tell whether one of the model's parameters has one of these ids."""
         self._look()
-        return any(id(slot.parameter()) in parameters for slot in (*self._window, *self._all))
+        return any(slot.is_among(parameters) for slot in (*self._window, *self._all))
 
     def has_no_gradients(self, *, in_shards: bool) -> bool:
         """Tell whether the first few trained parameters have no gradients, emptied or never filled.
@@ -201,10 +250,16 @@ class ParameterSampler:
     def num_trained(self) -> int:
         return len(self._all) - self._num_frozen
 
-    def _next_slots(self, num_wanted: int) -> Sequence[Slot]:
-        count = min(num_wanted, len(self._slots))
-        chosen = [self._slots[(self._next + number) % len(self._slots)] for number in range(count)]
-        self._next = (self._next + count) % max(len(self._slots), 1)
+    def _next_slots(self, num_wanted: int, *, are_trained: bool) -> Sequence[Slot]:
+        """Choose the next slots in turn; if `are_trained`, those of frozen parameters are passed over."""
+        chosen: list[Slot] = []
+        num_seen = 0
+        while num_seen < len(self._slots) and len(chosen) < num_wanted:
+            slot = self._slots[(self._next + num_seen) % len(self._slots)]
+            num_seen += 1
+            if not are_trained or ((parameter := slot.parameter()) is not None and parameter.requires_grad):
+                chosen.append(slot)
+        self._next = (self._next + num_seen) % max(len(self._slots), 1)
         return chosen
 
     def _snapshot(self, collected: "_Collected") -> TakenSamples:
@@ -223,15 +278,16 @@ class ParameterSampler:
         if self._has_looked or model is None:
             return
         self._has_looked = True
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         left_out: Counter[str] = Counter()
-        for raw, slot, parameter in _slots_of(model):
-            if id(parameter) in seen:
+        for slot, parameter in _slots_of(model):
+            key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
+            if key in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(key)
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
-            place = _reason_by_name(raw) or slot.place(slot.of_weight, parameter)
+            place = slot.reason or slot.place(slot.of_weight, slot.held())
             if isinstance(place, str):
                 left_out[place] += 1
                 continue
@@ -241,12 +297,29 @@ class ParameterSampler:
         self._left_out = dict(left_out)
 
 
-def _slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, nn.Parameter]]:
+def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
+    flattened: tuple[str, ...] = ()  # prefixes of what FSDP1 has flattened
     for prefix, module in model.named_modules():
+        if (flat := _flat_parameter_of(module)) is not None:
+            flattened = (*flattened, f"{prefix}." if prefix else "")
+            for number, name in enumerate(flat._fqns):
+                full = plain_name(f"{prefix}.{name}" if prefix else name)
+                yield FlatSlot(name=full, module=weakref.ref(module), key="", number=number), flat
+        if prefix.startswith(flattened) and flattened:
+            continue
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 raw = f"{prefix}.{key}" if prefix else key
-                yield raw, Slot(name=plain_name(raw), module=weakref.ref(module), key=key), parameter
+                parts = raw.split(".")
+                is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
+                reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
+                yield Slot(name=plain_name(raw), module=weakref.ref(module), key=key, reason=reason), parameter
+
+
+def _flat_parameter_of(module: nn.Module) -> Any:
+    """Return the flat parameter of FSDP1's wrapper; None of other modules."""
+    flat = getattr(vars(module).get("_handle"), "flat_param", None)
+    return flat if hasattr(flat, "_fqns") and hasattr(flat, "_shapes") else None
 
 
 @dataclass(slots=True)
@@ -266,12 +339,3 @@ class _Collected:
         self.device = held.device
         self.views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
         self.places.append((name, place))
-
-
-def _reason_by_name(name: str) -> str | None:
-    parts = name.split(".")
-    if "_fsdp_wrapped_module" in parts or "_flat_param" in parts:
-        return "in flat shards (FSDP1)"
-    if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
-        return "of an adapter"
-    return None

@@ -20,7 +20,11 @@ from typing import Any, Never, Self
 import torch
 from torch import nn
 
+from capture.file_format.folder_layout import ranks_in
+from capture.file_format.listing import ranges_of
 from capture.record.background_writer import BackgroundWriter, warn
+from capture.record.call_arguments import checked_names
+from capture.record.child_end import at_end_of_child
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
@@ -36,6 +40,7 @@ from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
 _OPEN: "list[Recorder]" = []
+MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
 
 
 def recording(
@@ -54,6 +59,7 @@ def recording(
     reproduce: bool | None = None,
     segment: str | int | None = None,
     max_queued: int = 64,
+    arguments: Mapping[str, str] | None = None,
     **unknown: Never,
 ) -> "Recorder":
     """Write the forwards of `model` until the recorder is closed or the process ends.
@@ -78,6 +84,9 @@ def recording(
     segment     put many passes into one file of about this size, as `64MB` or a number of bytes, in a folder for each
                 rank. Without it each pass is a file, and a rank has a folder of its own if there are more than 16
     max_queued  passes that may wait for the disk; further ones are dropped and counted
+    arguments   names of the forward's arguments to those that a capture gives them, for a model whose forward has names
+                of its own: `{"idx": "input_ids", "targets": "labels"}`. `labels` are those of transformers, which
+                shifts them itself; targets that are the next tokens already are `shift_labels`
 
     Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
     warning, and the recorder's `failure` says what it was.
@@ -100,7 +109,8 @@ def recording(
         segment=segment,
         **unknown,
     )
-    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued)
+    names = checked_names(arguments)
+    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued, names=names)
 
 
 def note(**values: Any) -> None:
@@ -132,15 +142,20 @@ class Recorder:
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
+    refusal      why the first of the passes that are no micro-batch was dropped, or None
+    rank, world_size  as of the latest pass
     hears_signals  False where the recording was opened outside the main thread: Python handles signals in that alone
     """
 
-    def __init__(self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int) -> None:
+    def __init__(
+        self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int, names: Mapping[str, str]
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
         self.hears_signals = False
+        self.rank, self.world_size = 0, 1
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
@@ -161,11 +176,12 @@ class Recorder:
             when_late=self._tell_slow_step,
         )
         atexit.register(self.close)
+        at_end_of_child(self.close, order=1)
         try:
             model_name = prepare_folder(folder, model)
-            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce)
-            rank, world_size = rank_and_world_size()
-            self._writer.tell(Opened(rank=rank, world_size=world_size))
+            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            self.rank, self.world_size = rank_and_world_size()
+            self._writer.tell(Opened(rank=self.rank, world_size=self.world_size))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
@@ -190,6 +206,10 @@ class Recorder:
     @property
     def failure(self) -> Exception | None:
         return self._writer.failure
+
+    @property
+    def refusal(self) -> str | None:
+        return self._writer.refusal
 
     def __enter__(self) -> Self:
         return self
@@ -254,11 +274,30 @@ class Recorder:
         self._optimizer_hooks.remove()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
+        if missing := self._missing_ranks():
+            named = f"rank{'s' * (len(missing) > 1)} {ranges_of(missing)}"
+            warn(
+                f"capture: {self.folder} has nothing of {named} of the job's {self.world_size}. Ranks of other hosts "
+                "have folders of their own; those of this one were started where no recording is opened"
+            )
         if self.num_seen == 0 and self.failure is None:
             warn(
                 "capture: the model was never called while it was recorded, so there are no files. Record what the job "
                 "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
             )
+
+    def _missing_ranks(self) -> list[int]:
+        """List the ranks that should have recorded and have left nothing, on rank 0; others may be a moment behind."""
+        if self.rank != 0 or self.world_size == 1 or not self.num_written:
+            return []
+        wanted = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
+        deadline = time.monotonic() + MAX_SECONDS_BEHIND
+        try:
+            while (missing := wanted - ranks_in(self.folder)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        except OSError:
+            return []
+        return sorted(missing)
 
     def hear_signal(self, number: int) -> None:
         self._writer.tell(incident("signal", signal.Signals(number).name, self._forward), is_urgent=True)
@@ -321,7 +360,7 @@ class Recorder:
             self._writer.drop()
             return
         notes, self._notes_of_next = self._notes_of_next, None
-        rank, world_size = rank_and_world_size()
+        self.rank, self.world_size = rank, world_size = rank_and_world_size()
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
             self._watch_steps(lambda window: window.begin_pass(forward))

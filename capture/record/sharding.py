@@ -1,4 +1,7 @@
-"""Find a few elements of a parameter in what a rank holds of it: whole, as a DTensor, or in partitions of ZeRO 3."""
+"""Find a few elements of a parameter in what a rank holds of it.
+
+That is the whole, a DTensor, partitions of ZeRO 3, or a flat shard of FSDP1, which holds several parameters.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,6 +57,32 @@ def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
         stride=stride,
         is_of_shard=False,
         dtype=_name(parameter.dtype),
+        held_as=None,
+    )
+
+
+def place_in_flat(flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+    """Find it in a rank's shard of FSDP1's flat parameter, of which it is number `number`. Raises NotMappedError.
+
+    held  the shard, or its gradient
+    """
+    shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
+    _check(held, shape)
+    if held.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > held.numel()):
+        raise NotMappedError("in flat shards (FSDP1) of a kind that is not known here")
+    start, count = run_of(shape)
+    begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+    first, last = max(start, begin), min(start + count, end)
+    return Place(
+        shape=shape,
+        start=first if last > first else start,
+        count=max(last - first, 0),
+        offset=(info.offset_in_shard or 0) + max(first - begin, 0),
+        stride=1,
+        is_of_shard=not info.in_shard
+        or info.numel_in_shard < math.prod(shape)
+        or held.numel() < flat._unpadded_unsharded_size.numel(),
+        dtype=_name(held.dtype),
         held_as=None,
     )
 

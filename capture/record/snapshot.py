@@ -138,10 +138,14 @@ class Clock:
 class Taker:
     """Makes a pass of each call of `model`; with `reproduce` it holds all that it takes to do it again.
 
+    names   the forward's names of arguments to those that they are kept by
     window  what is seen of the optimizer's steps, with `reproduce`
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, *, model_name: str, reproduce: bool) -> None:
+    def __init__(
+        self, model: nn.Module, clock: Clock, *, model_name: str, reproduce: bool, names: Mapping[str, str]
+    ) -> None:
+        self._names = names
         self._signature = forward_signature(model)
         self._attention = attention_of(model)
         self._clock = clock
@@ -165,6 +169,8 @@ class Taker:
     ) -> Pass | None:
         """Take a call's arguments and what was noted before it; None for a pass that these cannot replay."""
         taken = take_apart(self._signature, args, kwargs)
+        if self._names:
+            taken = taken.renamed(self._names)
         if taken.continues_a_cache or is_capturing_graph(taken.tensors):
             return None
         trains = torch.is_grad_enabled()

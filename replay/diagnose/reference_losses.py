@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from actor_init.adapters import add_adapter
 from actor_init.model import ModelSource, build_on_meta, materialise, set_up
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
@@ -46,6 +47,7 @@ def plain_answer(
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
     kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
+    add_adapter(model, source.adapter)
     materialise(model, source.weights, world.device, on_progress=on_progress)
     if spec.is_custom:
         set_up(model, replace(spec, gradient_checkpointing=False))

@@ -35,6 +35,9 @@ class FolderFacts:
     versions: list[str] = field(default_factory=list)
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
+    unreplayable: list[tuple[Path, str]] = field(default_factory=list)
+    missing_ranks: list[int] = field(default_factory=list)  # of the job's world, of which there is no pass
+    world_size: int = 0
     incidents: list[RankIncident] = field(default_factory=list)
     in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
     longest: list[Odd] = field(default_factory=list)
@@ -88,6 +91,9 @@ def inspect_folder(folder: Path) -> FolderFacts:
         versions=sorted(totals.versions),
         kinds=[kind.facts(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,
+        unreplayable=totals.unreplayable,
+        missing_ranks=totals.missing_ranks(),
+        world_size=totals.world_size,
         incidents=incidents,
         in_memory=in_memory,
         longest=totals.longest(),

@@ -1,16 +1,20 @@
 """Format the facts about a folder of captures as text."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
+from capture.file_format.listing import ranges_of
 from replay.inspection.folder_facts import FolderFacts
 from replay.inspection.totals import Spread
-from replay.report.text import Columns, Pairs, counted
+from replay.report.text import Columns, Pairs, counted, unreplayable
 
 
 def folder_facts(facts: FolderFacts) -> Pairs:
     pairs = [("folder", str(facts.folder)), ("model", facts.model)]
     pairs.append(("files", ", ".join(f"{number} {what}" for what, number in facts.num_by_format.items())))
+    if facts.unreplayable:
+        pairs.append(("no replay", unreplayable(facts.unreplayable)))
+    if facts.missing_ranks:
+        pairs.append(("no pass", f"of {rank_names(facts.missing_ranks)} of the job's {facts.world_size}"))
     if facts.first_time is not None and facts.last_time is not None:
         pairs.append(("time", f"{facts.first_time} to {facts.last_time}"))
     if facts.versions:
@@ -67,13 +71,13 @@ def kind_table(facts: FolderFacts) -> Columns:
     }
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}"
+
+
 def _ranks(ranks: Sequence[int | None]) -> str:
-    """Write `0, 1`, and of three or more in a row `0 to 511`."""
-    texts: list[str] = []
-    for _, run in groupby(enumerate(rank for rank in ranks if rank is not None), key=lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        texts += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
-    return ", ".join([*texts, *(["unknown"] if None in ranks else [])])
+    named = ranges_of(rank for rank in ranks if rank is not None)
+    return ", ".join([*([named] if named else []), *(["unknown"] if None in ranks else [])])
 
 
 def _spread(spread: Spread) -> str:

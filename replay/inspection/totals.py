@@ -13,7 +13,7 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call, odd_numbers, read_call
 from capture.file_format.manifest import damage_in
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.micro_batch import CaptureError, NotReplayableError
 from capture.file_format.pass_record import COLUMN, HAS_TOKENS, IS_ODD, TRAINS, Counts, columns, time_of
 from capture.file_format.segment import Segment
 
@@ -66,13 +66,13 @@ class KindTotals:
 
     def __init__(self) -> None:
         self.num_passes = 0
-        self._ranks: set[int | None] = set()
+        self.ranks: set[int | None] = set()
         self._rows: Counter[int] = Counter()
         self._lengths: Counter[int] = Counter()
         self._tokens = [0, 0, 0]  # padded, real, action
 
     def add(self, rank: int | None, counts: Counts) -> None:
-        self._ranks.add(rank)
+        self.ranks.add(rank)
         self.num_passes += 1
         self._rows[counts.rows] += 1
         self._lengths[counts.row_length] += 1
@@ -83,7 +83,7 @@ class KindTotals:
         """Add passes of one rank by their records, as `columns` gives them."""
         if not len(table):
             return
-        self._ranks.add(rank)
+        self.ranks.add(rank)
         self.num_passes += len(table)
         rows, lengths = table[:, COLUMN["rows"]], table[:, COLUMN["row_length"]]
         for counter, values in ((self._rows, rows), (self._lengths, lengths)):
@@ -98,7 +98,7 @@ class KindTotals:
         return KindFacts(
             name=name,
             num_passes=self.num_passes,
-            ranks=sorted(self._ranks, key=lambda rank: -1 if rank is None else rank),
+            ranks=sorted(self.ranks, key=lambda rank: -1 if rank is None else rank),
             rows=spread(self._rows),
             row_length=spread(self._lengths),
             padded_tokens=padded,
@@ -118,6 +118,8 @@ class Totals:
         self.last_time: str | None = None
         self.odd: list[Odd] = []
         self.num_odd = 0
+        self.unreplayable: list[tuple[Path, str]] = []
+        self.world_size = 0  # the largest that a capture names
         self._damaged = damaged
         self._most: tuple[int, str, Counts] | None = None  # padded tokens, name, counts
         self._sizes: set[int] = set()  # of padded tokens, two at most
@@ -127,11 +129,16 @@ class Totals:
         try:
             call = read_call(path)
             counts = Counts.of(call.micro_batch())
+        except NotReplayableError as error:
+            self.unreplayable.append((path, str(error)))
+            self.num_by_format["that cannot be replayed"] += 1
+            return
         except CaptureError as error:
             self._damaged.append((path, str(error)))
             return
         self.num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         self._kind(call.trains).add(call.origin.rank, counts)
+        self.world_size = max(self.world_size, call.origin.world_size or 0)
         if call.origin.time is not None:
             self._see_times(call.origin.time, call.origin.time)
         self.versions.update(f"{name} {number}" for name, number in call.origin.versions.items())
@@ -148,6 +155,7 @@ class Totals:
         if reason := damage_in(segment):
             self._damaged.append((path, reason))
         self.versions.update(f"{name} {number}" for name, number in segment.head.versions.items() if segment.num_passes)
+        self.world_size = max(self.world_size, segment.head.world_size or 0)
         for begin, table in enumerate(columns(segment.records).split(_ROWS_AT_ONCE)):
             self._add_columns(segment, begin * _ROWS_AT_ONCE, table)
 
@@ -187,6 +195,11 @@ class Totals:
             self._see_odd(path.name, record.counts, read_call(path) if record.has_odd_number else None)
         except CaptureError as error:
             self._damaged.append((path, str(error)))
+
+    def missing_ranks(self) -> list[int]:
+        """List the ranks of the job's world of which there is no pass; none where captures do not name their rank."""
+        ranks = {rank for kind in self.kinds.values() for rank in kind.ranks}
+        return [] if None in ranks or not ranks else [rank for rank in range(self.world_size) if rank not in ranks]
 
     def longest(self) -> list[Odd]:
         """Return the pass with the most tokens, if there are several kinds or ranks."""

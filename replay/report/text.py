@@ -68,6 +68,11 @@ def damaged_files(damaged: Sequence[tuple[Path, str]]) -> Pairs:
     return [("damaged", reason if path.name in reason else f"{path.name}: {reason}") for path, reason in damaged]
 
 
+def unreplayable(captures: Sequence[tuple[Path, str]]) -> str:
+    """Say how many captures no replay can make, and why the first."""
+    return f"{counted(len(captures), 'capture')} cannot be replayed: {captures[0][1]}"
+
+
 def is_text(name: str) -> bool:
     """Is it a column of words, aligned left? Columns of numbers are aligned right."""
     return not name or name in TEXTS or (len(name) == 1 and name.isupper())  # a single letter names a run

@@ -13,10 +13,11 @@ from actor_init.inputs.packing import num_action_tokens
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import Listed, listed
-from capture.file_format.micro_batch import CaptureError, MicroBatch
+from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
 from replay.loss import tokens_for
+from replay.report.text import unreplayable
 from replay.runner.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Passes
@@ -35,6 +36,7 @@ class Selection:
     num_left_over: int  # inputs left because the data ranks hold unequal numbers
     damaged: list[tuple[Path, str]]
     dealing: str  # one sentence: how inputs were distributed over the data ranks
+    unreplayable: list[tuple[Path, str]] = field(default_factory=list)  # whole, and of calls that no replay can make
     rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
     grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
 
@@ -46,6 +48,7 @@ class Selection:
             "num_left_out_passes": self.num_left_out_passes,
             "num_left_over": self.num_left_over,
             "damaged": [{"path": str(path), "error": error} for path, error in self.damaged],
+            "unreplayable": [{"path": str(path), "error": error} for path, error in self.unreplayable],
         }
 
 
@@ -57,6 +60,7 @@ class Reader:
     loss: str
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
+    unreplayable: list[tuple[Path, str]] = field(default_factory=list)
 
     def read(self, captures: Iterable[Listed]) -> Iterator[Captured]:
         for one in captures:
@@ -99,6 +103,9 @@ class Reader:
         try:
             call = read_call(one.path)
             batch = call.micro_batch()
+        except NotReplayableError as error:
+            self.unreplayable.append((one.path, str(error)))
+            return None
         except CaptureError as error:
             self.damaged.append((one.path, str(error)))
             return None
@@ -154,7 +161,7 @@ def select(
         rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order)
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
-        raise UsageError(_nothing_to_replay(spec, reader.num_left_out, num_left_over, num_data_ranks))
+        raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks))
     inputs = [members[data_rank].path for members in rounds]
     if spec.uneven and spec.input_file is None:
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
@@ -167,6 +174,7 @@ def select(
         num_left_out_passes=reader.num_left_out,
         num_left_over=num_left_over,
         damaged=reader.damaged,
+        unreplayable=reader.unreplayable,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
         rounds=[_round(members, reader) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
@@ -283,7 +291,9 @@ class _Rounds:
         return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
 
 
-def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, num_data_ranks: int) -> str:
+def _nothing_to_replay(spec: InputsSpec, reader: Reader, num_left_over: int, num_data_ranks: int) -> str:
+    if reader.unreplayable and not num_left_over:
+        return f"nothing to replay: {unreplayable(reader.unreplayable)}"
     if num_left_over and not spec.skip_inputs:
         inputs = "input does" if num_left_over == 1 else "inputs do"
         return (
@@ -294,4 +304,4 @@ def _nothing_to_replay(spec: InputsSpec, num_left_out: int, num_left_over: int, 
         return f"--skip-inputs {spec.skip_inputs} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
-    return f"{where} holds no {spec.passes} pass, but {num_left_out} of kind {other}. Try: --passes {other}"
+    return f"{where} holds no {spec.passes} pass, but {reader.num_left_out} of kind {other}. Try: --passes {other}"

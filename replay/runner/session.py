@@ -17,7 +17,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
-from capture.file_format.actor_config import read_actor_config
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import folder_of_capture
 from capture.file_format.micro_batch import CaptureError
@@ -216,13 +216,14 @@ class Session:
             self.logbook.begin(
                 spec,
                 facts=facts,
-                work={"weights": digest_of_weights(self.begun_with.weights), "config": lasting_config(source.config)},
+                work={"weights": digest_of_weights(self.begun_with.weights), "config": _described_model(source)},
                 inputs=self.selection.described(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             header["loss"] = described_loss(self.objective, spec)
+            header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
@@ -400,9 +401,13 @@ def find_source(spec: RunSpec) -> ModelSource:
     folder = inputs_folder(spec.inputs)
     try:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
+        adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
         raise UsageError(str(error)) from error
-    return find_model(spec.actor, captured, str(_shown(folder / "actor.json")))
+    source = find_model(spec.actor, captured, str(_shown(folder / "actor.json")), adapters)
+    if source.adapter is not None and spec.state.save_model is not None:
+        raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
+    return source
 
 
 def source_of_all(spec: RunSpec, world: World) -> ModelSource:
@@ -445,7 +450,10 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.step else None,
-        dropout=acting_dropouts(lasting_config(source.config)),
+        dropout=[
+            *acting_dropouts(lasting_config(source.config)),
+            *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
+        ],
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 
@@ -474,6 +482,26 @@ def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call |
     whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
     weights = {} if first.weights is None else {"recorded": weights_line(same_weights.check(first.weights))}
     return weights | ({"dropout": f"{', '.join(dropout)}, {whose}"} if dropout else {})
+
+
+def _described_model(source: ModelSource) -> dict[str, Any]:
+    adapter = source.adapter
+    adapted = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
+    return lasting_config(source.config) | adapted
+
+
+def _adapter(source: ModelSource, spec: RunSpec) -> dict[str, str]:
+    """Describe the actor's adapter, or say that the job's is not built."""
+    if source.adapter is not None:
+        return {"adapter": f"{source.adapter.describe()}; the rest is frozen"}
+    if not (adapters := read_adapter_configs(inputs_folder(spec.inputs))):
+        return {}
+    named = counted(len(adapters), "adapter")
+    if spec.actor.adapter == "none":
+        return {"adapter": f"not built; the job had {named}"}
+    return {
+        "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
+    }
 
 
 def _resumed(spec: RunSpec, earlier: Earlier, num_passes: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names
+from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import TRACED, Place, Statistics
 from replay.runner.selection import Selection
@@ -143,6 +143,8 @@ def left_behind(selection: Selection) -> Pairs:
         pairs.append(("left out", f"{counted(number, 'pass')} of the other kind, met on the way (see --passes)"))
     if number := selection.num_left_over:
         pairs.append(("left over", f"{counted(number, 'input')}: the data ranks hold unequal numbers"))
+    if selection.unreplayable:
+        pairs.append(("left out", unreplayable(selection.unreplayable)))
     if number := len(selection.damaged):
         pairs.append(("damaged", f"{counted(number, 'file')}, named above"))
     return pairs

@@ -230,7 +230,7 @@ def _norm(
 ) -> Finding:
     num_frozen = max(one.recorded.num_frozen for one in window)
     if num_frozen and gradient is not None and doubt is None:
-        trained = _trained(steps, num_frozen)
+        trained = _trained(steps, num_frozen, gradient)
         if trained is None:
             doubt = f"the job did not train {counted(num_frozen, 'parameter')}, and not all that it trained is known"
         else:
@@ -244,13 +244,16 @@ def _norm(
     )
 
 
-def _trained(steps: Sequence[OptimizerStep], num_frozen: int) -> set[str] | None:
-    """Name all parameters that the job trained; None where not all were sampled."""
+def _trained(steps: Sequence[OptimizerStep], num_frozen: int, gradient: GradientSamples) -> set[str] | None:
+    """Name all parameters that the job trained; None where not all were sampled, and the replay trains others."""
     fingerprints = [one.gradients for one in steps if one.gradients is not None]
     names = {sample.name for one in fingerprints for sample in one.samples}
     names |= {name for one in steps for name in one.without_gradient}
     num_parameters = max((one.num_parameters for one in fingerprints), default=0)
-    return names if len(names) + num_frozen >= num_parameters > 0 else None
+    if len(names) + num_frozen >= num_parameters > 0:
+        return names
+    has_all = names and all(_own(name, gradient.norms) is not None for name in names)
+    return set(gradient.norms) if has_all and len(gradient.norms) + num_frozen == num_parameters else None
 
 
 def _is_among(name: str, job_names: set[str]) -> bool:

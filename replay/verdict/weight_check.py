@@ -24,7 +24,7 @@ class SameWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self._source.config)
+        return parameter_shapes(self._source.config, self._source.adapter)
 
     def check(self, fingerprint: ParameterSamples | None) -> WeightComparison:
         if fingerprint is None:
@@ -71,6 +71,11 @@ class SameWeights:
         if fingerprint.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
             return f"{kinds} of {counted(fingerprint.num_parameters, 'parameter')} could not be sampled"
+        if any(".lora_" in name for name in foreign):
+            return (
+                f"the job had an adapter ({counted(len(foreign), 'parameter')} of its modules), which is not built "
+                "here. Try: --adapter FOLDER"
+            )
         if foreign:
             shown = f"{foreign[0]} and {len(foreign) - 1} more" if foreign[1:] else foreign[0]
             return f"this model has no parameter of the name and shape of the job's {shown}"

@@ -74,9 +74,20 @@ def test_embeddings_are_not_replayed_and_every_reader_says_why(
     assert main(["redact", str(source), str(tmp_path / "out")]) == 1
     assert "called with inputs_embeds" in capsys.readouterr().out
     arguments = ["--inputs", str(source), "--quiet", "--optimizer", "none", "--zero-stage", "0"]
-    assert replay_main([*arguments, "--log-folder", str(tmp_path / "logs")]) == 1
-    out, err = capsys.readouterr()
-    assert "called with inputs_embeds" in out + err
+    assert replay_main([*arguments, "--log-folder", str(tmp_path / "logs")]) == 0
+    out = capsys.readouterr().out
+    assert "1 capture cannot be replayed" in out
+    assert "damaged" not in out
+    assert replay_main(["inspect", str(source)]) == 0
+    out = capsys.readouterr().out
+    assert "1 that cannot be replayed" in out
+    assert "1 capture cannot be replayed" in out
+    assert "damaged" not in out
+    assert main(["check", str(source)]) == 0
+    assert "1 of them cannot be replayed: actor_inputs" in capsys.readouterr().out
+    alone = ["--input-file", str(capture_files(source)[0])]
+    assert replay_main([*arguments[2:], *alone, "--log-folder", str(tmp_path / "logs")]) == 2
+    assert "nothing to replay: 1 capture cannot be replayed" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

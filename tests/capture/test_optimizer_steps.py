@@ -118,6 +118,27 @@ CLIPPING: dict[str, tuple[Callable[[nn.Module], Any], float | None]] = {
 }
 
 
+@pytest.mark.parametrize("given", ["by place", "by name"])
+def test_a_step_that_is_given_its_pass_as_a_closure_has_that_pass(given: str, tmp_path: Path) -> None:
+    """As Lightning steps: the closure empties the gradients, and runs forward, backward and clipping."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return loss.item()
+
+    with recording(model, tmp_path, reproduce=True):
+        losses = [optimizer.step(closure) if given == "by place" else optimizer.step(closure=closure) for _ in "ab"]
+    first, second = steps(tmp_path)
+    assert [(step.number, step.passes, step.max_norm) for step in (first, second)] == [(0, (0,), 0.01), (1, (1,), 0.01)]
+    assert_are(first, gradients(loss_of), rel=0)
+    assert losses == [call.outputs["loss"] for call in calls(tmp_path)]
+
+
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_a_step_has_the_gradients_of_its_passes_as_they_were_before_clipping(clipping: str, tmp_path: Path) -> None:
     clip, max_norm = CLIPPING[clipping]

@@ -1,6 +1,8 @@
 """`capture run`: the script notices nothing, and the model that it trains is found and recorded."""
 
 import json
+import multiprocessing.popen_spawn_posix
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from capture import capture_files, read_micro_batch, recording
+from capture.child_processes import recorded_children
 from capture.cli import main
 from capture.search import Search, TrainedLanguageModel, is_called
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
@@ -122,6 +125,7 @@ def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
     captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "ValueError: broke"
+    assert message["extraInfo"]["py_callstack"].startswith("job.py FAILED, not capture, which only ran it\nTraceback")
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: broke\n")
 
 
@@ -164,6 +168,11 @@ def test_without_a_model_the_script_runs_all_the_same(script: str, typed: list[s
         (["--every", "0", "job.py"], "every must be an integer of 1 or more"),
         (["--passes", "some", "job.py"], "passes must be one of all, train, rollout"),
         (["--ring", "8", "job.py"], "--ring is now --flight-recorder. Try: capture run --flight-recorder 64 ..."),
+        (
+            ["--arguments", "idx", "job.py"],
+            "--arguments idx: give pairs of names, each name once. Try: --arguments idx=",
+        ),
+        (["--arguments", "a=labels,b=labels", "job.py"], "--arguments a=labels,b=labels: give pairs of names"),
         (["--steps=1:2", "job.py"], "--steps is now --forwards. Try: capture run --forwards 100:200 ..."),
     ],
 )
@@ -181,6 +190,129 @@ def test_ranks_of_one_launcher_share_a_folder_and_deepspeeds_local_rank_is_the_s
     (folder,) = (tmp_path / "inputs").iterdir()
     assert folder.name.endswith("-job")
     assert len(capture_files(folder)) == 2
+
+
+LAUNCHING = {
+    "the script again": """
+        import os, subprocess
+        def train():
+            Tiny()(ids)
+        if "LOCAL_RANK" not in os.environ:
+            again = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+            rank = subprocess.Popen(again, env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
+            os.environ["WORLD_SIZE"] = "2"
+            train()
+            rank.wait()
+            print(subprocess.run([sys.executable, "-c", "print('a helper')"], capture_output=True, text=True).stdout)
+        else:
+            train()
+            print(sys.argv[1:], "of rank 1")
+        """,
+    "fork": """
+        import os, torch.multiprocessing
+        def train(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+            Tiny()(ids)
+        if __name__ == "__main__":
+            torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
+        """,
+    "spawn": """
+        import os, torch.multiprocessing
+        def train(rank):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+            Tiny()(ids)
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(train, nprocs=2)
+        """,
+}
+
+
+@pytest.mark.parametrize("way", LAUNCHING)
+def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Path) -> None:
+    typed = ["--to", "kept", "--reproduce", "job.py", "--lr", "1"]
+    done = captured_run(tmp_path, LAUNCHING[way], *typed, cold=way == "spawn")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("capture: ") == 1
+    assert "capture: 1 pass of Tiny, in" in done.stderr
+    ranks = [read_micro_batch(path).origin.rank for path in capture_files(tmp_path / "kept")]
+    assert ranks == [0, 1], done.stderr
+    assert main(["check", str(tmp_path / "kept")]) == 0
+    if way == "the script again":
+        assert "['--lr', '1'] of rank 1" in done.stdout
+        assert "a helper" in done.stdout
+
+
+def test_ranks_of_which_nothing_is_there_are_said_at_the_end_and_by_check(tmp_path: Path) -> None:
+    done = captured_run(tmp_path, "Tiny()(ids)", "--to", "kept", "job.py", RANK="0", WORLD_SIZE="4")
+    assert "has nothing of ranks 1 to 3 of the job's 4" in done.stderr
+    checked = captured_run(tmp_path, "", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
+    assert "has nothing of" not in checked.stderr
+    for command in (["capture", "check"], ["replay", "inspect"]):
+        said = subprocess.run(
+            [str(warm_bin() / "python"), "-m", *command, str(tmp_path / "kept")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert said.returncode == 0, said.stderr
+        assert "of ranks 1 to 3 of the job's 4" in said.stdout
+
+
+def test_what_starts_processes_is_as_it_was_when_the_job_ends(tmp_path: Path) -> None:
+    def starters() -> list[Any]:
+        return [
+            subprocess.Popen.__init__,
+            multiprocessing.spawn.get_command_line,
+            multiprocessing.popen_spawn_posix.Popen._launch,  # type: ignore[attr-defined]
+        ]
+
+    before = starters()
+    with recorded_children(name="job.py", is_module=False, order={}):
+        assert starters() != before
+    assert starters() == before
+
+
+OWN_MODEL = """
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embedding(idx))
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.mT, targets)
+model = Own()
+model(ids, torch.zeros_like(ids))
+"""
+
+
+def test_a_model_with_names_of_its_own_is_recorded_by_those_of_arguments(tmp_path: Path) -> None:
+    typed = ["--to", "kept", "--arguments", "idx=input_ids,targets=labels", "job.py"]
+    done = captured_run(tmp_path, OWN_MODEL, *typed)
+    assert "capture: 1 pass of Own, in" in done.stderr
+    (path,) = capture_files(tmp_path / "kept")
+    batch = read_micro_batch(path)
+    assert (batch.sequences_BS == 1).all()
+    assert batch.labels_BS is not None
+    assert not batch.labels_BS.any()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ([], "Own was trained, and its forward has no argument input_ids; it was given idx (int64 [2, 4]), targets"),
+        ([], "Try, if these are what it says: capture run --arguments idx=input_ids,targets=labels ..."),
+        (["--arguments", "tokens=input_ids"], "no module that is trained was called with tokens (input_ids)"),
+        (["--module", "Own"], "0 passes of Own, 1 dropped (actor_inputs"),
+        (["--module", "Own"], "record with --arguments idx=input_ids"),
+    ],
+)
+def test_what_would_be_kept_of_a_model_with_names_of_its_own_is_said(
+    typed: list[str], says: str, tmp_path: Path
+) -> None:
+    done = captured_run(tmp_path, OWN_MODEL, *typed, "job.py")
+    assert done.returncode == 0
+    assert says in done.stderr
 
 
 class Harness(nn.Module):

@@ -28,7 +28,10 @@ def make_model(folder: Path, *, saves: bool = True) -> LlamaForCausalLM:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    """Return the rank in torch's process group, or without one in the variables that launchers set."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 def make_batches(num_batches: int = NUM_STEPS, num_rows: int = 2) -> list[dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
+from actor_init.adapters import add_adapter, trained_parameters
 from actor_init.attention.kernels import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.inputs.packing import ActorInputs
@@ -61,13 +62,14 @@ class DDPBackend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        add_adapter(model, source.adapter)
         set_up(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):
             _cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
             compile_blocks(block for _, block in blocks_of(model))
-        optimizer = make_optimizer(spec, model.parameters())
+        optimizer = make_optimizer(spec, trained_parameters(model))
         return cls(
             spec=spec,
             model=model,

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
+from actor_init.adapters import add_adapter, trained_parameters
 from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
@@ -79,6 +80,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device, source.config)
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        add_adapter(model, source.adapter)
         check_autotp(model, spec.parallel.tp)
         num_elements = num_parameters(model)
         blocks = blocks_of(model)
@@ -101,7 +103,7 @@ class DeepSpeedBackend:
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=model.parameters(),
+            model_parameters=trained_parameters(model),
             optimizer=_gated(spec, gate),
             config=config,
             dist_init_required=False,

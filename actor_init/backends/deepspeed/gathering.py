@@ -27,6 +27,6 @@ def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
     from deepspeed.utils import safe_get_full_grad
 
     for name, parameter in model.named_parameters():
-        gradient = safe_get_full_grad(parameter)
+        gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
             yield name, whole_over_tp(parameter, gradient).float() / loss_scale

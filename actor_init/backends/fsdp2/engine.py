@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
+from actor_init.adapters import add_adapter
 from actor_init.attention.kernels import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
@@ -54,6 +55,7 @@ class FSDP2Backend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        add_adapter(model, source.adapter)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
         )
@@ -174,9 +176,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
-    """Group parameters by mesh, data ranks only or also tp: torch's foreach operations take one mesh at a time."""
+    """Group trained parameters by mesh, data ranks or also tp: torch's foreach operations take one mesh at a time."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         sharded: Any = parameter
         assert isinstance(sharded, DTensor)
         groups.setdefault(sharded.device_mesh, []).append(parameter)

@@ -1,0 +1,162 @@
+"""Build a LoRA adapter into an actor, as PEFT does in a job: its own weights are trained, the base's are frozen.
+
+The only file that imports peft, where an adapter is built. Names of parameters are those that PEFT gives them:
+
+    model.layers.0.self_attn.q_proj.base_layer.weight       `...q_proj.weight` of the base
+    model.layers.0.self_attn.q_proj.lora_A.default.weight   of the adapter `default`
+    lm_head.modules_to_save.default.weight                  trained whole, and saved with the adapter
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from actor_init.spec import UsageError
+from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
+
+CONFIG_NAME = "adapter_config.json"
+DEFAULT_NAME = "default"
+_SAVED_BELOW = "base_model.model."  # of names in an adapter's file
+_BUILT = frozenset(
+    {
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"),
+        *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora"),
+        "lora_bias",
+    }
+)
+_OF_NO_MATTER = frozenset(  # where the weights begin, and where they came from
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """An adapter to build.
+
+    name      as in the names of its parameters
+    settings  of peft.LoraConfig, those that say what is built
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, configs: Mapping[str, Mapping[str, Any]], source: str) -> "Adapter":
+        """Choose the adapter of a job from its configs by name. Raises UsageError for one that cannot be built."""
+        if len(configs) != 1:
+            raise UsageError(
+                f"{source} has {len(configs)} adapters ({', '.join(configs)}), and one can be built. "
+                "Try: --adapter FOLDER with the one that was trained, or --adapter none"
+            )
+        ((name, config),) = configs.items()
+        others = [key for key, value in config.items() if key not in _BUILT | _OF_NO_MATTER and _says_something(value)]
+        if config.get("peft_type") != "LORA":
+            others = [f"peft_type {config.get('peft_type')}"]
+        if others:
+            raise UsageError(
+                f"{source} has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are. "
+                "Try: --adapter none, with --model a folder into which the adapter is merged"
+            )
+        return cls(name=name, settings={key: value for key, value in config.items() if key in _BUILT})
+
+    def describe(self) -> str:
+        targets = self.settings.get("target_modules")
+        named = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+        return f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {named}"
+
+
+def _says_something(value: Any) -> bool:
+    return value not in (None, False, "none", [], {}, "")
+
+
+def read_adapter(folder: Path, name: str) -> Adapter:
+    """Read the adapter that PEFT's `save_pretrained` wrote. Raises UsageError."""
+    path = folder / CONFIG_NAME
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(
+            f"--adapter {folder}: {error}. Give a folder with {CONFIG_NAME} and adapter_model.safetensors, as PEFT's "
+            "save_pretrained writes it, or none"
+        ) from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--adapter {folder}: {path} holds a {type(config).__name__}, not an adapter's config")
+    return Adapter.of({name: config}, str(path))
+
+
+def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
+    """Put the adapter's modules into a model on the meta device, and freeze what is not the adapter's.
+
+    Does nothing without an adapter. Raises UsageError if peft is missing or finds nothing to adapt.
+    """
+    if adapter is None:
+        return
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UsageError(f"the job's {adapter.describe()} needs peft: {error}. Try: pip install peft") from error
+    try:
+        config = LoraConfig(**adapter.settings, init_lora_weights=False, inference_mode=False)
+        inject_adapter_in_model(config, model, adapter_name=adapter.name)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"peft refuses the {adapter.describe()}: {reason}") from error
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedWeights:
+    """The weights of a base under the names that an adapter leaves it, and the adapter's own.
+
+    own  from the adapter's folder; None: matrices are random by name, biases 0
+    """
+
+    base: Weights
+    adapter: Adapter
+    own: FolderWeights | None
+
+    def describe(self) -> str:
+        whose = "random" if self.own is None else f"from {self.own.folder}"
+        return f"{self.base.describe()}, adapter {whose}"
+
+    def holds(self, name: str) -> bool:
+        weights, there = self._place(name)
+        return weights is not None and weights.holds(there)
+
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+        """Fill `parameter`. Raises UsageError if the folder of its weights has none of the name and shape."""
+        weights, there = self._place(name)
+        if weights is None:
+            if "lora_magnitude_vector" in name:
+                raise UsageError("DoRA's magnitudes are not known without the adapter. Try: --adapter FOLDER")
+            parameter.detach().zero_()
+            return True
+        return weights.fill(there, parameter, on_progress)
+
+    def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+        weights, there = self._place(name)
+        return None if weights is None else weights.sample(there, shape, start, count)
+
+    def _place(self, name: str) -> tuple[Weights | None, str]:
+        """Return where the values of `name` are, and their name there; None: nowhere."""
+        parts = name.split(".")
+        is_lora = any(part.startswith("lora_") for part in parts)
+        if not is_lora and "modules_to_save" not in parts:
+            return self.base, ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+        plain = ".".join(part for part in parts if part not in ("modules_to_save", self.adapter.name))
+        if self.own is not None:
+            return self.own, _SAVED_BELOW + plain
+        if not is_lora:
+            return self.base, plain
+        return (None if parts[-1] == "bias" or "lora_magnitude_vector" in parts else self.base), name
