@@ -53,6 +53,7 @@ ROOMS = {
         ("diagnose", "parity", "scan", "suite"),
         ("subcommands",),
         ("cli",),
+        ("entry",),
         ("", "__main__"),
     ),
 }

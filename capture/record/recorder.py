@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Never, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def recording(
     reproduce: bool | None = None,
     segment: str | int | None = None,
     max_queued: int = 64,
-    **unknown: Never,
+    **unknown: NoReturn,
 ) -> "Recorder":
     """Write the forwards of `model` until the recorder is closed or the process ends.
 
@@ -172,7 +172,7 @@ class Recorder:
     def failure(self) -> Exception | None:
         return self._writer.failure
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(
