@@ -129,7 +129,9 @@ def _start_of(process: int) -> datetime:
             "several ranks need one folder, and here they cannot tell when their launcher was started. "
             "Try: capture run --to inputs/my-run ..."
         ) from None
-    return datetime.fromtimestamp(int(booted.split()[1]), timezone.utc) + timedelta(seconds=ticks / os.sysconf("SC_CLK_TCK"))
+    return datetime.fromtimestamp(int(booted.split()[1]), timezone.utc) + timedelta(
+        seconds=ticks / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, module_name: str | None) -> str:
