@@ -10,11 +10,13 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from actor_init.initial_values import INIT_FILLS_BUFFERS, build_with_values, copy_buffers
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
 from capture.file_format.actor_config import read_actor_config
@@ -82,20 +84,22 @@ class VectorInit:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return build_on_meta(self._config, attention="eager", dtype=torch.float32)
+        build = build_on_meta if INIT_FILLS_BUFFERS else build_with_values
+        return build(self._config, attention="eager", dtype=torch.float32)
 
     @torch.no_grad()
     def vector(self, name: str) -> Tensor:
         module_name, _, own_name = name.rpartition(".")
         module = self._model.get_submodule(module_name)
-        meta = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
+        small = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
-            for key, parameter in meta.items():
-                setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
+            for key, parameter in small.items():
+                own = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
+                setattr(module, key, nn.Parameter(own))
             self._model._init_weights(module)
         values: Tensor = module.get_parameter(own_name).detach()
-        for key, parameter in meta.items():
+        for key, parameter in small.items():
             setattr(module, key, parameter)
         return values
 
@@ -155,6 +159,7 @@ def materialise(
     Raises UsageError if neither the weights nor transformers' own init define a buffer's values.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
+    with_values = None if INIT_FILLS_BUFFERS else _with_values(model)
     for module_name, module in model.named_modules():
         if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
             continue
@@ -174,6 +179,8 @@ def materialise(
         if len(filled) < len(new) or buffers:
             for name in _changed_by_init(model, module, filled):
                 weights.fill(path + name, filled[name], on_progress)
+        if buffers and with_values is not None:
+            copy_buffers(with_values.get_submodule(module_name), module, device)
         for name in buffers:
             _fill_buffer(f"{module_name}.{name}", module.get_buffer(name), weights)
         on_progress(0)
@@ -184,8 +191,11 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
 
     Its init skips tensors with a flag, as when it loads weights: normal values for an embedding of half a billion
     elements would take longer than everything else. For some models it writes zeros for padding, which no flag
-    prevents.
+    prevents. Before 5.0 it knows no such flag.
     """
+    if not INIT_FILLS_BUFFERS:
+        model._init_weights(module)
+        return list(filled)
     before = {name: parameter._version for name, parameter in filled.items()}
     flagged: Sequence[Any] = list(filled.values())
     for parameter in flagged:
@@ -195,6 +205,17 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
         del parameter._is_hf_initialized
     has_padding = getattr(module, "padding_idx", None) is not None
     return [name for name, parameter in filled.items() if has_padding or parameter._version != before[name]]
+
+
+_copies_with_values: "WeakKeyDictionary[PreTrainedModel, PreTrainedModel]" = WeakKeyDictionary()
+
+
+def _with_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Build `model` again with its buffers' values, once: blocks are materialised one by one."""
+    if model not in _copies_with_values:
+        attention, dtype = model.config._attn_implementation, model.dtype
+        _copies_with_values[model] = build_with_values(model.config, attention=attention, dtype=dtype)
+    return _copies_with_values[model]
 
 
 def _unset(buffer: Tensor) -> float | int:

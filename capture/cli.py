@@ -117,7 +117,7 @@ def _add_run(commands: Any) -> None:
         "--reproduce",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Keep what judging a replay takes: random states, outputs, samples of weights and gradients (default: on).",
+        help="Keep random states, outputs, samples of weights and gradients, to judge a replay by (default: on).",
     )
     kept.add_argument(
         "--segment",

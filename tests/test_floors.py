@@ -32,6 +32,7 @@ ROOMS = {
         ("spec", "as_json"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching",),
+        ("initial_values",),
         ("model",),
         ("parallel",),
         ("attention",),

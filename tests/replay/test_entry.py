@@ -56,3 +56,25 @@ def test_the_bare_install_needs_torch_alone_and_has_no_upper_bound() -> None:
     assert {name for name, _, _ in of_replay} == {*entry.NEEDED, "deepspeed"}
     assert all(bound.replace(".", "").isdigit() for _, _, bound in of_replay)
     assert "micro-replay[replay]" in declared["optional-dependencies"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "is_refused"),
+    [
+        ("torch", "2.5.1+cu121", True),
+        ("torch", "2.6.0a0+git1", False),
+        ("torch", "2.13.0+cpu", False),
+        ("transformers", "4.56.2", True),
+        ("transformers", "4.57.0", False),
+        ("transformers", "5.0.0rc1", False),
+    ],
+)
+def test_a_library_that_is_too_old_is_named(
+    name: str, installed: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "_version", lambda asked: installed if asked == name else None)
+    refusal = entry.complaint([], (3, 11))
+    assert (refusal is not None) is is_refused
+    if refusal is not None:
+        assert f"{name} {'2.6' if name == 'torch' else '4.57'} or later, and {installed} is installed" in refusal
+    assert entry.complaint(["doctor"], (3, 11)) is None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,8 +80,9 @@ class FSDP2Backend:
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
-        # None is torch's default: the root, which backward needs first, stays gathered
-        root_rule = None if spec.resolved_zero_stage == 3 else False
+        # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
+        default = signature(fully_shard).parameters["reshard_after_forward"].default
+        root_rule = default if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
         optimizer = make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)])
         return cls(
