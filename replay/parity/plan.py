@@ -19,6 +19,7 @@ from actor_init.backends import BACKENDS, DEFAULT, declaration_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.option_parsing import run_spec, toggles
 from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
+from replay.processes.interpreter import Environment
 from replay.spec import RunSpec
 
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
@@ -47,6 +48,7 @@ class Cell:
     reference: str  # name of the cell it is compared with; the reference of a dtype names itself
     varies: str = ""  # what an equivalent varies
     group: str = ""  # runs that share references and noise; empty: the requested inputs
+    python: str = ""  # the interpreter that runs it; empty: this one
 
     @property
     def num_data_ranks(self) -> int:
@@ -144,6 +146,30 @@ def together(plans: Sequence[Plan]) -> Plan:
     cells = [cell for one in plans for cell in one.cells]
     refused = {name: reason for one in plans for name, reason in one.refused.items()}
     return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
+    """Plan the runs for the first environment, and all but the equivalents again for each other one.
+
+    The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
+    both can make has the name of the first's and, behind it, the versions that differ.
+    """
+    first, *others = environments
+    cells = [replace(cell, python=first.python) for cell in planned.cells]
+    for number, other in enumerate(others, start=2):
+        suffix = f"environment {number}: {other.beside(first) or 'the same versions'}"
+        cells += [
+            replace(
+                cell,
+                name=f"{cell.name}, {suffix}",
+                role=Role.CELL,
+                reference=cell.name if cell.role is Role.REFERENCE else cell.reference,
+                python=other.python,
+            )
+            for cell in planned.cells
+            if cell.role is not Role.EQUIVALENT
+        ]
+    return replace(planned, cells=cells)
 
 
 def _window_of(cell: Cell) -> int:
