@@ -27,6 +27,7 @@ NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
     *("grad_accumulation", "deepspeed_config"),
 )
+REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
 FILES = ("deepspeed_config",)  # holds settings of one library
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
@@ -149,7 +150,7 @@ def together(plans: Sequence[Plan]) -> Plan:
 
 
 def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
-    """Plan the runs for the first environment, and all but the equivalents again for each other one.
+    """Plan the runs for the first environment, and for each other one again all but those that repeat a reference.
 
     The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
     both can make has the name of the first's and, behind it, the versions that differ.
@@ -157,7 +158,7 @@ def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
     first, *others = environments
     cells = [replace(cell, python=first.python) for cell in planned.cells]
     for number, other in enumerate(others, start=2):
-        suffix = f"environment {number}: {other.beside(first) or 'the same versions'}"
+        suffix = f"env {number}: {other.beside(first) or 'the same versions'}"
         cells += [
             replace(
                 cell,
@@ -167,7 +168,7 @@ def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
                 python=other.python,
             )
             for cell in planned.cells
-            if cell.role is not Role.EQUIVALENT
+            if cell.varies not in REPEATS
         ]
     return replace(planned, cells=cells)
 
@@ -190,8 +191,8 @@ def _add_ground(
     shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
     admit = partial(_admit, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
-    admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
-    admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed", more={"reverse_rows": True})
     for kernel in (one for one in (Attention.EAGER, Attention.FLASH) if one is not here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}

@@ -20,7 +20,7 @@ def header(log: ParityLog) -> Pairs:
     pairs: Pairs = [
         ("command", log.command),
         ("device", f"{counted(log.num_devices, 'GPU' if log.device == 'cuda' else 'process')} at most, {log.device}"),
-        *((f"environment {number}", one.text) for number, one in enumerate(log.environments, start=1)),
+        *((f"env {number}", one.text) for number, one in enumerate(log.environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
     ]
     if settled := sum(row.state is not State.PENDING for row in log.rows):

@@ -1,6 +1,6 @@
 """Other environments: what is installed beside an interpreter, and a replay that runs there.
 
-environment 2   old/bin/python: python 3.11.7, torch 2.8.0, transformers 4.57.6, deepspeed 0.16.5, micro-replay 0.1.0
+env 2      old/bin/python: python 3.11.7, torch 2.8.0, transformers 4.57.6, deepspeed 0.16.5, micro-replay 0.1.0
 """
 
 import json
