@@ -71,7 +71,7 @@ def run(python: str, arguments: Sequence[str], folder: Path, limit: float) -> Do
         )
     except subprocess.TimeoutExpired:
         return Done(exit_code=None, output="")
-    return Done(exit_code=done.returncode, output=done.stdout)
+    return Done(exit_code=done.returncode, output=done.stdout.replace(str(Path(python).absolute()), "python"))
 
 
 def stack_of(python: str) -> str:
@@ -106,7 +106,7 @@ def outcome(trial: str, python: str, limit: float) -> str:
         return "works"
     said = [line.removeprefix("replay: ") for line in done.output.splitlines() if line.startswith("replay: ")]
     said = [line for line in said if not line.endswith("starting them")] or [last_line(done.output)]
-    return f"{'refused' if done.exit_code == 2 else 'fails'}: {one_line(said[0])[:200]}"
+    return f"{'refused' if done.exit_code == 2 else 'fails'}: {one_line(said[0])[:300]}"
 
 
 def last_line(output: str) -> str:

@@ -25,10 +25,10 @@ USAGE_ERROR = 2
 def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
     """Return the line that refuses `replay ARGUMENTS` in this environment, or None if it can run."""
     if python < FIRST_PYTHON:
-        here, first = (".".join(map(str, version)) for version in (python, FIRST_PYTHON))
+        here, wanted = (".".join(map(str, one)) for one in (python, FIRST_PYTHON))
         return (
-            f"replaying needs Python {first} or later, and this is {here} ({sys.executable}), which can only capture. "
-            f"Try: python{first} -m venv replaying && replaying/bin/pip install 'micro-replay[replay]'"
+            f"replaying needs Python {wanted} or later, and this is {here} ({sys.executable}), which can only capture. "
+            f"Try: python{wanted} -m venv replaying && replaying/bin/pip install 'micro-replay[replay]'"
         )
     is_doctor = arguments[:1] == ["doctor"]
     needed = NEEDED_BY_THE_DOCTOR if is_doctor else NEEDED

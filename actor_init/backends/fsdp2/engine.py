@@ -27,7 +27,7 @@ from actor_init.parallel.tensor_parallel import check_divisible, check_sequence,
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -49,6 +49,7 @@ class FSDP2Backend:
         """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
         model.
         """
+        check_streams(world.device)
         check_divisible(source.config, spec.parallel.tp)
         check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device, source.config)
@@ -163,6 +164,15 @@ class FSDP2Backend:
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def check_streams(device: torch.device) -> None:
+    """Raise UsageError on a CPU whose streams lack what `fully_shard` calls, as in torch 2.6."""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise UsageError(
+            f"--backend fsdp2 on a CPU needs a later torch than {torch.__version__}, as 2.8. "
+            "Try: --backend ddp, or --backend deepspeed"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:
