@@ -77,7 +77,8 @@ def state_to_load(spec: StateSpec) -> Path | None:
     if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD:
         raise UsageError(
             f"--load-state {folder} needs torch {SAFE_LOAD} or later, and {torch.__version__} is installed: its "
-            "torch.load can run code from a file (CVE-2025-32434, CVE-2026-24747). Try: --model with what --save-model wrote"
+            "torch.load can run code from a file (CVE-2025-32434, CVE-2026-24747). "
+            "Try: --model with what --save-model wrote"
         )
     if folder is None or (folder / STATE_FILE).is_file():
         return folder
