@@ -10,6 +10,7 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -30,6 +31,7 @@ from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
+from actor_init.initial_values import INIT_FILLS_BUFFERS, build_with_values, copy_buffers
 from actor_init.layout import Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
@@ -153,20 +155,22 @@ class VectorInit:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return build_on_meta(self._config, attention="eager", dtype=torch.float32)
+        build = build_on_meta if INIT_FILLS_BUFFERS else build_with_values
+        return build(self._config, attention="eager", dtype=torch.float32)
 
     @torch.no_grad()
     def vector(self, name: str) -> Tensor:
         module_name, _, own_name = name.rpartition(".")
         module = self._model.get_submodule(module_name)
-        meta = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
+        small = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
-            for key, parameter in meta.items():
-                setattr(module, key, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
+            for key, parameter in small.items():
+                own = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
+                setattr(module, key, nn.Parameter(own))
             _submodel_of(self._model, module_name)._init_weights(module)
         values: Tensor = module.get_parameter(own_name).detach()
-        for key, parameter in meta.items():
+        for key, parameter in small.items():
             setattr(module, key, parameter)
         return values
 
@@ -261,6 +265,7 @@ def materialise(
         building.materialise(model, weights, device, prefix, on_progress)
         return
     made: dict[nn.Parameter, nn.Parameter] = {}
+    with_values = None if INIT_FILLS_BUFFERS else _with_values(model)
     for module_name, module in model.named_modules():
         if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
             continue
@@ -280,6 +285,8 @@ def materialise(
         if len(filled) < len(new) or buffers:
             for name in _changed_by_init(_submodel_of(model, module_name), module, filled):
                 weights.fill(path + name, filled[name], on_progress)
+        if buffers and with_values is not None:
+            copy_buffers(with_values.get_submodule(module_name), module, device)
         for name in buffers:
             _fill_buffer(model, module_name, name, weights)
         on_progress(0)
@@ -297,8 +304,11 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
 
     Its init skips tensors with a flag, as when it loads weights: normal values for an embedding of half a billion
     elements would take longer than everything else. For some models it writes zeros for padding, which no flag
-    prevents.
+    prevents. Before 5.0 it knows no such flag.
     """
+    if not INIT_FILLS_BUFFERS:
+        model._init_weights(module)
+        return list(filled)
     before = {name: parameter._version for name, parameter in filled.items()}
     flagged: Sequence[Any] = list(filled.values())
     for parameter in flagged:
@@ -308,6 +318,17 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
         del parameter._is_hf_initialized
     has_padding = getattr(module, "padding_idx", None) is not None
     return [name for name, parameter in filled.items() if has_padding or parameter._version != before[name]]
+
+
+_copies_with_values: "WeakKeyDictionary[PreTrainedModel, PreTrainedModel]" = WeakKeyDictionary()
+
+
+def _with_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Build `model` again with its buffers' values, once: blocks are materialised one by one."""
+    if model not in _copies_with_values:
+        attention, dtype = model.config._attn_implementation, model.dtype
+        _copies_with_values[model] = build_with_values(model.config, attention=attention, dtype=dtype)
+    return _copies_with_values[model]
 
 
 def _unset(buffer: Tensor) -> float | int:

@@ -3,7 +3,7 @@
     python benchmarks/trainer_verdicts.py --model llama-3.1-8b --num-layers 8 --inputs inputs/my-run
 
 Each job trains with transformers' Trainer (bf16=True, sdpa, two micro-batches a step, clipped) on captured rows, from
-weights that are random by name, is recorded by `capture run --reproduce`, and is replayed by `replay --verdict strict`
+weights that are random by name, is recorded by `capture run`, and is replayed by `replay --verdict strict`
 in its own process. Prints a line per job: its class, what the Trainer logged, and the verdict.
 """
 
@@ -54,7 +54,7 @@ def _recorded_and_replayed(kind: str, given: argparse.Namespace) -> int:
     shared = ["--inputs", str(given.inputs.resolve()), "--out", str(folder)]
     shared += ["--model", given.model] if given.model else []
     shared += ["--num-layers", str(given.num_layers)] if given.num_layers else []
-    record = ["-m", "capture", "run", "--reproduce", "--to", str(folder / "captures"), str(Path(__file__).resolve())]
+    record = ["-m", "capture", "run", "--to", str(folder / "captures"), str(Path(__file__).resolve())]
     said = _run([*record, *shared, "--job", kind])
     logged = [line.removeprefix("logged ") for line in said.splitlines() if line.startswith("logged ")]
     typed = ["--inputs", str(folder / "captures"), "--random-weights", "--loss", "sft", "--verdict", "strict"]

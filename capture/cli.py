@@ -120,7 +120,10 @@ def _add_run(commands: Any) -> None:
     )
     kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is an incident.")
     kept.add_argument(
-        "--reproduce", action=argparse.BooleanOptionalAction, help="Keep random states, outputs and environment."
+        "--reproduce",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Keep random states, outputs, samples of weights and gradients, to judge a replay by (default: on).",
     )
     kept.add_argument(
         "--segment",

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +47,7 @@ class Job:
     def run(self) -> None:
         """Run it as `python NAME` or `python -m NAME` would. Raises what it raises."""
         sys.argv = [self.name, *self.arguments]
-        if not sys.flags.safe_path:
+        if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
             sys.path[0] = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -227,7 +227,9 @@ def _start_of(process: int) -> datetime:
             "several ranks need one folder, and here they cannot tell when their launcher was started. "
             "Try: capture run --to inputs/my-run ..."
         ) from None
-    return datetime.fromtimestamp(int(booted.split()[1]), UTC) + timedelta(seconds=ticks / os.sysconf("SC_CLK_TCK"))
+    return datetime.fromtimestamp(int(booted.split()[1]), timezone.utc) + timedelta(
+        seconds=ticks / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, order: Order) -> str:

@@ -1,7 +1,7 @@
 r"""A training job whose loss spikes after a restart: the checkpoint is loaded with one layer's weight transposed.
 
     python examples/loss_spike.py --steps 150 --save runs/step-150
-    capture run --reproduce --to inputs/restart \
+    capture run --to inputs/restart \
         examples/loss_spike.py --resume runs/step-150 --first-step 150 --steps 4
 
 README.md walks from the spike to the name of that layer.

@@ -32,6 +32,7 @@ ROOMS = {
         ("spec", "as_json", "checkpoint_names"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
+        ("initial_values",),
         ("model",),
         ("parallel",),
         ("attention",),
@@ -56,6 +57,7 @@ ROOMS = {
         ("diagnose", "mismatch", "parity", "scan", "suite"),
         ("subcommands",),
         ("cli",),
+        ("entry",),
         ("", "__main__"),
     ),
 }

@@ -46,7 +46,7 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
 
 def run_job(folder: Path, launcher: Sequence[str], job: str, *arguments: str, cold: bool = True) -> str:
     """`capture run` of the job under that launcher. Returns what it wrote to stderr."""
-    command = [*launcher, "capture", "run", "--reproduce", "--to", str(folder / "captures")]
+    command = [*launcher, "capture", "run", "--to", str(folder / "captures")]
     command += [str(JOBS / f"{job}.py"), str(folder), *arguments]
     return run_command(command, cold=cold)
 

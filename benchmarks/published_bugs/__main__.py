@@ -80,7 +80,7 @@ def by_job(bug: Bug, job: Sequence[str], python: Path, folder: Path) -> Said:
     if bug.processes > 1 or script == "engine":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(bug.processes)]
     if not bug.records_itself:
-        command += ["-m", "capture", "run", "--reproduce", "--to", str(folder / "captures")]
+        command += ["-m", "capture", "run", "--to", str(folder / "captures")]
     done = run([*command, str(JOBS / f"{script}.py"), *arguments, str(folder)], folder / "job.log")
     if done:
         return Said(False, True, f"the job failed: {last_error(folder / 'job.log')}")

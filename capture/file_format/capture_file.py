@@ -29,7 +29,7 @@ import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +310,11 @@ def with_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) 
 
 
 def utc_time() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
 def _file_name(rank: int, time: str, step: int) -> str:
-    compact = datetime.fromisoformat(time).astimezone(UTC).strftime("%Y%m%d_%H%M%S_%f")
+    compact = datetime.fromisoformat(time).astimezone(timezone.utc).strftime("%Y%m%d_%H%M%S_%f")
     return f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
 
 

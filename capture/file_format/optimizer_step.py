@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any
 
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.parameter_samples import ParameterSamples, Sample
@@ -55,7 +55,7 @@ class OptimizerStep:
         return json.dumps({**plain, "gradients": None if self.gradients is None else self.gradients.text()})
 
     @classmethod
-    def of_text(cls, text: str, source: str) -> Self:
+    def of_text(cls, text: str, source: str) -> "OptimizerStep":
         """Read what `text` wrote. Raises CaptureError for anything else."""
         try:
             written = json.loads(text)

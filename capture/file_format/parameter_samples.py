@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from capture.file_format.micro_batch import CaptureError
 
@@ -46,7 +46,7 @@ class ParameterSamples:
         return json.dumps({"samples": samples, **counts, "left_out": dict(self.left_out)})
 
     @classmethod
-    def of_text(cls, text: str, source: str) -> Self:
+    def of_text(cls, text: str, source: str) -> "ParameterSamples":
         """Read what `text` wrote. Raises CaptureError for anything else."""
         try:
             written = json.loads(text)

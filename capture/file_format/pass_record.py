@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ COLUMN = {
     )
 }
 TRAINS, HAS_TOKENS, IS_ODD, HAS_GRADIENTS, IS_NUMBERED = (1 << bit for bit in range(5))
-_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+_BEGINNING = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MOST = {
     "offset": 2**53,
     "num_bytes": 2**32,
@@ -174,7 +174,7 @@ def columns(records: bytes | bytearray | memoryview) -> Tensor:
 
 def microseconds_of(time: str) -> int:
     """Turn an ISO 8601 time into microseconds since 1970."""
-    return (datetime.fromisoformat(time).astimezone(UTC) - _BEGINNING) // timedelta(microseconds=1)
+    return (datetime.fromisoformat(time).astimezone(timezone.utc) - _BEGINNING) // timedelta(microseconds=1)
 
 
 def time_of(microseconds: int) -> datetime:

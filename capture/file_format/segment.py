@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class Head:
         return text.ljust(-(-(len(text) + 1) // RECORD_BYTES) * RECORD_BYTES - 1) + b"\n"
 
     @classmethod
-    def read(cls, descriptor: int, source: str) -> tuple[Self, int]:
+    def read(cls, descriptor: int, source: str) -> tuple["Head", int]:
         """Read the head at the beginning of a file, and return it with its length. Raises CaptureError, OSError."""
         data = os.pread(descriptor, _USUAL_HEAD_BYTES, 0)
         if b"\n" not in data:
@@ -116,7 +116,7 @@ class Segment:
     num_cut_off: int = 0
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path) -> "Segment":
         """Read a segment's index, and of the segment what the index does not have. Raises CaptureError."""
         try:
             with open(path, "rb") as file:

@@ -32,6 +32,7 @@ DTYPES = {
         *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
+    if hasattr(torch, name)  # float8_e8m0fnu came with torch 2.7
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # explicit: a job may have set another default device

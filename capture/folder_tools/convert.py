@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from torch import Tensor
@@ -102,5 +102,5 @@ def _iso_time(written: str | None, source: str) -> str | None:
             moment = read(written or "")
         except ValueError:
             continue
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat(timespec="microseconds")
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).isoformat(timespec="microseconds")
     raise CaptureError(f"{source}: its time is {str(written)[:40]!r}; allowed is ISO 8601 or {DUMP_TIME}")

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from capture.file_format.capture_file import Call, utc_time
 from capture.file_format.folder_layout import home_of
@@ -26,7 +25,7 @@ class FolderWriter:
         self._writers: dict[tuple[int, Path], RankWriter] = {}
         self._latest: RankWriter | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "FolderWriter":
         return self
 
     def __exit__(

@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ GEOMETRY = (
 TOKENS = ("sequences", "input_ids", "labels")
 
 
-class Tokens(StrEnum):
+class Tokens(str, Enum):
     PERMUTE = "permute"
     ZERO = "zero"
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class ForwardHooks:
         self._error_before: BaseException | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+    def __reduce__(self) -> tuple[type["ForwardHooks"], tuple[()]]:
         return type(self), ()
 
     def attach(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class ForwardHooks:
             return
         self._depth += 1
         if self._depth == 1:
-            self._error_before = sys.exception()
+            self._error_before = sys.exc_info()[1]
             self._begins(module, args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -61,7 +61,7 @@ class ForwardHooks:
         self._depth -= 1
         if self._depth:
             return
-        error, before = sys.exception(), self._error_before
+        error, before = sys.exc_info()[1], self._error_before
         self._error_before = None
         self._ends(output, None if error is before else error)
 

@@ -2,7 +2,8 @@
 
 torch has global hooks for optimizers, but none for clipping. So while somebody listens, the functions of
 `torch.nn.utils.clip_grad` that clip are wrapped; `clip_grad_norm_` looks them up there, so a job that imported it
-before is seen too. DeepSpeed's engine has a function of its own, which is wrapped as well.
+before is seen too. Before torch 2.6 it did all by itself: there the function that it decorates is exchanged, inside
+it, for the same reason. DeepSpeed's engine has a function of its own, which is wrapped as well.
 """
 
 import functools
@@ -87,17 +88,20 @@ class OptimizerHooks:
 
 
 _listening: list[OptimizerHooks] = []
-_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, original, wrapper
+_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module or cell, name, original, wrapper
 _norms_of_other_kinds: list[Tensor] = []  # the latest norm, if it is no root of a sum of squares
 
 
 def _wrap_clipping() -> None:
     torchs = torch.nn.utils.clip_grad
-    _wrap([torchs, nn.utils], getattr(torchs, "_clip_grads_with_norm_", None), _by_norm)
+    if hasattr(torchs, "_clip_grads_with_norm_"):
+        _wrap([torchs, nn.utils], torchs._clip_grads_with_norm_, _by_norm)
+    else:
+        _wrap_inside(torchs.clip_grad_norm_, _whole)
     _wrap([torchs, nn.utils], getattr(torchs, "_get_total_norm", None), _measuring)
     _wrap([torchs, nn.utils], torchs.clip_grad_value_, _by_value)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
-        _wrap([engine], vars(engine).get("clip_grad_norm_"), _by_engine)
+        _wrap([engine], vars(engine).get("clip_grad_norm_"), _whole)
 
 
 def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Callable[..., Callable[..., Any]]) -> None:
@@ -109,6 +113,15 @@ def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Calla
             if value is own:
                 _wrapped.append((module, name, own, ours))
                 setattr(module, name, ours)
+
+
+def _wrap_inside(decorated: Any, wrapper: Callable[..., Callable[..., Any]]) -> None:
+    """Wrap the function that `decorated` closes over and calls, so that whoever has `decorated` calls the wrapper."""
+    for cell in decorated.__closure__ or ():
+        if cell.cell_contents is decorated.__wrapped__:
+            ours = wrapper(decorated.__wrapped__)
+            _wrapped.append((cell, "cell_contents", decorated.__wrapped__, ours))
+            cell.cell_contents = ours
 
 
 def _unwrap_clipping() -> None:
@@ -163,7 +176,7 @@ def _by_value(own: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
-def _by_engine(own: Callable[..., Any]) -> Callable[..., Any]:
+def _whole(own: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(own)
 
     def clip(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Never, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ def recording(
     segment: str | int | None = None,
     max_queued: int = 64,
     arguments: Mapping[str, str] | None = None,
-    **unknown: Never,
+    **unknown: NoReturn,
 ) -> "Recorder":
     """Write the forwards of `model` until the recorder is closed or the process ends.
 
@@ -211,7 +211,7 @@ class Recorder:
     def refusal(self) -> str | None:
         return self._writer.refusal
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ The settings are plain values, checked once. Every rank decides for itself, by i
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Never
+from typing import Literal, NoReturn
 
 Passes = Literal["all", "train", "rollout"]
 WhichEnd = Literal["first", "last"]
@@ -85,7 +85,7 @@ def keep_of(
     slow_step: float | None = None,
     reproduce: bool | None = None,
     segment: str | int | None = None,
-    **unknown: Never,
+    **unknown: NoReturn,
 ) -> Keep:
     """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, a segment as `64MB`.
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -127,10 +127,10 @@ class Clock:
     """A clock that never goes back, so that the names of files sort as recorded."""
 
     def __init__(self) -> None:
-        self._began = datetime.now(UTC), time.monotonic_ns()
+        self._began = datetime.now(timezone.utc), time.monotonic_ns()
 
     def at(self, monotonic_ns: int) -> str:
-        """Return the time in UTC, to the microsecond."""
+        """Return the time in timezone.utc, to the microsecond."""
         began, began_ns = self._began
         return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
 

@@ -42,6 +42,13 @@ def parity(
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."
     ),
+    python: list[str] | None = typer.Option(  # noqa: B008
+        None,
+        "--python",
+        metavar="PATH",
+        help="Interpreter of an environment to run the matrix in; given several times, the first one's runs are the "
+        "references. (default: this environment)",
+    ),
     launcher: LauncherOption = None,
     address: AddressOption = None,
     **given: Any,
@@ -53,7 +60,7 @@ def parity(
     """
     limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
     ray = ray_options(launcher, address)
-    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, ray, given)
+    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, ray, python, given)
 
 
 def _parity(
@@ -63,10 +70,11 @@ def _parity(
     limits_given: dict[str, Any],
     first_difference: bool,
     ray: RayOptions | None,
+    python: list[str] | None,
     given: dict[str, Any],
 ) -> int:
     refuse_launcher("parity")
-    own = {"matrix": matrix, "num_devices": num_devices}
+    own = {"matrix": matrix, "num_devices": num_devices, "python": python}
     typed = [name for name, value in {**own, **given}.items() if value is not None]
     if go_on is not None and typed:
         raise UsageError(f"--continue takes its options from that folder. Leave out --{typed[0].replace('_', '-')}")
@@ -75,4 +83,6 @@ def _parity(
     limits = work.Limits(**limits_given)
     if go_on is not None:
         return work.go_on(go_on, limits, trace=first_difference, ray=ray)
-    return work.begin(matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray)
+    return work.begin(
+        matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray, pythons=python or ()
+    )

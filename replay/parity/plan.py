@@ -19,6 +19,7 @@ from actor_init.backends import BACKENDS, DEFAULT, declaration_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.option_parsing import run_spec, toggles
 from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
+from replay.processes.interpreter import Environment
 from replay.spec import RunSpec
 
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
@@ -26,6 +27,7 @@ NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
     *("grad_accumulation", "deepspeed_config"),
 )
+REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
 FILES = ("deepspeed_config",)  # holds settings of one library
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
@@ -47,6 +49,7 @@ class Cell:
     reference: str  # name of the cell it is compared with; the reference of a dtype names itself
     varies: str = ""  # what an equivalent varies
     group: str = ""  # runs that share references and noise; empty: the requested inputs
+    python: str = ""  # the interpreter that runs it; empty: this one
 
     @property
     def num_data_ranks(self) -> int:
@@ -156,6 +159,30 @@ def together(plans: Sequence[Plan]) -> Plan:
     return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
+def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
+    """Plan the runs for the first environment, and for each other one again all but those that repeat a reference.
+
+    The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
+    both can make has the name of the first's and, behind it, the versions that differ.
+    """
+    first, *others = environments
+    cells = [replace(cell, python=first.python) for cell in planned.cells]
+    for number, other in enumerate(others, start=2):
+        suffix = f"env {number}: {other.beside(first) or 'the same versions'}"
+        cells += [
+            replace(
+                cell,
+                name=f"{cell.name}, {suffix}",
+                role=Role.CELL,
+                reference=cell.name if cell.role is Role.REFERENCE else cell.reference,
+                python=other.python,
+            )
+            for cell in planned.cells
+            if cell.varies not in REPEATS
+        ]
+    return replace(planned, cells=cells)
+
+
 def _window_of(cell: Cell) -> int:
     """Return the number of inputs that one gradient is averaged over."""
     return cell.num_data_ranks * cell.spec.actor.num_accumulated
@@ -174,8 +201,8 @@ def _add_ground(
     shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
     admit = partial(_admit, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
-    admit(Role.EQUIVALENT, plain, varies="the same again", suffix="again")
-    admit(Role.EQUIVALENT, plain, varies="row order", suffix="rows reversed", more={"reverse_rows": True})
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed", more={"reverse_rows": True})
     kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
     for kernel in (one for one in kernels if one is not here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time

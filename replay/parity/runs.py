@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ from replay.option_parsing import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.html import page
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
-from replay.parity.plan import Here, Plan, Role, plan, together
+from replay.parity.plan import Here, Plan, Role, in_environments, plan, together
 from replay.parity.results import MatrixJudge, MatrixResult
 from replay.parity.shares import shares_of
 from replay.parity.state import FILE, ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
+from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
@@ -52,21 +53,33 @@ def begin(
     *,
     trace: bool,
     ray: RayOptions | None,
+    pythons: Sequence[str] = (),
 ) -> int:
     """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
 
-    `common` holds the replay options that were typed. Raises UsageError before anything has run.
+    `common` holds the replay options that were typed, `pythons` the interpreters of the environments to run it in;
+    empty: this one. Raises UsageError before anything has run.
     """
     _refuse_what_parity_sets(common)
     spec = run_spec(common)
+    if ray is not None and pythons:
+        raise UsageError(
+            "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
+        )
+    environments = [probe(python) for python in pythons]
     with executor(ray) as where:
         machine = where.machine(num_devices, "--num-devices")
-        log = _planned(matrix, common, spec, machine, num_devices)
+        log = _planned(matrix, common, spec, machine, num_devices, environments)
         return _work(log, where, machine, limits, trace=trace)
 
 
 def _planned(
-    matrix: str, common: Mapping[str, Any], spec: RunSpec, machine: Machine, num_devices: int | None
+    matrix: str,
+    common: Mapping[str, Any],
+    spec: RunSpec,
+    machine: Machine,
+    num_devices: int | None,
+    environments: Sequence[Environment],
 ) -> ParityLog:
     here = _here(spec, machine)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
@@ -74,13 +87,17 @@ def _planned(
     planned = together(
         [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
     )
+    if environments:
+        planned = in_environments(planned, environments)
+    pythons = [word for one in environments for word in ("--python", one.python)]
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
     return ParityLog.begin(
         create_folder(spec.measure.log_folder, "parity"),
         planned,
-        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *command_line(spec)]),
+        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *pythons, *command_line(spec)]),
         device=here.device,
         num_devices=here.num_devices,
+        environments=environments,
     )
 
 
@@ -135,6 +152,13 @@ def go_on(folder: Path, limits: Limits, *, trace: bool, ray: RayOptions | None) 
 def _refuse_elsewhere(log: ParityLog, machine: Machine, where: Executor) -> None:
     """Raise UsageError on another kind of machine: new runs would be compared with runs made there."""
     where.refuse_other(machine, log.folder)
+    for one in log.environments:
+        if (now := probe(one.python)) != one:
+            raise UsageError(
+                f"--continue {log.folder} has runs of {one.text}, which now has {now.beside(one)}. Begin anew"
+            )
+    if log.environments:
+        return
     if done := [row.log for row in log.rows if row.log]:
         PastRun.read(done[0]).refuse_other_versions(log.folder)
 
@@ -213,7 +237,9 @@ def _settle(
 
 def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
     arguments = command_line(row.cell.spec)
-    return Task.attempt(log.home_of(number), arguments, num_processes=row.cell.num_processes, limit=limit)
+    return Task.attempt(
+        log.home_of(number), arguments, num_processes=row.cell.num_processes, limit=limit, python=row.cell.python
+    )
 
 
 def _outcome(child: Child) -> tuple[State, str, Path | None]:

@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +20,7 @@ from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.option_parsing import spec_from_dict, spec_to_dict
 from replay.parity.plan import Cell, Plan, Role
+from replay.processes.interpreter import Environment
 
 FORMAT = 2
 FILE = "parity.json"
@@ -62,13 +63,23 @@ class ParityLog:
     refused: dict[str, str]
     result: Mapping[str, Any] = field(default_factory=dict)  # as JSON, for readers of the file
     finished: bool = False
+    environments: list[Environment] = field(default_factory=list)  # none: this one alone
     _lines: list[str] = field(init=False)  # rows as JSON text: serialising a thousand takes half a second
 
     def __post_init__(self) -> None:
         self._lines = [_line(row, self.folder) for row in self.rows]
 
     @classmethod
-    def begin(cls, folder: Path, plan: Plan, *, command: str, device: str, num_devices: int) -> Self:
+    def begin(
+        cls,
+        folder: Path,
+        plan: Plan,
+        *,
+        command: str,
+        device: str,
+        num_devices: int,
+        environments: Sequence[Environment] = (),
+    ) -> Self:
         log = cls(
             folder=folder,
             command=command,
@@ -76,6 +87,7 @@ class ParityLog:
             num_devices=num_devices,
             rows=[Row(cell=cell) for cell in plan.cells],
             refused=plan.refused,
+            environments=list(environments),
         )
         log.write()
         return log
@@ -109,6 +121,7 @@ class ParityLog:
             num_devices=written.num_devices,
             rows=rows,
             refused=written.refused,
+            environments=written.environments,
         )
 
     def write(self) -> None:
@@ -119,6 +132,7 @@ class ParityLog:
             "device": self.device,
             "num_devices": self.num_devices,
             "refused": self.refused,
+            "environments": self.environments,
             "result": self.result,
         }
         text = json.dumps(to_json(whole), indent=1, allow_nan=False).removesuffix("\n}")
@@ -159,6 +173,7 @@ class _Line:
     log: str | None  # relative to the folder of parity.json
     ran_alone: bool
     spec: dict[str, Any]
+    python: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +186,7 @@ class _File:
     num_devices: int
     refused: dict[str, str]
     cells: list[_Line]
+    environments: list[Environment] = field(default_factory=list)
 
 
 def _with_current_keys(whole: Any) -> Any:
@@ -198,6 +214,7 @@ def _line(row: Row, folder: Path) -> str:
         log=None if row.log is None else str(row.log.relative_to(folder)),
         ran_alone=row.ran_alone,
         spec=spec_to_dict(row.cell.spec),
+        python=row.cell.python,
     )
     return json.dumps(to_json(line), allow_nan=False)
 
@@ -211,6 +228,7 @@ def _row_of(line: _Line, folder: Path, *, source: str) -> Row:
         reference=line.reference,
         varies=line.varies,
         group=line.group,
+        python=line.python,
     )
     row = Row(
         cell=cell,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
+from replay.parity.plan import Cell
 from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.state import ParityLog, Row, State
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
@@ -19,6 +20,7 @@ def header(log: ParityLog) -> Pairs:
     pairs: Pairs = [
         ("command", log.command),
         ("device", f"{counted(log.num_devices, 'GPU' if log.device == 'cuda' else 'process')} at most, {log.device}"),
+        *((f"env {number}", one.text) for number, one in enumerate(log.environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
     ]
     if settled := sum(row.state is not State.PENDING for row in log.rows):
@@ -115,13 +117,14 @@ def _several(names: Sequence[str]) -> str:
 
 def commands(log: ParityLog) -> list[str]:
     """Return the commands that repeat each run by itself."""
-    return [
-        shlex.join([*(_launcher(row.cell.num_processes)), "replay", *command_line(row.cell.spec)]) for row in log.rows
-    ]
+    return [shlex.join([*_program(row.cell), *command_line(row.cell.spec)]) for row in log.rows]
 
 
-def _launcher(num_processes: int) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+def _program(cell: Cell) -> list[str]:
+    ranks = ["torchrun", "--nproc-per-node", str(cell.num_processes)] if cell.num_processes > 1 else []
+    if not cell.python:
+        return [*ranks, "replay"]
+    return [cell.python, *(["-m", "torch.distributed.run", *ranks[1:]] if ranks else []), "-m", "replay"]
 
 
 def summary(log: ParityLog, result: MatrixResult) -> Pairs:

@@ -72,6 +72,7 @@ class Partings:
                 logs=home,
                 output=home / "output.txt",
                 limit=self._limit,
+                python=cell.python,
             )
             child = run_child(task, self._run_tasks)
             if child.exit_code != 0:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from replay.processes import forkserver as warm
+from replay.processes import interpreter
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
 from replay.processes.supervisor import Group, end, wait_for_one
 
@@ -70,7 +71,8 @@ class Child:
 class Task:
     """`replay` with `arguments` in a number of processes on this machine, for at most `limit` seconds.
 
-    Its run is logged in a new folder below `logs`, and its output goes into the file `output`.
+    Its run is logged in a new folder below `logs`, and its output goes into the file `output`. `python` is the path of
+    another environment's interpreter; empty: this one.
     """
 
     arguments: Sequence[str]
@@ -78,14 +80,19 @@ class Task:
     logs: Path
     output: Path
     limit: float
+    python: str = ""
 
     @classmethod
-    def attempt(cls, home: Path, arguments: Sequence[str], *, num_processes: int, limit: float) -> Self:
+    def attempt(
+        cls, home: Path, arguments: Sequence[str], *, num_processes: int, limit: float, python: str = ""
+    ) -> Self:
         """Return a task with a new folder below `home`, which holds those of earlier attempts."""
         home.mkdir(parents=True, exist_ok=True)
         logs = home / str(len(list(home.iterdir())))
         output = logs / "output.txt"
-        return cls(arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit)
+        return cls(
+            arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit, python=python
+        )
 
 
 class RunTasks(Protocol):
@@ -183,7 +190,8 @@ class _Running:
         arguments = [*task.arguments, "--log-folder", str(task.logs)]
         store = store_of_ranks() if task.num_processes > 1 else None
         of_ranks = variables_of_ranks(task.num_processes, store.port) if store else [{}]
-        starts = [partial(warm.start, PROGRAM, arguments, environment | own, task.output) for own in of_ranks]
+        run = partial(interpreter.start, task.python) if task.python else partial(warm.start, PROGRAM)
+        starts = [partial(run, arguments, environment | own, task.output) for own in of_ranks]
         return cls(task=task, gpus=gpus, ranks=Group.start(starts, limit=task.limit), store=store)
 
     def ended(self) -> Child:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from actor_init.backends.protocol import Backend
 from actor_init.model import ModelSource
@@ -54,6 +55,9 @@ class StateWeights:
         return None
 
 
+SAFE_LOAD = "2.10.0"
+
+
 def loaded_source(spec: RunSpec, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
     """Return `source` with the weights of the state in `folder`, if any. Raises UsageError if they cannot be loaded."""
     if folder is None:
@@ -64,8 +68,18 @@ def loaded_source(spec: RunSpec, source: ModelSource, world: World, folder: Path
 
 
 def state_to_load(spec: StateSpec) -> Path | None:
-    """Return the folder of --load-state; of one with the states of --save-every, the latest."""
+    """Return the folder of --load-state; of one with the states of --save-every, the latest.
+
+    Raises UsageError for a torch whose `torch.load`, which the libraries read a state with, runs code from a file. The
+    states that --resume finds are the run's own.
+    """
     folder = spec.load_state
+    if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD:
+        raise UsageError(
+            f"--load-state {folder} needs torch {SAFE_LOAD} or later, and {torch.__version__} is installed: its "
+            "torch.load can run code from a file (CVE-2025-32434, CVE-2026-24747). "
+            "Try: --model with what --save-model wrote"
+        )
     if folder is None or (folder / STATE_FILE).is_file():
         return folder
     return next(reversed(whole_states(folder)), folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from actor_init.backends.deepspeed.autotp import check_autotp
+from actor_init.backends.deepspeed.autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from replay.runlog.writer import read_log
@@ -172,3 +172,11 @@ def test_the_command_succeeds_and_tp_peers_share_their_inputs(command: str, worl
         assert len(sources) == world_size
         assert sources[::2] == sources[1::2]
         assert len(set(sources)) == world_size // 2
+
+
+def test_a_deepspeed_without_the_setting_of_the_head_is_refused_for_tp() -> None:
+    check_version("0.19.0")
+    with pytest.raises(
+        UsageError, match=r"needs DeepSpeed 0\.19\.0 or later, and 0\.18\.9 is installed\. Try: --backend"
+    ):
+        check_version("0.18.9")

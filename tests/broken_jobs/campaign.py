@@ -169,7 +169,7 @@ class Campaign:
 
     def _run(self, job: Job, arguments: Sequence[str], folder: Path) -> None:
         """Carry the job out under `capture run`. Its ranks meet as torchrun's would."""
-        capture = ["-m", "capture", "run", "--reproduce", "--to", str(folder / "captures"), SCRIPT, str(folder)]
+        capture = ["-m", "capture", "run", "--to", str(folder / "captures"), SCRIPT, str(folder)]
         port = str(free_port())
         ranks = []
         for rank in range(job.kind.num_ranks):

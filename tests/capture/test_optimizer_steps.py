@@ -1,5 +1,6 @@
 """What a recording keeps of optimizer steps: the gradients that autograd gives for the same passes, in any sharding."""
 
+import functools
 import gc
 import math
 import os
@@ -177,6 +178,55 @@ def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path
         [step] = steps(tmp_path / kind)
         assert_are(step, gradients(loss_of), rel=0)
         assert (step.grad_norm, step.max_norm, step.is_unclipped) == (None, None, True)
+
+
+def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
+    """torch 2.4's `clip_grad_norm_`: one function that measures and clips, in a decorator that closes over it."""
+
+    def no_grad(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(func)
+        def decorated(*args: Any, **kwargs: Any) -> Tensor:
+            with torch.no_grad():
+                return func(*args, **kwargs)
+
+        return decorated
+
+    @no_grad
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        grads = [one.grad for one in parameters if one.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type
+        )
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    return clip_grad_norm_
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_by_an_older_torch_is_seen_by_a_name_imported_before(
+    norm_type: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = clip_as_before_torch_2_6()
+    inner = older.__wrapped__  # type: ignore[attr-defined]
+    torchs = nn.utils.clip_grad
+    monkeypatch.setattr(torchs, "clip_grad_norm_", older)
+    for module in (torchs, nn.utils):
+        monkeypatch.delattr(module, "_clip_grads_with_norm_", raising=False)
+        monkeypatch.delattr(module, "_get_total_norm", raising=False)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True):
+        loss_of(model).backward()
+        older(model.parameters(), 0.01, norm_type)
+        optimizer.step()
+    monkeypatch.undo()
+    [step] = steps(tmp_path)
+    expected = gradients(loss_of)
+    assert_are(step, expected, rel=0)
+    norm, max_norm = (pytest.approx(norm_of(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
+    assert (step.grad_norm, step.max_norm) == (norm, max_norm)
+    assert [cell.cell_contents for cell in older.__closure__ or ()] == [inner]
 
 
 def test_passes_have_the_shares_that_the_job_gave_them(tmp_path: Path) -> None:

@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from actor_init.saving.huggingface import whole_folder
+from actor_init.spec import UsageError
 from replay.cli import main
 from replay.runlog.reader import PastRun
+from replay.runner.checkpoint import state_to_load
 from replay.runner.pass_runner import PassRunner
 from replay.runner.states import whole_states
+from replay.spec import StateSpec
 
 TRAINING = "--step --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world")
@@ -128,3 +132,12 @@ def test_states_of_another_run_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert train(tmp_path, "--max-inputs 2 --save-every 1 --resume", "other") == 2
     said = capsys.readouterr().err
     assert "was saved by 4 ranks with --tp 2 --ring 1, and here are 1 with --tp 1 --ring 1. Try: as there" in said
+
+
+def test_a_state_is_not_loaded_by_a_torch_that_runs_code_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = StateSpec(load_state=Path("runs/a"))
+    assert state_to_load(spec) == Path("runs/a")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
+    with pytest.raises(UsageError, match=r"needs torch 2\.10\.0 or later, and 2\.9\.1\+cu126 is installed"):
+        state_to_load(spec)
+    assert state_to_load(StateSpec()) is None

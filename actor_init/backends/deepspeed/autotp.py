@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
 from actor_init.optimizer import total_norm
@@ -16,15 +18,26 @@ from actor_init.spec import UsageError
 SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
 SUMMED_STYLE = "replicated_with_grad_allreduce"
 WHOLE_STYLE = "embedding_rowwise"  # AutoTP leaves embeddings whole
+FIRST_DEEPSPEED = "0.19.0"  # has vocab_parallel_lm_head
 
 
 def check_autotp(model: PreTrainedModel, tp: int) -> None:
     """Raise UsageError unless AutoTP can apply transformers' plan for `model` completely."""
     if tp == 1:
         return
+    check_version(version("deepspeed"))
     check_divisible(model.config, tp)
     for complaint in _complaints(model, model.tp_plan or {}):
         raise UsageError(f"AutoTP cannot split {type(model).__name__}: {complaint}. Try: --tp 1")
+
+
+def check_version(installed: str) -> None:
+    """Raise UsageError for a DeepSpeed whose AutoTP has no setting that leaves the head's logits whole."""
+    if TorchVersion(installed) < FIRST_DEEPSPEED:
+        raise UsageError(
+            f"--tp under deepspeed needs DeepSpeed {FIRST_DEEPSPEED} or later, and {installed} is installed. "
+            f"Try: --backend fsdp2, or pip install 'deepspeed>={FIRST_DEEPSPEED}'"
+        )
 
 
 def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:

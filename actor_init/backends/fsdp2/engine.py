@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from actor_init.parallel.tensor_parallel import check_divisible, check_sequence,
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -50,6 +51,7 @@ class FSDP2Backend:
         """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
         model.
         """
+        check_streams(world.device)
         check_head_stride(source.config, spec.parallel)
         attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
@@ -82,8 +84,9 @@ class FSDP2Backend:
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
-        # None is torch's default: the root, which backward needs first, stays gathered
-        root_rule = None if spec.resolved_zero_stage == 3 else False
+        # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
+        default = signature(fully_shard).parameters["reshard_after_forward"].default
+        root_rule = default if spec.resolved_zero_stage == 3 else False
         fully_shard(model, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=root_rule)
         if spec.parallel.ring > 1:
             check_ring(model.eval(), source.config, compute_dtype, world.device)
@@ -169,6 +172,15 @@ class FSDP2Backend:
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def check_streams(device: torch.device) -> None:
+    """Raise UsageError on a CPU whose streams lack what `fully_shard` calls, as in torch 2.6."""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise UsageError(
+            f"--backend fsdp2 on a CPU needs a later torch than {torch.__version__}, as 2.8. "
+            "Try: --backend ddp, or --backend deepspeed"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

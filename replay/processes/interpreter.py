@@ -1,0 +1,108 @@
+"""Other environments: what is installed beside an interpreter, and a replay that runs there.
+
+env 2      old/bin/python: python 3.11.7, torch 2.8.0, transformers 4.57.6, deepspeed 0.16.5, micro-replay 0.1.0
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from replay.processes import supervisor
+from replay.processes.supervisor import Process
+
+SHOWN = ("python", "torch", "transformers", "deepspeed", "micro-replay")
+PROBE_SECONDS = 120.0
+# runs in any Python 3; prints the versions, and what `replay` itself says of this environment
+_PROBE = """
+import json, platform, sys
+try:
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+    found, refusal = {"python": platform.python_version()}, ""
+    for name in NAMES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if sys.version_info >= (3, 10) and find_spec("replay") and find_spec("replay.entry"):
+        from replay.entry import complaint
+        refusal = complaint([], tuple(sys.version_info[:2])) or ""
+    elif sys.version_info >= (3, 10):
+        refusal = "it has no micro-replay"
+    else:
+        refusal = "it is too old: Python %d.%d" % tuple(sys.version_info[:2])
+except ImportError:
+    found, refusal = {}, "it is too old: Python %d.%d" % tuple(sys.version_info[:2])
+print(json.dumps([found, refusal]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """An interpreter and the versions installed for it; None for a package that is not."""
+
+    python: str
+    versions: Mapping[str, str | None]
+
+    @property
+    def text(self) -> str:
+        return f"{self.python}: " + _named(self.versions)
+
+    def beside(self, first: "Environment") -> str:
+        """Name the versions that differ from those of `first`, such as `torch 2.8.0, transformers 4.57.6`."""
+        return _named({name: one for name, one in self.versions.items() if one != first.versions.get(name)})
+
+
+def _named(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {one}" if one else f"no {name}" for name, one in versions.items())
+
+
+def probe(python: str) -> Environment:
+    """Ask the interpreter at the path `python` what it has.
+
+    Raises UsageError if there is none, if it does not answer, or if it cannot replay.
+    """
+    path = Path(os.path.abspath(Path(python).expanduser()))  # a venv's python is a link, and must not be resolved
+    code = f"NAMES = {SHOWN[1:]!r}\n{_PROBE}"
+    why = ""
+    try:
+        done = subprocess.run(
+            [str(path), "-c", code],
+            cwd="/",  # `-c` puts the folder on the path, which may be a checkout of this project
+            env=clean(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+        found, why = json.loads(done.stdout.strip().splitlines()[-1])
+    except OSError as error:
+        raise UsageError(
+            f"--python {python}: {error.strerror}. Give the path of an interpreter, such as old/bin/python"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"--python {python}: no answer within {PROBE_SECONDS:.0f} s. Is it a Python?") from None
+    except (ValueError, IndexError):
+        raise UsageError(f"--python {python}: it does not answer as a Python does. Give the path of one") from None
+    if why.startswith("it has no"):
+        raise UsageError(f"--python {python}: {why}. Try: {python} -m pip install 'micro-replay[replay]'")
+    if why:
+        advice = "" if "Try:" in why else ". Give an environment of Python 3.11 or later"
+        raise UsageError(f"--python {python}: {why}{advice}")
+    return Environment(python=str(path), versions={name: found.get(name) for name in SHOWN})
+
+
+def clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what would lead another interpreter to this one's packages."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def start(python: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
+    """Run `replay arguments` by `python` in its own session; output is appended to the file `output`."""
+    command = [python, "-u", "-P", "-m", "replay", *arguments]
+    with output.open("ab") as file:
+        return supervisor.start(command, clean(environment), stdin=subprocess.DEVNULL, output=file)
