@@ -17,6 +17,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
 from tests.helpers.sabotage import SABOTAGES
+from tests.helpers.unproved_rows import rows_unproved
 
 
 @contextmanager
@@ -51,6 +52,7 @@ def main() -> int:
             with ExitStack() as stack:
                 stack.enter_context(patch("replay.diagnose.report.World.from_env", lambda _: nullcontext(world)))
                 if "fault" in job:
+                    stack.enter_context(rows_unproved())
                     stack.enter_context(FAULTS[job["fault"]](world))
                 app(["diagnose", *job["arguments"]], standalone_mode=False)()
     return 0

@@ -7,7 +7,7 @@ beside the job before: the number of different hashes, or why the two cannot be 
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from replay.runner.pass_runner import PassRunner
 from replay.runner.session import run_in
 from tests.helpers.faults import FAULTS
 from tests.helpers.more_faults import MORE_FAULTS
+from tests.helpers.unproved_rows import rows_unproved
 
 ALL = {**FAULTS, **MORE_FAULTS}
 
@@ -60,8 +61,12 @@ def main() -> int:
             torch.manual_seed(0)
             spec = app(job["arguments"], standalone_mode=False).args[0]
             before, logs = logs, []
-            fault = ALL[job["fault"]].breaks(world) if job["fault"] else nullcontext()
-            with fault, recorded(logs) if "compare" in job else nullcontext():
+            with ExitStack() as stack:
+                if job["fault"]:
+                    stack.enter_context(rows_unproved())
+                    stack.enter_context(ALL[job["fault"]].breaks(world))
+                if "compare" in job:
+                    stack.enter_context(recorded(logs))
                 codes.append(run_in(world, spec, show_traceback=True))
             if "compare" in job:
                 answers = world.gather(said(before, logs))

@@ -29,6 +29,7 @@ from replay.cli import app, leave
 from replay.runner.session import run_in
 from tests.helpers.replay_worker import PATIENCE
 from tests.helpers.sabotage import SABOTAGES
+from tests.helpers.unproved_rows import rows_unproved
 
 
 class ShapeWatch(TorchDispatchMode):
@@ -80,6 +81,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
     opened: Callable[..., Any] = lambda *args: WatchedBackend(open_backend(*args), windows, watch)  # noqa: E731
     with ExitStack() as stack:
         if "sabotage" in job:
+            stack.enter_context(rows_unproved())
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
         stack.enter_context(patch("replay.runner.pass_runner.open_backend", opened))
         spec = app([*job["arguments"], *PATIENCE], standalone_mode=False).args[0]
