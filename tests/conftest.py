@@ -83,6 +83,7 @@ def _leave_home(config: pytest.Config) -> None:
     os.environ |= {
         "HOME": home,
         "HF_HUB_OFFLINE": "1",
+        "RAY_TQDM_PATCH_PRINT": "0",  # Ray would replace builtins.print in the process that connects
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles where it is asked, without worker processes
     }

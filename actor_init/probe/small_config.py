@@ -41,7 +41,8 @@ def small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     for divisor, is_cut in ((_divisor(config), True), (_divisor(config), False), (1, True)):
         small = deepcopy(config)
         text = small.get_text_config()
-        _set(text, VOCABULARIES, VOCABULARY)
+        for name in _numbers(text, VOCABULARIES):
+            setattr(text, name, VOCABULARY)
         _set(text, WINDOWS, WINDOW)
         _set(text, CHUNKS, CHUNK)
         _set(text, TOP_K, SELECTED)

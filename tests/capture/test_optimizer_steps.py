@@ -682,11 +682,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """Return the mean of the ranks' gradients, by autograd, for each micro-batch number."""
-    batches: list[list[dict[str, Tensor]]] = []
-    for rank in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RANK", str(rank))
-            batches.append(make_batches(NUM_BATCHES))
+    batches = [make_batches(NUM_BATCHES, of_rank=rank) for rank in range(2)]
     found = []
     for ranks in zip(*batches, strict=True):
         model = make_model(tmp_path_factory.mktemp("model"), saves=False)

@@ -34,9 +34,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
-def make_batches(num_batches: int = NUM_STEPS, num_rows: int = 2) -> list[dict[str, Tensor]]:
+def make_batches(
+    num_batches: int = NUM_STEPS, num_rows: int = 2, *, of_rank: int | None = None
+) -> list[dict[str, Tensor]]:
     """Rows of unequal length, padded on the right; prompts of three tokens have no label. Each rank has its own."""
-    generator = torch.Generator().manual_seed(7 + rank())
+    generator = torch.Generator().manual_seed(7 + (rank() if of_rank is None else of_rank))
     batches = []
     for number in range(num_batches):
         length = 10 + number
