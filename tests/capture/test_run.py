@@ -21,6 +21,7 @@ from capture import capture_files, read_micro_batch, recording
 from capture.child_processes import recorded_children
 from capture.cli import main
 from capture.search import Search, TrainedLanguageModel, is_called
+from replay.processes.launch import without_launcher
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin
 
@@ -64,7 +65,7 @@ def captured_run(
 ) -> subprocess.CompletedProcess[str]:
     """`capture run TYPED` in the folder of a script `job.py`."""
     (folder / "job.py").write_text(MODEL + textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**without_launcher(os.environ), "PYTHONPATH": str(ROOT), **variables}  # a test before may be a rank
     command = [sys.executable if cold else str(warm_bin() / "python"), "-m", "capture", "run", *typed]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
