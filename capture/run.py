@@ -28,6 +28,7 @@ from capture.child_processes import leave_mark, marks_folder, recorded_children,
 from capture.file_format.micro_batch import CaptureError
 from capture.record.child_end import at_end_of_child
 from capture.record.job_facts import rank_and_world_size
+from capture.record.optimizer_hooks import LateHooks
 from capture.record.recorder import Recorder, recording
 from capture.search import Search, TrainedLanguageModel, is_called
 
@@ -100,9 +101,11 @@ class ModelSearch:
         self._keep = keep
         self._process = os.getpid()
         self._search = Search(self._is_wanted, self._found)
+        self._late_hooks = LateHooks()
 
     def end(self) -> None:
         self._search.end()
+        self._late_hooks.remove()
 
     def _is_wanted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = self._order.module_name
@@ -110,6 +113,7 @@ class ModelSearch:
 
     def _found(self, module: nn.Module) -> None:
         recorder = self._order.recording(module)
+        self._late_hooks.remove()
         self.recordings.append((type(module).__name__, recorder))
         if os.getpid() == self._process:
             self._keep(recorder)

@@ -122,7 +122,9 @@ class StepWindow:
             return
         self._watched.add(number)
 
-        def differentiated(gradient: Tensor) -> None:
+        def differentiated(gradient: Tensor | None) -> None:
+            if gradient is None:  # DDP passes all outputs through one function, also a loss that nobody differentiates
+                return
             share, before = gradient.detach().reshape(1), self._shares.get(number)
             self._shares[number] = share.clone() if before is None else before + share
 
