@@ -197,16 +197,14 @@ def _matmul_ceiling(device: torch.device) -> float:
         for _ in range(10):
             a @ b
         times.append(_end(device, began)[0] / 10)
-    seconds: float = statistics.median(times[3:])
-    flops: float = 2 * size**3
-    return flops / seconds
+    return 2.0 * float(size) ** 3 / statistics.median(times[3:])
 
 
-def _flops_a_token(arguments: argparse.Namespace) -> float:
+def _flops_a_token(num_layers: int, num_tokens: int) -> float:
     width, hidden, key_values, vocabulary = 4096, 14336, 1024, 128256
     layer = 2 * width * width + 2 * width * key_values + 3 * width * hidden
-    parameters = arguments.layers * layer + width * vocabulary
-    return 6 * parameters + 6 * arguments.layers * width * arguments.tokens
+    parameters = num_layers * layer + width * vocabulary
+    return 6.0 * parameters + 6 * num_layers * width * num_tokens
 
 
 def _print(sides: list[Side], arguments: argparse.Namespace, ceiling: float) -> None:
@@ -217,7 +215,7 @@ def _print(sides: list[Side], arguments: argparse.Namespace, ceiling: float) -> 
         seconds = statistics.median(side.seconds)
         ratio = statistics.median(a / b for a, b in zip(first.seconds, side.seconds, strict=True))
         speed = arguments.tokens / seconds
-        flops = speed * _flops_a_token(arguments)
+        flops = speed * _flops_a_token(arguments.layers, arguments.tokens)
         peak = f"{side.peak / 2**30:.1f} | {side.peak / first.peak:.3f}" if first.peak else "- | -"
         print(
             f"| {side.name}, {arguments.form} | {seconds * 1e3:.1f} | {speed:,.0f} | {ratio:.3f} | {peak} "

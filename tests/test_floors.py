@@ -54,7 +54,7 @@ ROOMS = {
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "mismatch", "parity", "scan", "suite"),
+        ("diagnose", "mismatch", "parity", "run_page", "scan", "suite"),
         ("subcommands",),
         ("cli",),
         ("entry",),
