@@ -26,7 +26,8 @@ window.onload = () => {
   const rising = cells();
   button.click();
   const sizes = [...document.querySelectorAll("svg")].map((one) => one.getBBox().width * one.getBBox().height);
-  const result = {rising, falling: cells(), sizes, errors: window.errors, fits: document.documentElement.scrollWidth <= window.innerWidth};
+  const fits = document.documentElement.scrollWidth <= window.innerWidth;
+  const result = {rising, falling: cells(), sizes, errors: window.errors, fits};
   document.body.innerHTML = `<pre id="result">${JSON.stringify(result)}</pre>`;
 };
 </script>
