@@ -29,7 +29,7 @@ ROOMS = {
     "actor_init": (
         ("toggles", "layout", "presets"),
         ("declarations",),  # of the backends: what each can do
-        ("spec", "as_json", "checkpoint_names"),
+        ("spec", "as_json", "checkpoint_names", "name_hash"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
         ("initial_values",),

@@ -301,6 +301,9 @@ class Session:
         if runner.search.is_wanted([own for own, _, _ in ranks]):
             self.logbook.write_again(record := runner.with_first_non_finite(record))
             ranks = self.world.gather((record, runner.recorded, runner.replayed))
+        if runner.wants_again(records := [own for own, _, _ in ranks]):
+            self.logbook.write_again(record := runner.with_second_run(record, records))
+            ranks = self.world.gather((record, runner.recorded, runner.replayed))
         if self.console:
             self.console.passed([own for own, _, _ in ranks])
         return ranks, error
