@@ -170,6 +170,7 @@ class Recorder:
         self._writer: BackgroundWriter[Pass | Outputs | Notes | StepPart | Opened | Incident] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
+            rest=self._store.spool,
             finish=self._store.finish,
             is_urgent=is_urgent,
             deadline=self._watch,
@@ -350,8 +351,7 @@ class Recorder:
             settings = self._taker.end_pass()
             if error is not None:
                 self.hear_exception(error, "forward")
-            else:
-                self._take_outputs(output, settings)
+            self._writer.rouse(None if error is not None else self._outputs_of(output, settings))
         except Exception as own:  # the job is worth more than its record
             self._writer.stop(own)
 
@@ -373,7 +373,7 @@ class Recorder:
         elif self._writer.offer(taken, taken.num_bytes):
             self._taken = forward
 
-    def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
+    def _outputs_of(self, output: Any, settings: Mapping[str, str]) -> Outputs | None:
         forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
@@ -383,8 +383,9 @@ class Recorder:
             if (few := self._taker.log_probs_of(output)) is not None:
                 outputs["token_log_probs"] = few
             plain = dtypes_of(output, loss)
-        if (outputs or settings) and not is_capturing_graph(outputs):
-            self._writer.tell(Outputs.of(forward, outputs, plain, settings))
+        if not (outputs or settings) or is_capturing_graph(outputs):
+            return None
+        return Outputs.of(forward, outputs, plain, settings)
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None
