@@ -10,8 +10,8 @@ percentiles), the time that the job's thread spends in the hooks and in a bare c
 host waits for the device, bytes per pass and those of torch.save, and how long a flight recorder of 64 passes takes to
 reach the disk.
 
-With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step with
-an idle device: ratios, where the job's thread spent the time, and what the writer's thread took of a processor.
+With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
+with an idle device: ratios, where the job's thread spent the time, and what the writer's took of a processor.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -102,7 +103,7 @@ class Job:
         else:
             loss.item()
         times.append(time.perf_counter())
-        parts = [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        parts = [end - begin for begin, end in pairwise(times)]
         if reads_before_backward:
             parts[1] -= read
             parts[3] += read

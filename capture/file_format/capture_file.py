@@ -28,7 +28,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -284,14 +284,13 @@ def encode_call(
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
     batch = check_call(tensors, call_facts, trains=trains, origin=origin)
-    written_origin = asdict(origin)
-    del written_origin["source"]
+    written_origin = {name: getattr(origin, name) for name in _ORIGIN_KINDS}
     body = {
         "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
         "call_facts": plain_copy(dict(call_facts)),
         "left_out": plain_copy(dict(left_out or {})),
         "trains": trains,
-        "origin": plain_copy(written_origin),
+        "origin": plain_copy({**written_origin, "versions": dict(origin.versions)}),
     }
     body |= {"random": plain_copy(dict(random))} if random else {}
     body |= {"environment": plain_copy(dict(environment))} if environment else {}

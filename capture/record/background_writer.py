@@ -1,9 +1,9 @@
 """Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped.
 
 The thread takes the interpreter from the job's thread while it works, and each waking of it costs the job a change of
-threads. While a pass begins, a device that has done all before stands idle for as long. So the thread sleeps until it is
-roused, as it is at the end of each forward: then the device has work, and the job's thread goes on to the backward or
-to a wait for the device, which need no interpreter. What comes after that waits for the end of the next forward, or
+threads. While a pass begins, a device that has done all before stands idle for as long. So the thread sleeps until it
+is roused, as it is at the end of each forward: then the device has work, and the job's thread goes on to the backward
+or to a wait for the device, which need no interpreter. What comes after that waits for the end of the next forward, or
 for MAX_LULL_SECONDS.
 """
 

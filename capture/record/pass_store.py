@@ -53,7 +53,9 @@ class Store:
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
         self._spool: Spool | None = None
-        self._to_spool: dict[int, EncodedCall] = {}  # by number of the forward: those that are not there as they are now
+        self._to_spool: dict[
+            int, EncodedCall
+        ] = {}  # by number of the forward: those that are not there as they are now
         self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
         self._place = 0, folder  # the rank, and the folder of its files
         self._files: dict[tuple[int, Path], RankWriter] = {}  # by place
@@ -166,6 +168,8 @@ class Store:
         if self._keep.reproduce and self._held and self._held[-1].step == came.forward:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
+            if came.weights is not None:
+                self._held[-1].body["weights"] = came.weights.parameter_samples().text()
             if came.settings:
                 self._held[-1].body["environment"].update(came.settings)
             if "step" in self._held[-1].body:

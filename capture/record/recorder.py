@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
 from capture.record.job_facts import prepare_folder, rank_and_world_size
 from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.parameter_sampler import TakenSamples
 from capture.record.pass_store import Store
 from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
@@ -348,12 +350,19 @@ class Recorder:
         if self.failure is not None:
             return
         try:
-            settings = self._taker.end_pass()
             if error is not None:
-                self.hear_exception(error, "forward")
-            self._writer.rouse(None if error is not None else self._outputs_of(output, settings))
+                self._end_broken_pass(error)
+                return
+            settings, weights = self._taker.end_pass()
+            self._writer.rouse(self._outputs_of(output, settings, weights))
         except Exception as own:  # the job is worth more than its record
             self._writer.stop(own)
+
+    def _end_broken_pass(self, error: BaseException) -> None:
+        with suppress(Exception):  # the device may be lost: what was taken before goes to the disk
+            settings, weights = self._taker.end_pass()
+            self._writer.rouse(self._outputs_of(None, settings, weights))
+        self.hear_exception(error, "forward")
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
@@ -373,7 +382,7 @@ class Recorder:
         elif self._writer.offer(taken, taken.num_bytes):
             self._taken = forward
 
-    def _outputs_of(self, output: Any, settings: Mapping[str, str]) -> Outputs | None:
+    def _outputs_of(self, output: Any, settings: Mapping[str, str], weights: TakenSamples | None) -> Outputs | None:
         forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
@@ -383,9 +392,9 @@ class Recorder:
             if (few := self._taker.log_probs_of(output)) is not None:
                 outputs["token_log_probs"] = few
             plain = dtypes_of(output, loss)
-        if not (outputs or settings) or is_capturing_graph(outputs):
+        if not (outputs or settings or weights) or is_capturing_graph(outputs):
             return None
-        return Outputs.of(forward, outputs, plain, settings)
+        return Outputs.of(forward, outputs, plain, settings, weights)
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None
