@@ -29,7 +29,7 @@ from capture.record.child_end import at_end_of_child
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
-from capture.record.job_facts import prepare_folder, rank_and_world_size
+from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import TakenSamples
 from capture.record.pass_store import Store
@@ -158,6 +158,7 @@ class Recorder:
         self.num_skipped = 0
         self.hears_signals = False
         self.rank, self.world_size = 0, 1
+        self._is_in_group = False
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
@@ -346,10 +347,16 @@ class Recorder:
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
+    def _look_at_rank(self) -> None:
+        """A job may join a process group after the recording was opened, or leave it."""
+        self._is_in_group = is_in_group()
+        self.rank, self.world_size = rank_and_world_size()
+
     def _pass_ends(self, output: Any, error: BaseException | None) -> None:
         if self.failure is not None:
             return
         try:
+            self._look_at_rank()
             if error is not None:
                 self._end_broken_pass(error)
                 return
@@ -369,7 +376,9 @@ class Recorder:
             self._writer.drop()
             return
         notes, self._notes_of_next = self._notes_of_next, None
-        self.rank, self.world_size = rank, world_size = rank_and_world_size()
+        if self.num_seen == 1 or is_in_group() != self._is_in_group:
+            self._look_at_rank()
+        rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
             self._watch_steps(lambda window: window.begin_pass(forward))

@@ -205,7 +205,7 @@ class Taker:
         )
 
     def end_pass(self) -> tuple[dict[str, str], TakenSamples | None]:
-        """Return settings that only showed in the pass that ends, and its samples of the weights if not taken before."""
+        """Return what the pass that ends has shown: settings, and samples of the weights if not taken before."""
         begins_window, self._begins_window = self._begins_window, None
         weights = None if begins_window is None else self._sampled(begins_window)
         return {} if self._computing is None else self._computing.end(), weights
