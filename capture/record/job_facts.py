@@ -86,8 +86,13 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in changing}
 
 
+def is_in_group() -> bool:
+    """Tell whether the job has a process group now."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank_and_world_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_in_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
