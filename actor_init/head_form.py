@@ -52,6 +52,11 @@ class HeadForm:
         """Return the bytes of a chunk's logits: so many that a GPU's matrix multiplications do not get slower."""
         return self.chunk_bytes or (GIB if device.type == "cuda" else GIB // 16)
 
+    @property
+    def changes_values(self) -> bool:
+        """Do the steps change a logit, beside its dtype?"""
+        return any(step.function != "float" for step in self.steps)
+
     def applied(self, logits: Tensor) -> Tensor:
         """Return the model's logits, given the head's."""
         for step in self.steps:

@@ -5,9 +5,9 @@
 
 Head and mean log-prob of a bf16 model. The contestants alternate in rounds, in a new random order each time; a round's
 ratio is between neighbours in time, and the table has the medians of the ratios. `again` is the control: the first
-contestant a second time. `Liger` is its fused linear cross entropy of a sum, where liger-kernel is installed. `recomputed`
-is ours for a loss that does not give every log-prob the same gradient. Peak is what is allocated above the weights, their
-gradients, and the input with its gradient; "-" without CUDA.
+contestant a second time. `Liger` is its fused linear cross entropy of a sum, where liger-kernel is installed.
+`recomputed` is ours for a loss that does not give every log-prob the same gradient. Peak is what is allocated above the
+weights, their gradients, and the input with its gradient; "-" without CUDA.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def measured(function: Contestant, hidden_TH: Tensor, weight_VH: Tensor, target_
 
 def table(figures: dict[str, dict[str, list[float]]]) -> str:
     lines = [
-        "| contestant | median ms | time / plain | time / compiled | peak MiB | peak / plain | loss | norms of gradients |",
+        "| contestant | median ms | time / plain | / compiled | peak MiB | / plain | loss | norms of gradients |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, one in figures.items():

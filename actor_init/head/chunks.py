@@ -210,7 +210,8 @@ class _Head:
         """
         wanted = self.wanted
         owned_C = None if wanted.owned_N is None else wanted.owned_N[chunk]
-        parts = _row_sums(self.form.applied(logits_CV), wanted.target_N[chunk], wanted.entropies)
+        shown_CV = self.form.applied(logits_CV) if self.form.changes_values else logits_CV
+        parts = _row_sums(shown_CV, wanted.target_N[chunk], wanted.entropies)
         max_C, sum_C, target_C, weighted_C = parts
         if wanted.group is not None:
             assert owned_C is not None
@@ -233,7 +234,7 @@ class _Head:
         logits_CV = self.logits(chunk) if logits_CV is None else logits_CV
         target_C, owned_N = self.wanted.target_N[chunk], self.wanted.owned_N
         onehot_C = gradient_C if owned_N is None else gradient_C.masked_fill(~owned_N[chunk], 0)
-        if not self.form.steps:
+        if not self.form.changes_values:
             return _softmax_gradient(logits_CV, target_C, softmax, gradient_C, onehot_C, of_entropy_C)
         with torch.enable_grad():
             leaf_CV = logits_CV.detach().requires_grad_()

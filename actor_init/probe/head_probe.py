@@ -30,6 +30,7 @@ from actor_init.world import World
 BOUND = 1e-4  # relative to the norm; fp32's rounding gives up to 1e-6, a logit scale left out 0.1 or more
 SEED = 1
 NUM_CHUNKS = 3
+NOTHING = [LogitStep(function=name, numbers=(number,)) for name, number in (("mul", 1), ("div", 1), ("add", 0))]
 
 
 class NotInChunksError(Exception):
@@ -91,7 +92,8 @@ def _why_adapted(config: PretrainedConfig, adapter: Adapter | None) -> str:
 def _why_no_linear(head: nn.Module | None) -> str:
     if head is None:
         return "the model names no head"
-    return "" if type(head) is nn.Linear else f"the head is a {type(head).__name__}"
+    kind = type(head)
+    return "" if kind is nn.Linear else f"the head is {kind.__module__.partition('.')[0]}'s {kind.__name__}"
 
 
 def _proved(model: PreTrainedModel, device: torch.device) -> HeadForm:
@@ -198,11 +200,14 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if name == "contiguous" and id(args[0]) in self._steps:
+            self._remember(output, self._steps[id(args[0])])
+            return
         known, numbers = name.removesuffix("_"), args[1:]
         is_plain = all(type(number) in (int, float) for number in numbers) and not kwargs
         if is_plain and known in FUNCTIONS and id(args[0]) in self._steps:
-            before = self._steps[id(args[0])]
-            self._remember(output, (*before, LogitStep(function=known, numbers=tuple(map(float, numbers)))))
+            before, step = self._steps[id(args[0])], LogitStep(function=known, numbers=tuple(map(float, numbers)))
+            self._remember(output, before if step in NOTHING else (*before, step))
         elif isinstance(output, Tensor) or output is None:
             self._unknown.append(name)
 
