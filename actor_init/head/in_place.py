@@ -81,8 +81,9 @@ def head_in_place(
         if found.log_probs_N is not None:
             raise UsageError("the model calls its head more than once. Try: --whole-logits")
         hidden_TH, weight, group, width = _whole_input(hidden_BSH, head)
-        first, size = (0, len(weight)) if group is None else share_of(head.weight.shape[0], head.weight.device_mesh)
-        local_ids_N, owned_N = localise(target_ids_N, first, size) if group is not None else (target_ids_N, None)
+        local_ids_N, owned_N = target_ids_N, None
+        if group is not None:
+            local_ids_N, owned_N = localise(target_ids_N, *share_of(head.weight.shape[0], head.weight.device_mesh))
         wanted = Wanted(
             predictor_N=predictor_N,
             target_N=local_ids_N,
@@ -93,6 +94,8 @@ def head_in_place(
             entropies=entropies,
         )
         bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+        dtype = hidden_TH.dtype  # under DDP parameters are fp32, whatever is computed in
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         found.log_probs_N, found.entropy_N = log_probs_in_chunks(hidden_TH, weight, bias, form, wanted)
         found.samples = hidden_TH.new_tensor(SAMPLES).view(1, -1, 1)
         samples: Tensor = _Samples.apply(found.log_probs_N, found.samples)

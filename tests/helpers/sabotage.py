@@ -104,8 +104,8 @@ def whole_logits(world: World) -> Iterator[None]:
 
 @contextmanager
 def small_chunks(world: World) -> Iterator[None]:
-    """Log-probs are computed seven tokens at a time. Right, and no input of the sample fits into one chunk."""
-    with patch("actor_init.head.chunks.chunk_size", lambda *sizes: 7):
+    """Log-probs are computed three tokens at a time. Right, and no rank's part of an input fits into one chunk."""
+    with patch("actor_init.head.chunks.chunk_size", lambda *sizes: 3):
         yield
 
 
