@@ -41,15 +41,16 @@ CPU = torch.device("cpu")
 class Case:
     """Hidden states, weight and bias, and a loss of what is computed from them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.leaves = [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((T, H), (V, H), (V,))]
-        self.predictor_N, self.target_N = torch.randperm(T)[:N], torch.randint(V, (N,))
-        self.factors_2N = torch.rand(2, N)
+        shapes = ((T, H), (V, H), (V,))
+        self.leaves = [torch.randn(*shape).to(device, dtype).requires_grad_() for shape in shapes]
+        self.predictor_N, self.target_N = torch.randperm(T)[:N].to(device), torch.randint(V, (N,)).to(device)
+        self.factors_2N = torch.rand(2, N).to(device)
 
     def wanted(self, *, is_even: bool = False, entropies: bool = False) -> Wanted:
         if is_even:
-            self.factors_2N = torch.full((2, N), 0.7)
+            self.factors_2N = torch.full_like(self.factors_2N, 0.7)
         return Wanted(
             predictor_N=self.predictor_N,
             target_N=self.target_N,
@@ -75,7 +76,7 @@ class Case:
         if steps:
             logits_NV = 5 * torch.tanh(logits_NV / 5)
         log_NV = torch.log_softmax(logits_NV, dim=-1)
-        log_probs_N = log_NV[torch.arange(N), self.target_N]
+        log_probs_N = log_NV.gather(1, self.target_N[:, None])[:, 0]
         entropy_N = -(log_NV.exp() * log_NV).sum(dim=-1) if entropies else None
         return log_probs_N, entropy_N, list(torch.autograd.grad(self.loss(log_probs_N, entropy_N), leaves))
 
@@ -83,11 +84,12 @@ class Case:
 @pytest.mark.parametrize("steps", [(), CAP], ids=["plain", "capped"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_numbers_are_those_of_whole_logits_in_fp64(
-    way: str, steps: tuple[LogitStep, ...], dtype: torch.dtype, bound: float
+    way: str, steps: tuple[LogitStep, ...], dtype: torch.dtype, bound: float, device: str
 ) -> None:
     """A bf16 logit is rounded to 2**-9 of itself, and so is each gradient."""
-    case, asked = Case(dtype), dict(WAYS[way])
+    case, asked = Case(dtype, device), dict(WAYS[way])
     form = HeadForm(steps=steps, chunk_bytes=asked.pop("chunk_bytes"))
     log_probs_N, entropy_N = case.run(form, case.wanted(**asked))
     gradients = torch.autograd.grad(case.loss(log_probs_N, entropy_N), case.leaves)
