@@ -128,6 +128,11 @@ class ActorSpec:
         "else, and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
+    whole_logits: bool = option(
+        False,
+        "Compute the logits of all tokens at once, as most trainers do, for time and memory as theirs. Default: "
+        "log-probs in chunks of tokens, unless something needs whole logits.",
+    )
     compile: Compile = option(
         Compile.OFF,
         "torch.compile each transformer block (--compile), or DeepSpeed's own compiler (--deepcompile).",

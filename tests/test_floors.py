@@ -27,7 +27,7 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "layout", "presets"),
+        ("toggles", "layout", "head_form", "presets"),
         ("declarations",),  # of the backends: what each can do
         ("spec", "as_json", "checkpoint_names", "name_hash"),
         ("weights", "world", "compiling", "optimizer"),
@@ -35,7 +35,7 @@ ROOMS = {
         ("initial_values",),
         ("model",),
         ("parallel",),
-        ("attention",),
+        ("attention", "head"),
         ("inputs",),
         ("dropout_settings", "actor", "tracing"),
         ("probe",),
@@ -68,6 +68,7 @@ LIBRARIES = {
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
+    "triton": {"actor_init/head/softmax_kernels.py"},
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},

@@ -287,6 +287,7 @@ class PassRunner:
         step = last_of_window and self.spec.measure.step
         weight, gradient, loss_gain = self._weight(index, for_objective), None, 1.0
         inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
+        inputs = replace(inputs, is_even=backward and for_objective is None)
         loss_of: Callable[[Tensor], Tensor] | None = None
         if for_objective is not None:
             inputs = replace(inputs, kept_logits=self._kept_logits)
@@ -406,7 +407,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
             may_zigzag=may_zigzag(source.config),
         )
         inputs = sliced(inputs, ring)
-    return inputs.to(world.device)
+    return replace(inputs, head=source.head).to(world.device)
 
 
 def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:

@@ -14,6 +14,7 @@ import torch
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
+from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
@@ -86,7 +87,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     original = source_of_all(spec, world)
     state = earlier.folder or state_to_load(spec.state)
     actor_spec, layout = choose_layout(spec.actor, original.config, world, is_given=packing_is_given)
-    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout)
+    head = choose_head(actor_spec, original, world, wants_logits=_wants_logits(spec, objective))
+    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout, head=head)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
@@ -125,6 +127,13 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         if done.ended is not None:
             raise done.ended
         return exit_code
+
+
+def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
+    """Return what of a run needs whole logits; empty if nothing does."""
+    if spec.measure.trace:
+        return "the trace holds them"
+    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
 def _open(
@@ -209,6 +218,7 @@ class Session:
                 **source.facts,
                 "rows": source.layout_under(spec.actor).describe(),
                 "weights": source.weights.describe(),
+                **({"head": source.head.describe()} if source.head is not None else {}),
                 **actor.backend.facts(),
             }
             if self.objective is not None and self.objective.sha256 is not None:
@@ -544,6 +554,7 @@ def _header(
     toggles = [
         spec.actor.dtype.value,
         facts["rows"],
+        *([head.describe()] if (head := source.head) is not None and not head.in_chunks else []),
         f"attention {facts['attention_kernel']}",
         f"optimizer {facts['optimizer']}",
         *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
