@@ -542,6 +542,7 @@ def _header(
         spec.actor.dtype.value,
         facts["rows"],
         f"attention {facts['attention_kernel']}",
+        *([f"kernels {facts['kernels']}"] if "kernels" in facts else []),
         f"optimizer {facts['optimizer']}",
         *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
         *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),
