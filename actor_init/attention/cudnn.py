@@ -48,6 +48,62 @@ def cudnn_dense(
     return out.transpose(1, 2).contiguous(), None
 
 
+def cudnn_padded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run cuDNN on rows of one document each, with padding on either side, with transformers' attention signature.
+
+    query is [B, H, S, D], key and value are [B, K, S, D]; the mask is [B, S], True for real tokens, which follow each
+    other, or None where all are real. Returns [B, S, H, D]. With a mask the rows are one packed row, in which what
+    stands before and behind a document are documents too. Raises UsageError for what the kernel lacks.
+    """
+    refused: dict[str, Any] = {"dropout": dropout, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+    if attention_mask is None:
+        return cudnn_dense(module, query, key, value, None, scaling=scaling, **refused)
+    rows, heads, num_tokens, head_dim = query.shape
+    packed, _none = cudnn_packed(
+        module,
+        *(one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value)),
+        None,
+        cu_seq_lens_q=_borders(attention_mask),
+        max_length_q=num_tokens,
+        scaling=scaling,
+        **refused,
+    )
+    return packed.view(rows, num_tokens, heads, head_dim), None
+
+
+def _borders(is_real_BS: Tensor) -> Tensor:
+    """Return where the padding before, the document and the padding behind begin in each row, all rows in one."""
+    rows, num_tokens = is_real_BS.shape
+    real_BS = is_real_BS.int()
+    starts_B = torch.arange(rows, device=real_BS.device) * num_tokens
+    first_B = real_BS.argmax(dim=1)
+    inner_B3 = torch.stack((starts_B, starts_B + first_B, starts_B + first_B + real_BS.sum(dim=1)), dim=1)
+    return F.pad(inner_B3.flatten(), (0, 1), value=rows * num_tokens).int()
+
+
+def refuse_holes(is_real_BS: Tensor, source: str) -> None:
+    """Raise UsageError for a row whose real tokens do not follow each other, which `cudnn_padded` would not see."""
+    begins_BS = F.pad(is_real_BS.int(), (1, 0)).diff(dim=1) == 1
+    if bool((begins_BS.sum(dim=1) > 1).any()):
+        raise UsageError(
+            f"{source}: a row has padding between its tokens, for which cuDNN's attention has no mask. "
+            "Try: --attention sdpa, or --packing"
+        )
+
+
 def cudnn_packed(
     module: nn.Module,
     query: Tensor,

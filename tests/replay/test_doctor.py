@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from actor_init.attention import kernel_check
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.spec import ActorSpec
 from replay.cli import main
 from replay.doctor import hardware, packages

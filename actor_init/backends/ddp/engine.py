@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter, trained_parameters
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.fused.replacing import fuse
 from actor_init.inputs.packing import ActorInputs

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter, trained_parameters
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
 from actor_init.backends.deepspeed.autotp import (
