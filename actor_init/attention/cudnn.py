@@ -72,9 +72,12 @@ def cudnn_padded(
     if attention_mask is None:
         return cudnn_dense(module, query, key, value, None, scaling=scaling, **refused)
     rows, heads, num_tokens, head_dim = query.shape
+    query, key, value = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value))
     packed, _none = cudnn_packed(
         module,
-        *(one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value)),
+        query,
+        key,
+        value,
         None,
         cu_seq_lens_q=_borders(attention_mask),
         max_length_q=num_tokens,

@@ -79,7 +79,7 @@ def is_installed(attention: Attention) -> bool:
         case Attention.FLASH4:
             return _has_distribution("flash-attn-4")
         case Attention.CUDNN:
-            return torch.backends.cudnn.is_available()
+            return bool(torch.backends.cudnn.is_available())
         case _:
             return True
 

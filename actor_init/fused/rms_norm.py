@@ -84,7 +84,7 @@ def _compute(module: nn.Module, name: str, form: Form) -> None:
             return own(*args)
         return form.of(args[0], weight)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _form_of(module: nn.Module, name: str, where: torch.device) -> Form | None:

@@ -100,7 +100,7 @@ def replace_rotary(module: nn.Module, where: torch.device) -> bool:
         # inside a compiled block the model's own: the compiler fuses it there
         return forward(*args, **kwargs) if torch.compiler.is_compiling() else again(module, *args, **kwargs)
 
-    module.forward = fused  # type: ignore[method-assign]
+    module.forward = fused
     return True
 
 

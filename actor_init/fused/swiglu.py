@@ -95,7 +95,7 @@ def replace_swiglu(module: nn.Module, where: torch.device) -> bool:
             return own(*args, **kwargs)
         return getattr(module, roles.down)(silu_times(*roles.halves(module, args[0])))
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return True
 
 

@@ -20,6 +20,7 @@ class Package:
     module: str
     serves: str = ""  # what is missing without it; empty: nothing
     on_cuda: bool = False  # needed on CUDA machines only
+    is_extra: bool = False  # nothing needs it
 
 
 PACKAGES = (
@@ -34,7 +35,9 @@ PACKAGES = (
     Package(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
     Package(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
     Package(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
-    Package(name="liger-kernel", module="liger_kernel", serves="captured jobs that use it, never a replay"),
+    Package(name="flash_attn_3", module="flash_attn_interface", serves="--attention flash3", is_extra=True),
+    Package(name="flash-attn-4", module="flash_attn.cute", serves="--attention flash4", is_extra=True),
+    Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused in Triton", is_extra=True),
 )
 
 
