@@ -25,7 +25,7 @@ from replay.spec import RunSpec
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
-    *("grad_accumulation", "deepspeed_config"),
+    *("grad_accumulation", "deepspeed_config", "kernels"),
 )
 REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
 FILES = ("deepspeed_config",)  # holds settings of one library
