@@ -34,7 +34,7 @@ ROOMS = {
         ("sketching", "adapters", "custom"),
         ("initial_values",),
         ("model",),
-        ("parallel",),
+        ("parallel", "fused"),
         ("attention", "head"),
         ("inputs",),
         ("dropout_settings", "actor", "tracing"),
@@ -74,7 +74,7 @@ LIBRARIES = {
     "matplotlib": {"replay/compare/plot.py"},
     "peft": {"actor_init/adapters.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
-    "liger_kernel": {"replay/diagnose/reference_losses.py"},
+    "liger_kernel": {"replay/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py"}
     | {
         f"replay/on_ray/{name}.py"

@@ -17,7 +17,7 @@ from capture.record.background_writer import warn
 from capture.record.call_arguments import forward_signature, take_apart
 from capture.record.computing_dtype import ComputingDtype, is_compiled
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.job_facts import attention_of, settings_of, versions
+from capture.record.job_facts import attention_of, kernels_of, settings_of, versions
 from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
 from capture.record.step_window import StepWindow
@@ -153,7 +153,9 @@ class Taker:
     ) -> None:
         self._names = names
         self._signature = forward_signature(model)
-        self._attention = attention_of(model)
+        attention = attention_of(model)
+        self._of_model = {"kernels": kernels_of(model)} if reproduce else {}
+        self._of_model |= {} if attention is None else {"attention": attention}
         self._clock = clock
         self._model_name = model_name
         self._reproduce = reproduce
@@ -182,7 +184,7 @@ class Taker:
             return None
         trains = torch.is_grad_enabled()
         weights = self._sampled_before(trains)
-        settings = settings_of(taken.tensors, self._attention) if self._reproduce else {}
+        settings = settings_of(taken.tensors, self._of_model) if self._reproduce else {}
         if self._computing is not None:
             settings |= self._computing.begin((trains, settings["autocast"]))
         self._ids_BS = next((taken.tensors[name] for name in ID_NAMES if name in taken.tensors), None)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actor_init.attention.cudnn import refuse_holes
+from actor_init.attention.kernel_choice import kernel_name
+from actor_init.attention.kernels import CUDNN_PADDED
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
@@ -396,6 +399,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
     inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
+    if inputs.attention_mask_BS is not None and kernel_name(spec, world.device, source.config) == CUDNN_PADDED:
+        refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     if spec.parallel.ring > 1:
