@@ -2,10 +2,10 @@
 
     python benchmarks/start_up.py --rounds 5
 
-The bare script imports torch, deepspeed and transformers, builds the sample's model with transformers' own values, opens
-DeepSpeed's engine as the replay does, feeds it the same five captures packed, and prints a table. The two alternate;
-the bare script once more in each round is the control. CPU seconds of the whole process are told beside wall time: they
-say more on a machine that others load too.
+The bare script imports torch, deepspeed and transformers, builds the sample's model with transformers' own values,
+opens DeepSpeed's engine as the replay does, feeds it the same five captures packed, and prints a table. The two
+alternate; the bare script once more in each round is the control. CPU seconds of the whole process are told beside
+wall time: they say more on a machine that others load too.
 
     | series | wall s | CPU s | wall / bare | CPU / bare |
 """

@@ -105,7 +105,7 @@ def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kerne
 
 
 class LigersNorm(nn.Module):
-    """Of Liger's package, as far as its name says."""
+    """A norm whose name says that it is Liger's."""
 
     __module__ = "liger_kernel.transformers.rms_norm"
 
