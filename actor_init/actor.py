@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from actor_init.attention.document_masks import document_numbers, documents_masked
 from actor_init.attention.ring import sum_over_ring
+from actor_init.head.in_place import head_in_place
 from actor_init.inputs.packing import ActorInputs
 from actor_init.layout import Borders
 from actor_init.parallel.vocab_parallel import log_probs_of_shards
@@ -18,8 +19,9 @@ from actor_init.parallel.vocab_parallel import log_probs_of_shards
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     """Return fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
 
-    Logits are computed for every token, as trainers do, so that time and memory match theirs; only the logits that
-    predict an action token are converted to fp32.
+    With `inputs.head` they are computed inside the model's head, in chunks. Else logits are computed for every token,
+    as trainers do, so that time and memory match theirs; only the logits that predict an action token are converted to
+    fp32. Raises UsageError for a model whose head is not as `inputs.head` says.
     """
     packed: dict[str, Any] = {}
     apart: AbstractContextManager[None] = nullcontext()
@@ -36,23 +38,49 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
             document_1T = document_numbers(inputs.cu_seq_lens, inputs.input_ids.shape[1])
             apart = documents_masked(document_1T)
             packed |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
+    packed |= {
+        "input_ids": inputs.input_ids,
+        "position_ids": inputs.position_ids,
+        "attention_mask": inputs.attention_mask_BS,
+        "use_cache": False,
+    }
     with apart:
-        logits = model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask_BS,
-            use_cache=False,
-            **packed,
-        ).logits
-    if inputs.kept_logits is not None:
-        group = None if inputs.ring is None else inputs.ring.group
-        inputs.kept_logits.keep(logits, inputs.predictor_N, inputs.slot_N, tuple(inputs.action_mask_BA.shape), group)
-    if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
-        log_probs_N = log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
-    else:
-        logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
-        log_probs_N = -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
+        chunked = inputs.head is not None and inputs.head.in_chunks
+        log_probs_N = _in_chunks(model, inputs, packed) if chunked else _from_logits(model(**packed).logits, inputs)
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
     if inputs.ring is not None:
         flat = sum_over_ring(flat, inputs.ring.group)
     return flat.view(inputs.action_mask_BA.shape)
+
+
+def _in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
+    assert inputs.head is not None
+    kept = inputs.kept_logits
+    with head_in_place(
+        model,
+        inputs.head,
+        predictor_N=inputs.predictor_N,
+        target_ids_N=inputs.target_ids_N,
+        is_even=inputs.is_even and kept is None,
+        entropies=kept is not None,
+    ) as found:
+        logits = model(**arguments).logits
+    log_probs_N, entropy_N = found.after(logits)
+    if kept is not None and entropy_N is not None:
+        kept.keep_entropies(entropy_N, *_places(inputs))
+    return log_probs_N
+
+
+def _from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
+    if inputs.kept_logits is not None:
+        inputs.kept_logits.keep(logits, inputs.predictor_N, *_places(inputs))
+    if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
+        return log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
+    logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
+    return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
+
+
+def _places(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:
+    """Return each log-prob's index in the flattened [B, A], its shape, and the ring's group or None."""
+    ring = None if inputs.ring is None else inputs.ring.group
+    return inputs.slot_N, tuple(inputs.action_mask_BA.shape), ring

@@ -31,6 +31,7 @@ from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
+from actor_init.head_form import HeadForm
 from actor_init.initial_values import INIT_FILLS_BUFFERS, build_with_values, copy_buffers
 from actor_init.layout import Layout
 from actor_init.optimizer import TORCH_DTYPES
@@ -53,6 +54,7 @@ class ModelSource:
     facts: Mapping[str, str] = field(default_factory=dict)  # of the file that built it, for run.json
     adapter: Adapter | None = None
     layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
+    head: HeadForm | None = None  # how log-probs are computed; None: from whole logits
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from actor_init.weights import mix
+from actor_init.name_hash import mix
 
 SIGNS = 16  # at most 32, the bits of a hash
 _KEY = 0x5EED5EED

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.backends.declaration import Declaration
-from actor_init.toggles import Attention, Compile, Dtype, OptimizerName, PadTo, TpPlan, UsageError, option
+from actor_init.toggles import Attention, Compile, Dtype, Kernels, OptimizerName, PadTo, TpPlan, UsageError, option
 
 CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
 
@@ -16,6 +16,7 @@ __all__ = [
     "Attention",
     "Compile",
     "Dtype",
+    "Kernels",
     "OptimizerName",
     "PadTo",
     "ParallelSpec",
@@ -128,6 +129,16 @@ class ActorSpec:
         "else, and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
+    whole_logits: bool = option(
+        False,
+        "Compute the logits of all tokens at once, as most trainers do, for time and memory as theirs. Default: "
+        "log-probs in chunks of tokens, unless something needs whole logits.",
+    )
+    kernels: Kernels = option(
+        Kernels.AUTO,
+        "RMSNorm, SwiGLU and rotary embedding: the model's own modules, or fused ones that keep less for backward "
+        "(Liger's on CUDA where installed, else torch's). auto: fused where the job used Liger.",
+    )
     compile: Compile = option(
         Compile.OFF,
         "torch.compile each transformer block (--compile), or DeepSpeed's own compiler (--deepcompile).",
@@ -181,6 +192,7 @@ class ActorSpec:
         dtype: Dtype = Dtype.BF16,
         packing: bool = True,
         attention: Attention = Attention.AUTO,
+        kernels: Kernels = Kernels.MODEL,
         grad_accumulation: int = 1,
     ) -> Self:
         """Return the spec with these values for the options that were not given."""
@@ -189,6 +201,7 @@ class ActorSpec:
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
             packing=packing and not self.is_custom if self.packing is None else self.packing,
             attention=attention if self.attention is Attention.AUTO and not self.is_custom else self.attention,
+            kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
 

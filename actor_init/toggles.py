@@ -42,9 +42,18 @@ def option(
 class Attention(StrEnum):
     AUTO = "auto"
     FLASH = "flash"
+    FLASH3 = "flash3"
+    FLASH4 = "flash4"
+    CUDNN = "cudnn"
     VARLEN = "varlen"
     SDPA = "sdpa"
     EAGER = "eager"
+
+
+class Kernels(StrEnum):
+    AUTO = "auto"
+    MODEL = "model"
+    FUSED = "fused"
 
 
 class Compile(StrEnum):

@@ -1,7 +1,6 @@
 """Provide a parameter's values: from a safetensors folder, or random ones derived from its name."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, recipes_of
 from actor_init.spec import UsageError
 
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
-# elements processed at once, as int64 intermediates; on a CPU they fit its cache, and are too few for torch to
-# split over threads, which wait for each other while other processes use the cores
-_CHUNKS = {"cpu": 1 << 15}
-_CHUNK = 1 << 24  # on other devices
-_MASK_32 = 0xFFFFFFFF
 
 OnProgress = Callable[[int], None]  # called during long work with the number of elements filled since the last call
 
@@ -87,49 +82,25 @@ class RandomWeights:
                 return False
             parameter.detach().copy_(self._vector(name, self.own_init).view_as(parameter))
             return True
-        keys = self._keys(name)
-        flat = parameter.detach().view(-1)
-        chunk = _CHUNKS.get(flat.device.type, _CHUNK)
-        for start in range(0, flat.numel(), chunk):
-            stop = min(start + chunk, flat.numel())
-            index = torch.arange(start, stop, device=flat.device)
-            flat[start:stop] = _uniform(index, keys, self.std).to(torch.bfloat16)
-            on_progress(stop - start)
+        name_hash.fill(parameter.detach().view(-1), self._keys(name), self.std, on_progress)
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
         if len(shape) < 2:
             return self._vector(name, self.own_init).flatten()[start : start + count] if self.own_init else None
         index = torch.arange(start, start + count, device="cpu")
-        return _uniform(index, self._keys(name), self.std).to(torch.bfloat16).float()
+        return name_hash.values(index, self._keys(name), self.std).to(torch.bfloat16).float()
 
     def _vector(self, name: str, own_init: OwnInit) -> Tensor:
         """Compute a vector whole, on the CPU, in fp32; vectors are small."""
         own = own_init.vector(name).float()
-        random = _uniform(torch.arange(own.numel(), device="cpu"), self._keys(name), 1.0).view_as(own)
+        random = name_hash.values(torch.arange(own.numel(), device="cpu"), self._keys(name), 1.0).view_as(own)
         around = torch.where(own == 0, random * self.std, own * (1 + NORM_SPREAD * random))
         return around.to(torch.bfloat16).float()
 
     def _keys(self, name: str) -> tuple[int, int]:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-
-
-def _uniform(index: Tensor, keys: tuple[int, int], std: float) -> Tensor:
-    """Return fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
-    bits = mix(mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
-    bound = std * math.sqrt(3)
-    return bits.to(torch.float32) * (2 * bound / 2**32) - bound
-
-
-def mix(bits: Tensor) -> Tensor:
-    """Hash 32-bit integers held in int64. The multiplier is below 2**31, so nothing overflows on any device.
-
-    The hash is Thomas Mueller's, from https://stackoverflow.com/a/12996028.
-    """
-    for _ in range(2):
-        bits = ((bits >> 16) ^ bits) * 0x45D9F3B & _MASK_32
-    return (bits >> 16) ^ bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

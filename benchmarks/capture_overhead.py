@@ -2,12 +2,16 @@
 
     python benchmarks/capture_overhead.py --steps 50
     python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
+    python benchmarks/capture_overhead.py --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
 percentiles), the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the
 host waits for the device, bytes per pass and those of torch.save, and how long a flight recorder of 64 passes takes to
 reach the disk.
+
+With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
+with an idle device: ratios, where the job's thread spent the time, and what the writer's took of a processor.
 """
 
 import argparse
@@ -15,10 +19,12 @@ import io
 import os
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -34,7 +40,9 @@ from actor_init.spec import ActorSpec
 from capture import Recorder, capture_files, read_actor_config, read_micro_batch, recording
 
 STEPS_A_ROUND = 4
+STEPS_A_BLOCK = 24
 THROTTLE = 100
+PARTS = ("forward", "backward", "clipping and optimizer", "reading the loss")
 Kind = Callable[[], AbstractContextManager[Recorder | None]]
 
 
@@ -48,15 +56,21 @@ class Job:
         with self.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.batches = list(self._captured(given) if given.tokens is None else self._drawn(given, config.vocab_size))
+
+    def _captured(self, given: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
         captured = [batch for path in capture_files(given.inputs) if (batch := read_micro_batch(path)).trains]
-        self.batches = [
-            {
+        for batch in captured[: given.num_batches]:
+            yield {
                 "input_ids": batch.sequences_BS.to(self.device),
                 "attention_mask": batch.attention_mask_BS.long().to(self.device),
                 "labels": batch.sequences_BS.masked_fill(~batch.attention_mask_BS, -100).to(self.device),
             }
-            for batch in captured[: given.num_batches]
-        ]
+
+    def _drawn(self, given: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, Tensor]]:
+        for _ in range(given.num_batches):
+            ids_BS = torch.randint(vocabulary, (1, given.tokens), device=self.device)
+            yield {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "labels": ids_BS.clone()}
 
     def step(self, number: int, recorder: Recorder | None) -> float:
         self.wait()
@@ -69,6 +83,31 @@ class Job:
         self.optimizer.zero_grad()
         self.wait()
         return time.perf_counter() - began
+
+    def parts_of_step(self, number: int, *, reads_before_backward: bool) -> list[float]:
+        """Do a step that reads its loss, as loops do; return the seconds of each of PARTS."""
+        times = [time.perf_counter()]
+        loss = self.model(**self.batches[number % len(self.batches)], use_cache=False).loss
+        times.append(time.perf_counter())
+        if reads_before_backward:
+            loss.item()
+            read = time.perf_counter() - times[-1]
+        loss.backward()
+        times.append(time.perf_counter())
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        times.append(time.perf_counter())
+        if reads_before_backward:
+            self.wait()
+        else:
+            loss.item()
+        times.append(time.perf_counter())
+        parts = [end - begin for begin, end in pairwise(times)]
+        if reads_before_backward:
+            parts[1] -= read
+            parts[3] += read
+        return parts
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -83,27 +122,28 @@ def main() -> None:
     parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--num-batches", type=int, default=8, help="micro-batches to alternate between")
+    parser.add_argument("--tokens", type=int, help="draw micro-batches of one row of so many tokens instead")
+    parser.add_argument("--read-loss", choices=("forward", "step"), help="a job that reads its loss after either")
     given = parser.parse_args()
     job = Job(given)
     for number in range(2 * given.num_batches):  # kernels are selected for each length
         job.step(number, None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        kinds: dict[str, Kind] = {
+            "every pass a file": lambda: recording(job.model, folder / "files"),
+            "every pass a file, to be judged": lambda: recording(job.model, folder / "judged", reproduce=True),
+            "flight recorder of 64": lambda: recording(job.model, folder / "flight", flight_recorder=64),
+        }
+        bare: dict[str, Kind] = {"bare": nullcontext, "bare again": nullcontext}
+        if given.read_loss is not None:
+            compare_blocks(job, given.steps, bare | kinds, reads_before_backward=given.read_loss == "forward")
+            return
         compare_hook(job, folder / "hook")
         count_waits(job, folder / "waits")
         compare_bytes(job, folder / "bytes")
         time_flush(job, folder / "flush")
-        bare: dict[str, Kind] = {"bare": nullcontext, "bare again": nullcontext}
-        compare_steps(
-            job,
-            given.steps,
-            bare
-            | {
-                "every pass a file": lambda: recording(job.model, folder / "files"),
-                "every pass a file, to be judged": lambda: recording(job.model, folder / "judged", reproduce=True),
-                "flight recorder of 64": lambda: recording(job.model, folder / "flight", flight_recorder=64),
-            },
-        )
+        compare_steps(job, given.steps, bare | kinds)
         compare_steps(
             job,
             given.peer_steps,
@@ -134,6 +174,43 @@ def compare_steps(job: Job, num_steps: int, kinds: dict[str, Kind]) -> None:
         print(
             f"| {name} | {median(taken) / median(bare):.4f} | {pairs:.4f} | {p99(taken) / p99(bare):.3f} |", flush=True
         )
+
+
+def compare_blocks(job: Job, num_steps: int, kinds: dict[str, Kind], *, reads_before_backward: bool) -> None:
+    """Time steps that read their loss, in blocks of STEPS_A_BLOCK of one kind after the other; all are counted."""
+    parts: dict[str, list[list[float]]] = {name: [] for name in kinds}
+    of_processor, of_writer = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0.0)
+    names = list(kinds)
+    for start in range(0, num_steps, STEPS_A_BLOCK):
+        for name in names:
+            job.wait()
+            with kinds[name]():
+                began = time.process_time()
+                for number in range(start, start + STEPS_A_BLOCK):
+                    parts[name].append(job.parts_of_step(number, reads_before_backward=reads_before_backward))
+                of_processor[name] += time.process_time() - began
+                of_writer[name] += writer_seconds()
+        names = names[1:] + names[:1]
+    seconds = {name: [sum(step) for step in taken] for name, taken in parts.items()}
+    bare, count = seconds["bare"], len(seconds["bare"])
+    print(f"\n{count} steps of each kind that read their loss; bare: median {median(bare) * 1e3:.2f} ms")
+    print("| kind of step | medians | of pairs | means | processor | of the writer |", " | ".join(PARTS), "|")
+    print("| --- " * (6 + len(PARTS)) + "|")
+    for name, taken in seconds.items():
+        pairs = median(one / other for one, other in zip(taken, bare, strict=True))
+        print(
+            f"| {name} | {median(taken) / median(bare):.4f} | {pairs:.4f} | {sum(taken) / sum(bare):.4f} "
+            f"| {of_processor[name] / count * 1e3:.2f} ms | {of_writer[name] / count * 1e3:.2f} ms |",
+            *(f"{median(step[part] for step in parts[name]) * 1e3:.2f} ms |" for part in range(len(PARTS))),
+            flush=True,
+        )
+
+
+def writer_seconds() -> float:
+    """Return what the writers' threads have taken of a processor."""
+    idents = [thread.ident for thread in threading.enumerate() if thread.name == "capture-writer"]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in idents if ident is not None]
+    return sum(map(time.clock_gettime, clocks))
 
 
 def p99(seconds: list[float]) -> float:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.layout import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError

@@ -83,4 +83,35 @@ def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path |
     return compare_logs(logs, threshold, plot, json, full_names=full_names)
 
 
-COMMANDS: tuple[Callable[..., Action], ...] = (inspect, compare, parity, scan, suite, diagnose, mismatch, doctor)
+def report(
+    logs: list[Path] = typer.Argument(  # noqa: B008
+        help="Folders that runs left in logs/, or that hold one run each.", metavar="LOG..."
+    ),
+    to: Path | None = typer.Option(  # noqa: B008
+        None, metavar="PATH", show_default=False, help="The file to write. (default: report.html in the first LOG)"
+    ),
+) -> Action:
+    """Write one HTML page of a run, with pictures, or of several beside each other. It works offline.
+
+    Runs that failed or were cut short are shown as far as they came. The page is private as the log is: it names files.
+    """
+    return partial(_report, logs, to)
+
+
+def _report(logs: list[Path], to: Path | None) -> int:
+    from replay.run_page.command import write_report
+
+    return write_report(logs, to)
+
+
+COMMANDS: tuple[Callable[..., Action], ...] = (
+    inspect,
+    compare,
+    report,
+    parity,
+    scan,
+    suite,
+    diagnose,
+    mismatch,
+    doctor,
+)

@@ -27,15 +27,15 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "layout", "presets"),
+        ("toggles", "layout", "head_form", "presets"),
         ("declarations",),  # of the backends: what each can do
-        ("spec", "as_json", "checkpoint_names"),
+        ("spec", "as_json", "checkpoint_names", "name_hash"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
         ("initial_values",),
         ("model",),
-        ("parallel",),
-        ("attention",),
+        ("parallel", "fused"),
+        ("attention", "head"),
         ("inputs",),
         ("dropout_settings", "actor", "tracing"),
         ("probe",),
@@ -54,7 +54,7 @@ ROOMS = {
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "mismatch", "parity", "scan", "suite"),
+        ("diagnose", "mismatch", "parity", "run_page", "scan", "suite"),
         ("subcommands",),
         ("cli",),
         ("entry",),
@@ -68,12 +68,13 @@ LIBRARIES = {
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
+    "triton": {"actor_init/head/softmax_kernels.py"},
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/compare/plot.py"},
     "peft": {"actor_init/adapters.py"},
     "pyarrow": {"replay/suite/text_dataset.py"},
-    "liger_kernel": {"replay/diagnose/reference_losses.py"},
+    "liger_kernel": {"replay/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py"}
     | {
         f"replay/on_ray/{name}.py"

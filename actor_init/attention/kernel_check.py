@@ -3,6 +3,7 @@
 Shape letters: H query heads, K key-value heads, T tokens, D head_dim.
 """
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,29 +11,34 @@ import torch
 from torch import Tensor, device
 from transformers import AttentionInterface
 
-from actor_init.attention.kernels import FLASH_PACKED, TORCH_PACKED, kernel_name
-from actor_init.spec import ActorSpec
+from actor_init.attention.kernels import CUDNN_PADDED, NAMES, register
+from actor_init.spec import Attention
 
-KERNELS = {"sdpa": "sdpa", "flash": FLASH_PACKED, "varlen": TORCH_PACKED}  # option value to transformers' name
+KERNELS = tuple(one.value for one in (Attention.SDPA, *NAMES) if one is not Attention.EAGER)
 # Relative to the reference's norm. bf16 has 8 bits; rounding probabilities and results gives about 0.004 here; a
 # mask that is off by one token, or a missed document boundary, gives more than 0.2.
 BOUND = 0.02
 LENGTHS = (5, 17, 42)
+ROW = max(LENGTHS) + len(LENGTHS)  # tokens of a padded row
 H, K, D = 4, 2, 64
 
 
-def default_kernel(where: device) -> str:
-    """Return the word for the kernel that `--attention auto` selects on device `where`."""
-    name = kernel_name(ActorSpec(), where)
-    return next(word for word, ours in KERNELS.items() if ours == name)
+@cache
+def is_right(attention: Attention, where: device) -> bool:
+    """Does the kernel run on `where`, and give the right numbers?"""
+    try:
+        return error_of(attention.value, where) <= BOUND
+    except Exception:  # of a package or a driver, of any type
+        return False
 
 
 def error_of(kernel: str, where: device) -> float:
     """Return the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
-    Computed in bf16, on a packed row of three documents, with grouped queries. Raises what the kernel raises.
+    Computed in bf16, on a packed row of three documents, with grouped queries; cuDNN's on padded rows of them too.
+    Raises what the kernel raises.
     """
-    kernel_name(ActorSpec(), where)  # registers this project's kernels
+    register()
     random = torch.Generator().manual_seed(0)
     num_tokens = sum(LENGTHS)
     shapes = [(1, H, num_tokens, D), (1, K, num_tokens, D), (1, K, num_tokens, D), (1, num_tokens, H, D)]
@@ -41,7 +47,7 @@ def error_of(kernel: str, where: device) -> float:
     visible_TT = (document_T[:, None] == document_T) & torch.ones_like(document_T).expand(num_tokens, -1).tril().bool()
     borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
     packed: dict[str, Any] = {"cu_seq_lens_q": borders, "max_length_q": max(LENGTHS)}
-    call = AttentionInterface()[KERNELS[kernel]]
+    call = AttentionInterface()[NAMES[Attention(kernel)].packed]
     module = SimpleNamespace(num_key_value_groups=H // K, is_causal=True, training=True)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -49,14 +55,40 @@ def error_of(kernel: str, where: device) -> float:
         out: Tensor = call(module, query, key, value, mask, scaling=D**-0.5, **more)[0]
         return out
 
-    computed = _with_gradients(ours, inputs, upstream)
+    def in_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = (_in_rows(tensor, document_T) for tensor in (query, key, value))
+        out_NSHD: Tensor = AttentionInterface()[CUDNN_PADDED](module, *rows, _is_real(where), scaling=D**-0.5)[0]
+        return out_NSHD.flatten(0, 1)[_places(document_T)][None]
+
+    forms = [ours, in_rows] if kernel == Attention.CUDNN else [ours]
     wanted = _with_gradients(
         lambda query, key, value: _plain_attention(query, key, value, visible_TT),
         [tensor.float() for tensor in inputs],
         upstream.float(),
     )
-    errors = [(f.float() - w).norm() / w.norm() for f, w in zip(computed, wanted, strict=True)]
+    errors = [
+        (f.float() - w).norm() / w.norm()
+        for form in forms
+        for f, w in zip(_with_gradients(form, inputs, upstream), wanted, strict=True)
+    ]
     return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
+
+
+def _places(document_T: Tensor) -> Tensor:
+    """Return the place of each token in rows of one document each, padded on the left by its number, flattened."""
+    starts = torch.tensor([0, *LENGTHS[:-1]], device=document_T.device).cumsum(0)
+    return document_T * ROW + document_T + torch.arange(len(document_T), device=document_T.device) - starts[document_T]
+
+
+def _is_real(where: device) -> Tensor:
+    place = torch.arange(ROW, device=where) - torch.arange(len(LENGTHS), device=where)[:, None]
+    return (place >= 0) & (place < torch.tensor(LENGTHS, device=where)[:, None])
+
+
+def _in_rows(packed_1HTD: Tensor, document_T: Tensor) -> Tensor:
+    heads = packed_1HTD.shape[1]
+    flat = packed_1HTD.new_zeros(heads, len(LENGTHS) * ROW, D).index_copy(1, _places(document_T), packed_1HTD[0])
+    return flat.view(heads, len(LENGTHS), ROW, D).transpose(0, 1)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:

@@ -1,83 +1,95 @@
-"""Select the attention kernel for a device, under the names that transformers uses."""
+"""Name the attention kernels as transformers does, and give it this project's: flash-attn, cuDNN, torch's varlen."""
 
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, device, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
-from actor_init.attention.ring_attention import has_ring_flash, ring_flash_attn, ring_sdpa
-from actor_init.custom.config import CustomConfig
-from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.attention.cudnn import cudnn_packed, cudnn_padded
+from actor_init.attention.ring_attention import ring_flash_attn, ring_sdpa
+from actor_init.spec import Attention, UsageError
 
-FLASH_PADDED = "flash_attention_2"  # transformers' own, which unpads and pads in every layer
-FLASH_PACKED = "packed_fa2"  # without the word flash, for which transformers would look up its own kernel
+# Without the words flash and sdpa, for which transformers would look up its own kernel, or ask the class.
+FLASH_PACKED = "packed_fa2"
+FLASH3_PACKED = "packed_fa3"
+FLASH4_PACKED = "packed_fa4"
+CUDNN_PACKED = "packed_cudnn"
+CUDNN_PADDED = "padded_cudnn"
 TORCH_PACKED = "torch_varlen_attn"
 RING_FA2 = "ring_fa2"
-RING_SDPA = "ring_gathered"  # without the word sdpa, for which transformers would ask the class
+RING_SDPA = "ring_gathered"
 OWN = "of its own"  # of a model that a user's function builds
-HALF_PRECISION = (FLASH_PADDED, FLASH_PACKED, TORCH_PACKED, RING_FA2)  # bf16 and fp16 alone
+PLAIN = (Attention.SDPA.value, Attention.EAGER.value)  # also in fp32, and on every device
 
 
-def has_sdpa(config: PretrainedConfig) -> bool:
-    """Can the model's class compute its attention through torch's SDPA? Softcapped scores and sinks cannot."""
-    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or bool(
-        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False)
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """What transformers calls a kernel for packed rows and for padded ones; None: it has none for them."""
+
+    packed: str
+    padded: str | None
 
 
-def plain_kernel(config: PretrainedConfig) -> Attention:
-    """Return the kernel that every device has: sdpa, or eager for a model without sdpa; auto for a user's model."""
-    if isinstance(config, CustomConfig):
-        return Attention.AUTO
-    return Attention.SDPA if has_sdpa(config) else Attention.EAGER
+# flash-attn's padded forms are transformers' own, which unpad and pad in every layer
+NAMES = {
+    Attention.CUDNN: Names(packed=CUDNN_PACKED, padded=CUDNN_PADDED),
+    Attention.FLASH3: Names(packed=FLASH3_PACKED, padded="flash_attention_3"),
+    Attention.FLASH4: Names(packed=FLASH4_PACKED, padded="flash_attention_4"),
+    Attention.FLASH: Names(packed=FLASH_PACKED, padded="flash_attention_2"),
+    Attention.VARLEN: Names(packed=TORCH_PACKED, padded=None),
+    Attention.SDPA: Names(packed="sdpa", padded="sdpa"),
+    Attention.EAGER: Names(packed="eager", padded="eager"),
+}
+HALF_PRECISION = {RING_FA2} | {  # bf16 and fp16 alone
+    name for names in NAMES.values() for name in (names.packed, names.padded) if name and name not in PLAIN
+}
 
 
-def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
-    """Return the transformers name of the kernel for `spec.attention` on device `where`, registering it if it is ours.
+def register() -> None:
+    """Give transformers the kernels of this project. Calling it again changes nothing."""
+    for name, kernel in (
+        (FLASH_PACKED, flash_attn_varlen),
+        (FLASH3_PACKED, flash_attn_3_varlen),
+        (FLASH4_PACKED, flash_attn_4_varlen),
+        (CUDNN_PACKED, cudnn_packed),
+        (CUDNN_PADDED, cudnn_padded),
+        (TORCH_PACKED, torch_varlen_attn),
+        (RING_FA2, ring_flash_attn),
+        (RING_SDPA, ring_sdpa),
+    ):
+        AttentionInterface.register(name, kernel)
+    AttentionMaskInterface.register(CUDNN_PADDED, flash_attention_mask)  # [B, S], or None where nothing is padding
 
-    `config` is the model's, if there is one. Raises UsageError if the kernel cannot run there, or not with that model.
-    """
-    if spec.is_custom:
-        return OWN
-    AttentionInterface.register(FLASH_PACKED, flash_attn_varlen)
-    AttentionInterface.register(TORCH_PACKED, torch_varlen_attn)
-    AttentionInterface.register(RING_FA2, ring_flash_attn)
-    AttentionInterface.register(RING_SDPA, ring_sdpa)
-    on_cuda = where.type == "cuda"
-    ring = spec.parallel.ring > 1
-    installed = has_ring_flash() if ring else find_spec("flash_attn") is not None
-    has_flash = on_cuda and installed and spec.dtype is not Dtype.FP32
-    if spec.attention is Attention.FLASH and not has_flash:
-        lacking = "has no CPU kernel" if not on_cuda else "is not installed" if not installed else "has no fp32"
-        raise UsageError(
-            f"{'ring-' * ring}flash-attn {lacking}. "
-            "Try: --attention sdpa, or on a CUDA machine pip install -e '.[cuda]' and --dtype bf16"
-        )
-    plain = Attention.SDPA if config is None else plain_kernel(config)
-    if ring:
-        flash = [Attention.FLASH, *([Attention.AUTO] if plain is Attention.SDPA else [])]
-        return RING_FA2 if has_flash and spec.attention in flash else RING_SDPA
-    has_varlen = on_cuda and spec.dtype is not Dtype.FP32
-    match spec.attention:
-        # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces
-        case Attention.AUTO if plain is not Attention.SDPA:
-            return plain.value
-        case Attention.AUTO | Attention.FLASH if has_flash:
-            return FLASH_PACKED if spec.packs else FLASH_PADDED
-        case Attention.AUTO:
-            return TORCH_PACKED if has_varlen and spec.packs else plain.value
-        case Attention.SDPA if plain is not Attention.SDPA:
-            kind = config.model_type if config is not None else ""
-            raise UsageError(f"transformers has no sdpa attention for {kind}. Try: --attention {plain}")
-        case Attention.VARLEN if not has_varlen:
-            lacking = "fp32" if on_cuda else "CPU"
-            raise UsageError(f"torch's varlen attention has no {lacking} kernel. Try: --attention sdpa")
-        case Attention.VARLEN:
-            return TORCH_PACKED
-        case other:
-            return other.value
+
+def is_installed(attention: Attention) -> bool:
+    """Is the package there that brings a kernel? True for torch's own."""
+    match attention:
+        case Attention.FLASH:
+            # flash-attn 4 alone leaves a folder of this name without a module
+            found = find_spec("flash_attn")
+            return found is not None and found.origin is not None
+        case Attention.FLASH3:
+            return find_spec("flash_attn_interface") is not None
+        case Attention.FLASH4:
+            return _has_distribution("flash-attn-4")
+        case Attention.CUDNN:
+            return bool(torch.backends.cudnn.is_available())
+        case _:
+            return True
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def flash_attn_varlen(
@@ -122,6 +134,94 @@ def flash_attn_varlen(
         softcap=softcap or 0.0,
     )
     return out.unsqueeze(0), None
+
+
+def flash_attn_3_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run flash-attn 3 on one packed row; shapes as in `flash_attn_varlen`.
+
+    Raises UsageError for what the kernel lacks: dropout and attention sinks.
+    """
+    from flash_attn_interface import flash_attn_varlen_func
+
+    if dropout or s_aux is not None:
+        raise UsageError("flash-attn 3 has no dropout and no attention sinks. Try: --attention eager")
+    out = flash_attn_varlen_func(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=((sliding_window or 0) - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return _first(out).unsqueeze(0), None
+
+
+# it compiles its kernels in Python, which dynamo cannot follow: a compiled block's graph breaks here
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def flash_attn_4_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run flash-attn 4 on one packed row; shapes as in `flash_attn_varlen`.
+
+    Raises UsageError for what the kernel lacks, or is not used for here: dropout and attention sinks.
+    """
+    from flash_attn.cute import flash_attn_varlen_func
+
+    if dropout or s_aux is not None:
+        raise UsageError("flash-attn 4 runs without dropout and attention sinks here. Try: --attention eager")
+    out = flash_attn_varlen_func(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_k=cu_seq_lens_q,
+        max_seqlen_q=max_length_q,
+        max_seqlen_k=max_length_q,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(sliding_window - 1, 0) if sliding_window else (None, None),
+        softcap=softcap or 0.0,
+    )
+    return _first(out).unsqueeze(0), None
+
+
+def _first(out: Any) -> Tensor:
+    """Return the output alone; some releases give the softmax's sums beside it."""
+    whole: Tensor = out[0] if isinstance(out, tuple) else out
+    return whole
 
 
 def torch_varlen_attn(

@@ -105,6 +105,7 @@ class Declaration:
     default_stage_without_optimizer: int = 0
     tp: bool = False
     ring: bool = False
+    splits_head: bool = False  # under tp: each rank holds a share of the head's vocabulary, and computes its logits
     own_options: frozenset[str] = frozenset()  # fields that only backends listing them take
     compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)  # its own, and their stages
     states: States | None = None  # None: it neither saves nor loads state

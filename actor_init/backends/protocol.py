@@ -12,7 +12,7 @@ from actor_init.backends import declaration_of
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
-from actor_init.spec import ActorSpec, UsageError
+from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -111,4 +111,8 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
         raise UsageError(complaint)
     module, name = declaration.engine.split(":")
     engine: type[Backend] = getattr(import_module(module), name)
-    return engine.open(spec, source, world, on_progress)
+    opened = engine.open(spec, source, world, on_progress)
+    if spec.kernels is Kernels.FUSED and "kernels" not in opened.facts():
+        opened.close()
+        raise UsageError(f"--kernels fused is not there for {spec.backend}. Try: --kernels model")
+    return opened

@@ -1,4 +1,4 @@
-"""Keep the logits of one forward, for a loss that needs more of them than the log-probs of the action tokens.
+"""Keep the logits of one forward, or their entropies, for a loss that needs more than the action tokens' log-probs.
 
 Shape letters: B rows, A trailing tokens a row with an action mask, N action tokens with a log-prob, V vocabulary.
 """
@@ -15,10 +15,11 @@ from actor_init.parallel.vocab_parallel import entropies_of_shards
 
 
 class KeptLogits:
-    """Holds the logits of the latest forward; what is not asked for costs nothing."""
+    """Holds the logits of the latest forward, of which what is not asked for costs nothing; or only their entropies."""
 
     def __init__(self) -> None:
         self._logits: Tensor | None = None
+        self._entropy_N: Tensor | None = None
 
     def keep(
         self, logits: Tensor, predictor_N: Tensor, slot_N: Tensor, shape_BA: tuple[int, ...], ring: Any | None
@@ -30,8 +31,12 @@ class KeptLogits:
         self._logits, self._predictor_N, self._slot_N, self._shape_BA = logits, predictor_N, slot_N, shape_BA
         self._ring: dist.ProcessGroup | None = ring
 
+    def keep_entropies(self, entropy_N: Tensor, slot_N: Tensor, shape_BA: tuple[int, ...], ring: Any | None) -> None:
+        """Take the entropies of distributions whose logits were never whole."""
+        self._entropy_N, self._slot_N, self._shape_BA, self._ring = entropy_N, slot_N, shape_BA, ring
+
     def drop(self) -> None:
-        self._logits = None
+        self._logits = self._entropy_N = None
 
     def of_actions(self) -> tuple[Tensor, Tensor]:
         """Return fp32 logits [N, V] of the action tokens, and each one's index [N] in the flattened [B, A].
@@ -47,10 +52,12 @@ class KeptLogits:
 
     def entropies(self) -> Tensor:
         """Return the entropy of the distribution that each action token was predicted with, in nats; fp32 [B, A]."""
-        assert self._logits is not None
-        if isinstance(self._logits, DTensor):
+        if self._entropy_N is not None:
+            entropy_N = self._entropy_N
+        elif isinstance(self._logits, DTensor):
             entropy_N = entropies_of_shards(self._logits, self._predictor_N)
         else:
+            assert self._logits is not None
             log_probs_NV = torch.log_softmax(self._logits.flatten(0, 1)[self._predictor_N].float(), dim=-1)
             entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(dim=-1)
         flat = entropy_N.new_zeros(self._shape_BA).flatten().index_put((self._slot_N,), entropy_N)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.attention.ring import RingSlice
+from actor_init.head_form import HeadForm
 from actor_init.inputs.documents import Documents, documents_of
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.layout import Borders, Layout
@@ -39,6 +40,8 @@ class ActorInputs:
     borders: Borders = Borders.OWN  # what tells the model where packed documents begin
     ring: RingSlice | None = None  # if set, all fields except the action mask are this rank's slice
     kept_logits: KeptLogits | None = None  # where the forward leaves its logits for a loss that asks for them
+    head: HeadForm | None = None  # None: whole logits
+    is_even: bool = False  # the loss gives each log-prob the same gradient
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {

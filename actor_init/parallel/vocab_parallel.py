@@ -28,7 +28,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        first, size = _share_of(module.num_embeddings, device_mesh)
+        first, size = share_of(module.num_embeddings, device_mesh)
         shard = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
         module.weight = nn.Parameter(shard, module.weight.requires_grad)
         if module.padding_idx is not None:  # the embedding gives its row no gradient, on the rank that holds it
@@ -37,7 +37,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
         forward, group = module.forward, device_mesh.get_group()
 
         def looked_up(ids_BS: Tensor) -> Tensor:
-            local_ids_BS, owned_BS = _localise(ids_BS, first, size)
+            local_ids_BS, owned_BS = localise(ids_BS, first, size)
             own.forward = forward
             try:
                 others = {name: sum_gradient(p, group) for name, p in module.named_parameters() if name != "weight"}
@@ -63,9 +63,9 @@ def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tens
     """
     assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
     mesh = logits.device_mesh
-    first, size = _share_of(logits.shape[-1], mesh)
+    first, size = share_of(logits.shape[-1], mesh)
     logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
-    local_ids_N, owned_N = _localise(target_ids_N, first, size)
+    local_ids_N, owned_N = localise(target_ids_N, first, size)
     log_probs_N: Tensor = _ShardedLogProbs.apply(logits_NV, local_ids_N, owned_N, mesh.get_group())
     return log_probs_N
 
@@ -78,14 +78,14 @@ def entropies_of_shards(logits: DTensor, predictor_N: Tensor) -> Tensor:
     return entropy_N
 
 
-def _share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
+def share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
     """Return the start and size of this rank's share, as DTensor shards: like torch.chunk, the last ones smaller."""
     chunk = -(-vocabulary // mesh.size())
     first = min(mesh.get_local_rank() * chunk, vocabulary)
     return first, min(chunk, vocabulary - first)
 
 
-def _localise(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+def localise(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     """Return ids as indices into this rank's share, 0 for those of others; and which ones are its own."""
     owned = (ids >= first) & (ids < first + size)
     return (ids - first).masked_fill(~owned, 0), owned

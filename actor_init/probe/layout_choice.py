@@ -7,7 +7,7 @@ import torch
 from torch import device
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernels import kernel_name, plain_kernel
+from actor_init.attention.kernel_choice import kernel_name, plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of

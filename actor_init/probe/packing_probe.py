@@ -100,10 +100,10 @@ class Probe:
             zigzag = may_zigzag(self.config)
             inputs = sliced(inputs, ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
         found_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
-        gradients = _gradients(model, found_N)
+        gradients = gradients_of(model, found_N)
         if ring is not None:
             gradients = _averaged(gradients, ring)
-        return max(_off({"": found_N.detach()}, {"": answer.log_probs_N}), _off(gradients, answer.gradients))
+        return max(off({"": found_N.detach()}, {"": answer.log_probs_N}), off(gradients, answer.gradients))
 
 
 def bound_of(kernel: str) -> float:
@@ -142,6 +142,11 @@ def _batch(numbers: tuple[int, ...]) -> MicroBatch:
     return MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="the probe"))
 
 
+def one_document() -> MicroBatch:
+    """Return the longest document, in a row of its own."""
+    return _batch((LENGTHS.index(max(LENGTHS)),))
+
+
 def _answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Answer:
     """Feed the model each document alone, without anything of a replay's."""
     each = []
@@ -149,11 +154,11 @@ def _answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Answer:
         logits_TV = model(input_ids=document[None], use_cache=False).logits[0]
         each.append(torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, document[1:, None])[:, 0])
     log_probs_N = torch.cat(each)
-    gradients = _gradients(model, log_probs_N)
+    gradients = gradients_of(model, log_probs_N)
     return Answer(documents=numbers, log_probs_N=log_probs_N.detach(), gradients=gradients)
 
 
-def _gradients(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
+def gradients_of(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a loss that weighs each token differently; zeros where there are none."""
     weight_N = torch.linspace(0.5, 1.5, len(log_probs_N), device=log_probs_N.device)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -171,7 +176,7 @@ def _averaged(gradients: Mapping[str, Tensor], ring: dist.ProcessGroup) -> dict[
     return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
 
 
-def _off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference, relative to that of `wanted`; infinite if it is not a number."""
     difference = torch.stack([(found[name] - wanted[name]).double().norm() for name in wanted]).norm()
     relative = float(difference / torch.stack([one.double().norm() for one in wanted.values()]).norm())

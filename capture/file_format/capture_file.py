@@ -28,7 +28,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ FORMAT = 1
 ACTION_MASK = "action_mask"
 MAX_NOTES = 32  # of one pass, each at most as large as its token ids in int64
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
+_MAX_REMEMBERED_BYTES = 2**16  # far from what the reader refuses for its size
+_latest_readable = b""  # what a job says in a body, pickled
 
 _ORIGIN_KINDS: dict[str, Any] = {
     "rank": int | None,
@@ -203,6 +205,11 @@ class EncodedCall:
         return pickle.dumps(head, protocol=5), payload
 
     @property
+    def name(self) -> str:
+        """The file's name, where it is free."""
+        return _file_name(self.rank, self.time, self.step)
+
+    @property
     def world_size(self) -> int | None:
         world_size: int | None = self.body["origin"]["world_size"]
         return world_size
@@ -277,14 +284,13 @@ def encode_call(
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
     batch = check_call(tensors, call_facts, trains=trains, origin=origin)
-    written_origin = asdict(origin)
-    del written_origin["source"]
+    written_origin = {name: getattr(origin, name) for name in _ORIGIN_KINDS}
     body = {
         "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
         "call_facts": plain_copy(dict(call_facts)),
         "left_out": plain_copy(dict(left_out or {})),
         "trains": trains,
-        "origin": plain_copy(written_origin),
+        "origin": plain_copy({**written_origin, "versions": dict(origin.versions)}),
     }
     body |= {"random": plain_copy(dict(random))} if random else {}
     body |= {"environment": plain_copy(dict(environment))} if environment else {}
@@ -292,8 +298,23 @@ def encode_call(
     body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
     counts = None if batch is None else Counts.of(batch)
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
-    load_plain(encoded.parts()[1], source=name)
+    _check_readable(encoded, name)
     return encoded
+
+
+def _check_readable(encoded: EncodedCall, source: str) -> None:
+    """Read the body back, unless all that a job could make unreadable is as in the latest body that was read back.
+
+    Raises CaptureError. A job's passes mostly differ in the bytes of their tensors alone, and the reader is slow.
+    """
+    global _latest_readable
+    body = encoded.body
+    origin = {key: value for key, value in body["origin"].items() if key not in ("step", "time")}
+    named = [body["call_facts"], body["left_out"], origin, list(body["tensors"]), body.get("environment")]
+    facts = pickle.dumps(named, protocol=5)
+    if facts != _latest_readable:
+        load_plain(encoded.parts()[1], source=source)
+        _latest_readable = facts if len(facts) <= _MAX_REMEMBERED_BYTES else b""
 
 
 def with_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

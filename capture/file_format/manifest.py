@@ -8,7 +8,7 @@ A folder whose recording was cut short has files and no manifest for them; they 
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ class Entry:
     step: int | None
     trains: bool
     shapes: Mapping[str, Sequence[int]]  # by argument
+
+    def text(self) -> str:
+        """Return it as a manifest has it: a line of JSON."""
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,20 +98,21 @@ def stamp_of(time: str) -> str:
     return "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
 
 
-def write_manifest(folder: Path, entries: Sequence[Entry], *, rank: int, time: str, number: int = 0) -> Path:
+def write_manifest(folder: Path, entries: Sequence[Entry | str], *, rank: int, time: str, number: int = 0) -> Path:
     """Write a rank's manifest and return its path. `time` tells recordings into one folder apart. Raises OSError.
 
-    number  of manifests that the recording has filled before
+    entries  or their texts
+    number   of manifests that the recording has filled before
     """
     path = folder / f"manifest_rank{rank}_{stamp_of(time)}{f'_{number:06d}' if number else ''}.json"
     rewrite_manifest(path, entries)
     return path
 
 
-def rewrite_manifest(path: Path, entries: Sequence[Entry]) -> None:
-    """Replace the manifest at `path`. Raises OSError."""
-    content = {"format": FORMAT, "files": [asdict(entry) for entry in entries]}
-    write_atomically(path, json.dumps(content, indent=1).encode())
+def rewrite_manifest(path: Path, entries: Sequence[Entry | str]) -> None:
+    """Replace the manifest at `path` by one with these entries, or entries of these texts. Raises OSError."""
+    texts = ",\n  ".join(entry if isinstance(entry, str) else entry.text() for entry in entries)
+    write_atomically(path, f'{{\n "format": {FORMAT},\n "files": [\n  {texts}\n ]\n}}'.encode())
 
 
 def read_manifest(path: Path) -> list[Entry]:

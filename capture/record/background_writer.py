@@ -1,4 +1,11 @@
-"""Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped."""
+"""Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped.
+
+The thread takes the interpreter from the job's thread while it works, and each waking of it costs the job a change of
+threads. While a pass begins, a device that has done all before stands idle for as long. So the thread sleeps until it
+is roused, as it is at the end of each forward: then the device has work, and the job's thread goes on to the backward
+or to a wait for the device, which need no interpreter. What comes after that waits for the end of the next forward, or
+for MAX_LULL_SECONDS.
+"""
 
 import sys
 import threading
@@ -12,7 +19,7 @@ from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 _MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
-_MAX_LULL_SECONDS = 0.02  # that a new pass is left alone: while it begins, the job's thread needs the interpreter
+MAX_LULL_SECONDS = 0.2  # that something waits for `rouse`
 
 Item = TypeVar("Item")
 
@@ -39,7 +46,8 @@ class BackgroundWriter(Generic[Item]):
     refusal      why `handle` refused the first pass that it refused
     is_urgent    set while something waits for the queue to be empty
 
-    The thread calls `when_late` once `deadline` has no seconds left, and `finish` at its end, with whether it failed.
+    The thread calls `rest` when it has handled what it was roused for, `when_late` once `deadline` has no seconds left,
+    and `finish` at its end, with whether it failed.
     The first failure of each kind is one warning; nothing is raised.
     """
 
@@ -49,6 +57,7 @@ class BackgroundWriter(Generic[Item]):
         *,
         max_queued: int,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        rest: Callable[[], None] = lambda: None,
         finish: Callable[[bool], None] = lambda failed: None,
         is_urgent: threading.Event | None = None,
         deadline: Deadline | None = None,
@@ -59,12 +68,14 @@ class BackgroundWriter(Generic[Item]):
         self.refusal: str | None = None
         self.is_urgent = is_urgent or threading.Event()
         self._handle = handle
+        self._rest = rest
         self._finish = finish
         self._deadline = deadline
         self._when_late = when_late
         self._max_queued = max_queued
         self._max_queued_bytes = max_queued_bytes
         self._queue: deque[tuple[Item, int, bool]] = deque()
+        self._num_ready = 0  # the first ones in the queue, which the thread may take now
         self._num_queued = 0
         self._num_queued_bytes = 0
         self._is_busy = False
@@ -84,7 +95,6 @@ class BackgroundWriter(Generic[Item]):
                 self._queue.append((item, num_bytes, True))
                 self._num_queued += 1
                 self._num_queued_bytes += num_bytes
-                self._changed.notify_all()
                 return True
             self.num_dropped += 1
             must_warn = is_full and self.failure is None and not self._has_warned_of_full_queue
@@ -97,13 +107,26 @@ class BackgroundWriter(Generic[Item]):
         return False
 
     def tell(self, item: Item, *, is_urgent: bool = False) -> None:
-        """Queue something other than a pass. What is not urgent is left out if the disk is far behind."""
+        """Queue something other than a pass. What is not urgent waits for `rouse`, and is left out if the disk is far
+        behind."""
         with self._changed:
             num_remarks = len(self._queue) - self._num_queued
             if self.failure is None and (is_urgent or num_remarks < _MAX_REMARKS_A_PASS * self._max_queued):
                 self._queue.append((item, 0, False))
                 if is_urgent:
                     self.is_urgent.set()
+                    self._changed.notify_all()
+
+    def rouse(self, then: Item | None = None) -> None:
+        """Have the thread handle what is queued by now: the job's thread can do without the interpreter for a while.
+
+        then  is queued behind that, as `tell` would
+        """
+        with self._changed:
+            self._num_ready = len(self._queue)
+            if then is not None:
+                self.tell(then)
+            if self._num_ready:
                 self._changed.notify_all()
 
     def drop(self) -> None:
@@ -128,6 +151,7 @@ class BackgroundWriter(Generic[Item]):
         with self._changed:
             self.num_dropped += num_lost + self._num_queued
             self._queue.clear()
+            self._num_ready = 0
             self._num_queued = self._num_queued_bytes = 0
             is_first = self.failure is None
             self.failure = self.failure or failure
@@ -159,28 +183,27 @@ class BackgroundWriter(Generic[Item]):
         """Wait for an item. Returns it and whether it is a pass; no item: the deadline has passed; None: the end."""
         with self._changed:
             self._is_busy = False
-            while not self._queue:
-                self.is_urgent.clear()
-                self._changed.notify_all()
-                if self._is_closing or self.failure is not None:
-                    return None
+            while not self._num_ready:
+                if not self._queue:
+                    self.is_urgent.clear()
+                    self._changed.notify_all()
+                    if self._is_closing or self.failure is not None:
+                        return None
+                elif self.is_urgent.is_set() or self._is_closing:
+                    self._num_ready = len(self._queue)
+                    break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
                     return None, False
-                self._changed.wait(seconds_left)
-            self._let_pass_begin()
+                lull = MAX_LULL_SECONDS if seconds_left is None else min(seconds_left, MAX_LULL_SECONDS)
+                if not self._changed.wait(lull):
+                    self._num_ready = max(self._num_ready, len(self._queue))
             item, num_bytes, is_pass = self._queue.popleft()
+            self._num_ready -= 1
             self._num_queued -= is_pass
             self._num_queued_bytes -= num_bytes
             self._is_busy = True
             return item, is_pass
-
-    def _let_pass_begin(self) -> None:
-        """Leave a pass that is alone in the queue for a moment, unless something is urgent."""
-        deadline = time.monotonic() + _MAX_LULL_SECONDS
-        while len(self._queue) == 1 and self._queue[0][2] and not (self.is_urgent.is_set() or self._is_closing):
-            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                return
 
     def _do(self, item: Item | None, is_pass: bool) -> None:
         try:
@@ -188,6 +211,8 @@ class BackgroundWriter(Generic[Item]):
                 self._when_late()
             else:
                 self._handle(item)
+            if not self._num_ready:
+                self._rest()
         except CaptureError as error:
             with self._changed:
                 self.num_dropped += is_pass

@@ -72,7 +72,7 @@ class RankFiles:
         self._rank = rank
         self._keep = keep
         self._stamp = stamp
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, str] = {}  # texts in the manifest, by name of the file: they are written many times
         self._num_listed = 0
         self._num_manifests = 0
         own = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
@@ -122,7 +122,7 @@ class RankFiles:
             step=encoded.step,
             trains=encoded.body["trains"],
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
-        )
+        ).text()
         if self._keep.keep == "last":
             self._oldest_first.append((path, self._charge(num_bytes)))
             return path

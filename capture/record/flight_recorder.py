@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import zlib
-from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,27 +42,31 @@ class Spool:
         fcntl.flock(_own[self._directory], fcntl.LOCK_EX)
         status = os.statvfs(SHARED_MEMORY)
         self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _SHARE_OF_FREE)
-        self._oldest_first: deque[tuple[Path, int]] = deque()
+        self._num_bytes_of: dict[str, int] = {}  # by name, the oldest first
+        self._num_bytes = 0
 
     def put(self, encoded: EncodedCall) -> None:
         """Write the pass as it is now, in the place of an earlier version of it."""
-        path, parts = encoded.new_path(Path()), encoded.parts()
+        parts = encoded.parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
-        while self._oldest_first and sum(size for _, size in self._oldest_first) + num_bytes > self._max_bytes:
-            self._oldest_first.popleft()[0].unlink()
+        while self._num_bytes_of and self._num_bytes + num_bytes > self._max_bytes:
+            self._remove(next(iter(self._num_bytes_of)))
         if num_bytes <= self._max_bytes:
-            target = self._directory / path.name
+            target = os.path.join(self._directory, encoded.name)
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
                 file.writelines(parts)
-            self._oldest_first.append((target, num_bytes))
+            self._num_bytes_of[encoded.name] = num_bytes
+            self._num_bytes += num_bytes
 
     def remove(self, encoded: EncodedCall) -> None:
-        name = encoded.new_path(Path()).name
-        for slot in [slot for slot in self._oldest_first if slot[0].name == name]:
-            self._oldest_first.remove(slot)
-            slot[0].unlink()
+        if encoded.name in self._num_bytes_of:
+            self._remove(encoded.name)
+
+    def _remove(self, name: str) -> None:
+        self._num_bytes -= self._num_bytes_of.pop(name)
+        os.unlink(os.path.join(self._directory, name))
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

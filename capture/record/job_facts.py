@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.micro_batch import CaptureError
 
+LIGER = "liger_kernel"
+
 
 def prepare_folder(folder: Path, model: nn.Module) -> str:
     """Make the folder and its `actor.json`, and return the model's name.
@@ -86,8 +88,13 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in changing}
 
 
+def is_in_group() -> bool:
+    """Tell whether the job has a process group now."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank_and_world_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_in_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -105,11 +112,27 @@ def attention_of(model: nn.Module) -> str | None:
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def settings_of(tensors: Mapping[str, Tensor], attention: str | None) -> dict[str, str]:
-    """Return settings that only the job's thread knows: device, autocast and attention kernel."""
+def kernels_of(model: nn.Module) -> str:
+    """Return `liger` if Liger computes a norm, a SwiGLU layer or rotary embeddings of the model, else `model`.
+
+    Liger replaces classes, forwards of modules, or functions in the file of a class. Nothing is imported for it.
+    """
+    files = {type(module).__module__ for module in model.modules()}
+    forwards = (getattr(vars(module).get("forward"), "__module__", None) for module in model.modules())
+    functions = (
+        getattr(function, "__module__", None)
+        for file in files
+        if file in sys.modules
+        for name, function in vars(sys.modules[file]).items()
+        if name.startswith("apply_rotary")
+    )
+    return "liger" if any(str(name).split(".")[0] == LIGER for name in (*files, *forwards, *functions)) else "model"
+
+
+def settings_of(tensors: Mapping[str, Tensor], of_model: Mapping[str, str]) -> dict[str, str]:
+    """Return settings that only the job's thread knows: device, autocast, and those of the model that were given."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    kernel = {} if attention is None else {"attention": attention}
-    return {"device": device_name(device), "autocast": autocast_on(device.type), **kernel}
+    return {"device": device_name(device), "autocast": autocast_on(device.type), **of_model}
 
 
 def autocast_on(kind: str) -> str:

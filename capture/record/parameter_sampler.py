@@ -167,6 +167,7 @@ class ParameterSampler:
         self._window: Sequence[Slot] = ()  # those whose gradients the next step keeps
         self._num_frozen = 0
         self._is_sharded = False
+        self._is_plain = True
         self._left_out: dict[str, int] = {}
         self._next = 0
         self._has_taken = False
@@ -196,6 +197,15 @@ class ParameterSampler:
     @property
     def model(self) -> nn.Module | None:
         return self._model()
+
+    @property
+    def is_same_after_forward(self) -> bool:
+        """Tell whether samples may as well be taken when a forward has ended: nothing gathers or moves the parameters.
+
+        A sharded one may be whole by then.
+        """
+        self._look()
+        return self._is_plain
 
     @torch.inference_mode()
     def gradients_in(self, find: Find, but: Container[str] = ()) -> TakenSamples | None:
@@ -287,6 +297,8 @@ class ParameterSampler:
             seen.add(key)
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
+            self._is_plain &= type(slot) is Slot and type(parameter) is nn.Parameter and not slot.reason
+            self._is_plain &= not hasattr(parameter, "ds_tensor")
             place = slot.reason or slot.place(slot.of_weight, slot.held())
             if isinstance(place, str):
                 left_out[place] += 1

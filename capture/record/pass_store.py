@@ -53,6 +53,9 @@ class Store:
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
         self._spool: Spool | None = None
+        self._to_spool: dict[
+            int, EncodedCall
+        ] = {}  # by number of the forward: those that are not there as they are now
         self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
         self._place = 0, folder  # the rank, and the folder of its files
         self._files: dict[tuple[int, Path], RankWriter] = {}  # by place
@@ -165,6 +168,8 @@ class Store:
         if self._keep.reproduce and self._held and self._held[-1].step == came.forward:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
+            if came.weights is not None:
+                self._held[-1].body["weights"] = came.weights.parameter_samples().text()
             if came.settings:
                 self._held[-1].body["environment"].update(came.settings)
             if "step" in self._held[-1].body:
@@ -269,17 +274,23 @@ class Store:
         in_segments = self._keep.segment is not None
         return home_of(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 
+    def spool(self) -> None:
+        """Put what came since the last time into shared memory."""
+        while self._to_spool and self._wants_spool:
+            encoded = self._to_spool.pop(next(iter(self._to_spool)))
+            try:
+                if self._spool is None:
+                    self._spool = Spool(self._folder, self._place[0])
+                self._spool.put(encoded)
+            except OSError as error:
+                self._do_without_spool(error)
+
     def _put_in_spool(self, encoded: EncodedCall) -> None:
-        if not self._wants_spool:
-            return
-        try:
-            if self._spool is None:
-                self._spool = Spool(self._folder, self._place[0])
-            self._spool.put(encoded)
-        except OSError as error:
-            self._do_without_spool(error)
+        if self._wants_spool:
+            self._to_spool[encoded.step] = encoded
 
     def _unspool(self, encoded: EncodedCall) -> None:
+        self._to_spool.pop(encoded.step, None)
         try:
             if self._spool is not None:
                 self._spool.remove(encoded)
@@ -290,6 +301,7 @@ class Store:
         if self._spool is not None:
             self._spool.close()
         self._spool, self._wants_spool = None, False
+        self._to_spool.clear()
         warn(
             f"capture: a flight recorder that outlives SIGKILL needs {SHARED_MEMORY}: {error}. "
             "The flight recorder is in this process's memory alone"
@@ -315,6 +327,7 @@ class Store:
         deadline: float | None = None
         try:
             while not all(event.query() for event in copied):
+                self.spool()
                 if self._is_urgent.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,8 +29,9 @@ from capture.record.child_end import at_end_of_child
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.incidents import Incident, incident, incident_of, is_news_to
-from capture.record.job_facts import prepare_folder, rank_and_world_size
+from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
 from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.parameter_sampler import TakenSamples
 from capture.record.pass_store import Store
 from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
@@ -156,6 +158,7 @@ class Recorder:
         self.num_skipped = 0
         self.hears_signals = False
         self.rank, self.world_size = 0, 1
+        self._is_in_group = False
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
@@ -170,6 +173,7 @@ class Recorder:
         self._writer: BackgroundWriter[Pass | Outputs | Notes | StepPart | Opened | Incident] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
+            rest=self._store.spool,
             finish=self._store.finish,
             is_urgent=is_urgent,
             deadline=self._watch,
@@ -343,24 +347,38 @@ class Recorder:
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
 
+    def _look_at_rank(self) -> None:
+        """A job may join a process group after the recording was opened, or leave it."""
+        self._is_in_group = is_in_group()
+        self.rank, self.world_size = rank_and_world_size()
+
     def _pass_ends(self, output: Any, error: BaseException | None) -> None:
         if self.failure is not None:
             return
         try:
-            settings = self._taker.end_pass()
+            self._look_at_rank()
             if error is not None:
-                self.hear_exception(error, "forward")
-            else:
-                self._take_outputs(output, settings)
+                self._end_broken_pass(error)
+                return
+            settings, weights = self._taker.end_pass()
+            self._writer.rouse(self._outputs_of(output, settings, weights))
         except Exception as own:  # the job is worth more than its record
             self._writer.stop(own)
+
+    def _end_broken_pass(self, error: BaseException) -> None:
+        with suppress(Exception):  # the device may be lost: what was taken before goes to the disk
+            settings, weights = self._taker.end_pass()
+            self._writer.rouse(self._outputs_of(None, settings, weights))
+        self.hear_exception(error, "forward")
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
             self._writer.drop()
             return
         notes, self._notes_of_next = self._notes_of_next, None
-        self.rank, self.world_size = rank, world_size = rank_and_world_size()
+        if self.num_seen == 1 or is_in_group() != self._is_in_group:
+            self._look_at_rank()
+        rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
             self._watch_steps(lambda window: window.begin_pass(forward))
@@ -373,7 +391,7 @@ class Recorder:
         elif self._writer.offer(taken, taken.num_bytes):
             self._taken = forward
 
-    def _take_outputs(self, output: Any, settings: Mapping[str, str]) -> None:
+    def _outputs_of(self, output: Any, settings: Mapping[str, str], weights: TakenSamples | None) -> Outputs | None:
         forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
@@ -383,8 +401,9 @@ class Recorder:
             if (few := self._taker.log_probs_of(output)) is not None:
                 outputs["token_log_probs"] = few
             plain = dtypes_of(output, loss)
-        if (outputs or settings) and not is_capturing_graph(outputs):
-            self._writer.tell(Outputs.of(forward, outputs, plain, settings))
+        if not (outputs or settings or weights) or is_capturing_graph(outputs):
+            return None
+        return Outputs.of(forward, outputs, plain, settings, weights)
 
     def _tell_slow_step(self) -> None:
         assert self._watch is not None

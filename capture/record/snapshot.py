@@ -17,7 +17,7 @@ from capture.record.background_writer import warn
 from capture.record.call_arguments import forward_signature, take_apart
 from capture.record.computing_dtype import ComputingDtype, is_compiled
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.job_facts import attention_of, settings_of, versions
+from capture.record.job_facts import attention_of, kernels_of, settings_of, versions
 from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
 from capture.record.step_window import StepWindow
@@ -110,6 +110,7 @@ class Outputs:
     copied: list[torch.cuda.Event]
     plain: Mapping[str, Any]
     settings: Mapping[str, str]  # those that only the pass showed
+    weights: TakenSamples | None  # if they were taken when it had ended
 
     @classmethod
     def of(
@@ -118,9 +119,14 @@ class Outputs:
         tensors: Mapping[str, Tensor],
         plain: Mapping[str, Any],
         settings: Mapping[str, str] | None = None,
+        weights: TakenSamples | None = None,
     ) -> "Outputs":
-        copies, copied = copy_to_host(tensors)
-        return cls(forward=forward, tensors=copies, copied=copied, plain=plain, settings=settings or {})
+        copies, copied = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
+        if weights is not None:
+            weights = replace(weights, values=copies.pop(_SAMPLES))
+        return cls(
+            forward=forward, tensors=copies, copied=copied, plain=plain, settings=settings or {}, weights=weights
+        )
 
 
 class Clock:
@@ -147,13 +153,16 @@ class Taker:
     ) -> None:
         self._names = names
         self._signature = forward_signature(model)
-        self._attention = attention_of(model)
+        attention = attention_of(model)
+        self._of_model = {"kernels": kernels_of(model)} if reproduce else {}
+        self._of_model |= {} if attention is None else {"attention": attention}
         self._clock = clock
         self._model_name = model_name
         self._reproduce = reproduce
         self._sampler = ParameterSampler(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
+        self._begins_window: bool | None = None  # of a pass whose weights are sampled when it has ended
         self._wants_log_probs = reproduce
         self._vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
         self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
@@ -175,8 +184,8 @@ class Taker:
         if taken.continues_a_cache or is_capturing_graph(taken.tensors):
             return None
         trains = torch.is_grad_enabled()
-        weights = self._sampled(trains)
-        settings = settings_of(taken.tensors, self._attention) if self._reproduce else {}
+        weights = self._sampled_before(trains)
+        settings = settings_of(taken.tensors, self._of_model) if self._reproduce else {}
         if self._computing is not None:
             settings |= self._computing.begin((trains, settings["autocast"]))
         self._ids_BS = next((taken.tensors[name] for name in ID_NAMES if name in taken.tensors), None)
@@ -198,9 +207,11 @@ class Taker:
             notes=None if notes is None else replace(notes, forward=forward),
         )
 
-    def end_pass(self) -> dict[str, str]:
-        """Return settings that only showed in the pass that ends."""
-        return {} if self._computing is None else self._computing.end()
+    def end_pass(self) -> tuple[dict[str, str], TakenSamples | None]:
+        """Return what the pass that ends has shown: settings, and samples of the weights if not taken before."""
+        begins_window, self._begins_window = self._begins_window, None
+        weights = None if begins_window is None else self._sampled(begins_window)
+        return {} if self._computing is None else self._computing.end(), weights
 
     def log_probs_of(self, output: Any) -> Tensor | None:
         """Compute log-probs of a few tokens of the latest pass, which ends with `output`.
@@ -220,7 +231,21 @@ class Taker:
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sampled(self, trains: bool) -> TakenSamples | None:
+    def _sampled_before(self, trains: bool) -> TakenSamples | None:
+        """Take samples of the weights of a pass that begins, unless its end will do as well.
+
+        While a pass begins, a device may stand idle until it gets its first work.
+        """
+        self._begins_window = None
+        if self._sampler is None:
+            return None
+        begins_window = trains and self.window is not None and self.window.keep_pass()
+        if self._sampler.is_same_after_forward:
+            self._begins_window = begins_window
+            return None
+        return self._sampled(begins_window)
+
+    def _sampled(self, begins_window: bool) -> TakenSamples | None:
         """Take samples of the weights, on their device.
 
         A failure is one warning, and the end of samples; the pass is still recorded.
@@ -228,7 +253,6 @@ class Taker:
         if self._sampler is None:
             return None
         try:
-            begins_window = trains and self.window is not None and self.window.keep_pass()
             return self._sampler.weights(begins_window=begins_window)
         except Exception as error:  # the job is worth more than its record
             self._sampler = self.window = None

@@ -34,7 +34,9 @@ PACKAGES = (
     Package(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
     Package(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
     Package(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
-    Package(name="liger-kernel", module="liger_kernel", serves="captured jobs that use it, never a replay"),
+    Package(name="flash_attn_3", module="flash_attn_interface", serves="--attention flash3"),
+    Package(name="flash-attn-4", module="flash_attn.cute", serves="--attention flash4"),
+    Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused in Triton"),
 )
 
 
@@ -85,7 +87,13 @@ def _release(number: str) -> tuple[int, ...]:
 
 
 def is_installed(package: Package) -> bool:
-    return find_spec(package.module) is not None
+    if "." not in package.module:
+        return find_spec(package.module) is not None
+    try:  # to look inside a package is to import it
+        version(package.name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default: bool) -> Check:

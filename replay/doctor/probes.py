@@ -44,7 +44,7 @@ def devices() -> Facts:
         facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
     with contextlib.suppress(Exception):  # a broken transformers is reported by its own check
-        from actor_init.attention.kernel_check import default_kernel
+        from actor_init.attention.kernel_choice import default_kernel
 
         facts["default_kernel"] = default_kernel(_device())
     return facts

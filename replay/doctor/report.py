@@ -25,7 +25,14 @@ from replay.doctor.toolchain import compilers, launcher
 from replay.report.check import Check, Status, line
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: a probe that hangs uses none
-KERNELS_ON_CUDA = ("sdpa", "flash", "varlen")
+KERNELS_ON_CUDA = {  # and the package that brings each
+    "sdpa": None,
+    "cudnn": None,
+    "flash": "flash-attn",
+    "flash3": "flash_attn_3",
+    "flash4": "flash-attn-4",
+    "varlen": None,
+}
 
 Group = tuple[str, list[Check]]
 
@@ -124,7 +131,8 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
 
 def _kernels(num_gpus: int) -> tuple[str, ...]:
     """Return the kernels that are tried besides sdpa."""
-    return tuple(k for k in KERNELS_ON_CUDA[1:] if num_gpus and (k != "flash" or is_installed(_package("flash-attn"))))
+    there = [name for name, brings in KERNELS_ON_CUDA.items() if brings is None or is_installed(_package(brings))]
+    return tuple(name for name in there if num_gpus and name != "sdpa")
 
 
 def _package(name: str) -> Package:
@@ -137,11 +145,12 @@ def _kernel_checks(
     for name in KERNELS_ON_CUDA:
         asked = sdpa if name == "sdpa" else others.get(name)
         if asked is None:
-            status = Status.NOT_NEEDED if not num_gpus else Status.MISSING
+            is_missing = num_gpus and name == "flash"
+            status = Status.MISSING if is_missing else Status.NOT_NEEDED
             text = "for CUDA machines" if not num_gpus else "not installed"
             yield Check(name=name, status=status, found=text)
             continue
-        others_than_this = "varlen or sdpa" if name == "flash" else "flash or sdpa" if name == "varlen" else "eager"
+        others_than_this = "eager" if name == "sdpa" else "varlen or sdpa" if name == "flash" else "flash or sdpa"
         cost = f"Try: replay --attention {others_than_this}"
         yield tried(
             name, asked.result(), works="as plain fp32", cost=cost, needed=name == default_kernel, has_error=True

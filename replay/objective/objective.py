@@ -45,7 +45,13 @@ class Objective:
 
     @property
     def needs_logits(self) -> bool:
-        return self.sha256 is not None or self.spec.entropy_coefficient > 0
+        """May the loss ask for logits, or for entropies?"""
+        return self.needs_whole_logits or self.spec.entropy_coefficient > 0
+
+    @property
+    def needs_whole_logits(self) -> bool:
+        """May the loss ask for logits? A user's function may."""
+        return self.sha256 is not None
 
     @property
     def is_share_of_window(self) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.backends import BACKENDS, DEFAULT, names_of
-from actor_init.spec import Attention, Compile, Dtype, UsageError
+from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
 from replay.option_parsing import Toggle, toggles
 
 Setting = Mapping[str, Any]  # option name to its value: a word of an enum, a number or a bool
@@ -33,7 +33,7 @@ EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # group of runs: folde
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
 REFERENCE = "fsdp2"  # the default reference backend: unsharded, it is plain torch autograd
 DTYPES = [Dtype.FP32, Dtype.BF16]
-KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.VARLEN]
+KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.CUDNN, Attention.VARLEN]
 
 
 def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
@@ -60,6 +60,7 @@ def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
         {"backend": every, **exact, "grad_accumulation": [2]},
         *accumulating,
         {"backend": every, **exact, "gradient_checkpointing": [True]},
+        {"backend": every, "dtype": DTYPES, "attention": [kernel], "kernels": [Kernels.FUSED]},
     )
 
 
@@ -88,13 +89,18 @@ class Named(StrEnum):
 def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
     """Return every stage, split, kernel, dtype and compiler, then the options that are not multiplied with the rest.
 
-    Those are a backend's own compiler, on one process only, gradient accumulation and gradient checkpointing.
+    Those are a backend's own compiler, on one process only, gradient accumulation, gradient checkpointing and fused
+    modules.
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     shared: Table = {"dtype": [*DTYPES, Dtype.FP16], "packing": [False, True], "attention": KERNELS}
     compiled: Table = {"compile": [Compile.OFF, Compile.BLOCKS]}
     alone: Table = {"dtype": DTYPES, "packing": [True], "attention": [kernel]}
-    folded: list[Table] = [{"grad_accumulation": [2]}, {"gradient_checkpointing": [True]}]
+    folded: list[Table] = [
+        {"grad_accumulation": [2]},
+        {"gradient_checkpointing": [True]},
+        {"kernels": [Kernels.FUSED], **compiled},
+    ]
     engines = [(one, _splits(one["backend"][0], sizes)) for one in staged()]
     whole = [({"backend": [name]}, _splits(name, sizes)) for name in names_of(lambda one: not one.shards)]
     own_compilers: list[Table] = [

@@ -25,7 +25,7 @@ from replay.spec import RunSpec
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
-    *("grad_accumulation", "deepspeed_config"),
+    *("grad_accumulation", "deepspeed_config", "kernels"),
 )
 REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
 FILES = ("deepspeed_config",)  # holds settings of one library
@@ -75,7 +75,7 @@ class Here:
     @property
     def kernel(self) -> Attention:
         """The attention kernel that every device supports for this model."""
-        from actor_init.attention.kernels import plain_kernel
+        from actor_init.attention.kernel_choice import plain_kernel
 
         return plain_kernel(self.config)
 
@@ -311,7 +311,7 @@ def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
     """
     import torch
 
-    from actor_init.attention.kernels import kernel_name
+    from actor_init.attention.kernel_choice import kernel_name
 
     rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
     kernel = kernel_name(spec.actor, torch.device(here.device), here.config)

@@ -46,5 +46,6 @@ def _values(cell: Cell) -> Iterator[str]:
     yield "packed" if actor.packs else "padded"
     yield actor.attention
     yield f"compile {actor.compile}"
+    yield f"kernels {actor.kernels}"
     sizes = {"data": cell.num_data_ranks, "tp": actor.parallel.tp, "ring": actor.parallel.ring}
     yield " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"

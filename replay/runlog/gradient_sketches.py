@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actor_init.name_hash import mix
 from actor_init.sketching import sketch_of_parameter
 from actor_init.spec import UsageError
-from actor_init.weights import mix
 from actor_init.world import World
 
 FOLDER = "gradients"

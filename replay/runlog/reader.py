@@ -34,8 +34,8 @@ class PastRun:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the run in the folder `path`, or the only one below it. Raises UsageError if it cannot be compared."""
-        folder = _folder_of(path)
-        run = _read_run(folder)
+        folder = folder_of(path)
+        run = read_run(folder)
         command = run.get("command", "replay")
         _check_end(folder, run, command)
         path = folder / RUN_FILE
@@ -105,7 +105,8 @@ class _Run:
     statistics: dict[str, Any]
 
 
-def _folder_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
+    """Return the folder of a run: `path`, or the only one below it. Raises UsageError if there is none, or several."""
     if not path.is_dir():
         what = "is a file, not the folder of a run" if path.exists() else "does not exist"
         raise UsageError(f"{path} {what}. Give one that a run left, such as {EXAMPLE}")
@@ -119,7 +120,8 @@ def _folder_of(path: Path) -> Path:
     return runs[0]
 
 
-def _read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return run.json. Raises UsageError if it cannot be read, or is of another format."""
     path = folder / RUN_FILE
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -181,3 +183,18 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
         except UsageError as error:
             raise UsageError(f"{error}. Try: {command}, again") from error
     return records
+
+
+def lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
+    """Read one rank's passes up to the first line that is damaged or cut short; also return what is wrong with it."""
+    records: list[PassRecord] = []
+    try:
+        *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        return records, f"{path.name} cannot be read: {error.strerror}"
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(parse_json(PassRecord, line, source=f"{path.name} is damaged in line {number}"))
+        except UsageError as error:
+            return records, str(error)
+    return records, f"{path.name} is cut short in line {len(lines) + 1}" if rest else None

@@ -2,8 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from actor_init.as_json import AnyFloat
+
+
+class FirstUse(StrEnum):
+    """What a pass did for the first time in its process; such a pass is no measurement. Values go into the log."""
+
+    COMPILED = "compiled"  # by dynamo, inductor or its autotuning
+    TRITON = "Triton kernel"  # compiled or loaded
+    AUTOTUNED = "autotuned"  # by Triton, kernels that may have been compiled before
+    GPU_CODE = "GPU code"  # kernels or workspaces loaded: memory in use outside torch's allocator grew
+    RETRY = "cudaMalloc retry"  # the allocator gave memory back to get other memory
+    LIBRARY = "library"  # a shared library was loaded
+    IMPORT = "import"  # a Python module was imported
+    ONCE = "slow once"  # run again, the same pass was faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +31,7 @@ class PhaseCost:
     allocated_bytes: int | None  # when the phase ended; None if the system reports peaks only
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None  # None on a CPU
+    host_seconds: AnyFloat | None = None  # until the host had launched the phase; None on a CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +58,8 @@ class PassRecord:
     weight: AnyFloat = 1.0  # of its mean loss in the gradient of its window; 1: equal weights
     grad_norm: AnyFloat | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
+    first_uses: list[str] = field(default_factory=list)  # values of FirstUse, in its order
+    seconds_again: AnyFloat | None = None  # of forward and backward in a second run; None: there was none
     first_non_finite: str | None = None  # the first tensor with a nan or an inf, as far as this rank saw it
     warmup: bool = False
     traced: bool = False  # traced passes are slower

@@ -1,16 +1,26 @@
 """Compute statistics over the records of a run.
 
-A pass counts if it counts on every rank: no warm-up, no new graph, no error, not traced. Ranks wait for each other
-within a pass, so one rank's compilation slows them all.
+A pass counts if it counts on every rank: no warm-up, no new graph or other first use, no error, not traced. Ranks wait
+for each other within a pass, so one rank's compilation slows them all.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-from replay.runlog.records import PassRecord
+from replay.runlog.records import FirstUse, PassRecord
 
 FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a new graph"
+FIRST_USES: Mapping[str, str] = {
+    FirstUse.COMPILED: "compiled",
+    FirstUse.TRITON: "compiled or loaded a Triton kernel",
+    FirstUse.AUTOTUNED: "autotuned",
+    FirstUse.GPU_CODE: "loaded GPU code",
+    FirstUse.RETRY: "retried cudaMalloc",
+    FirstUse.LIBRARY: "loaded a library",
+    FirstUse.IMPORT: "imported a module",
+    FirstUse.ONCE: "slow only once",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +76,9 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     for record in sorted(records, key=lambda r: (r.index, r.rank)):
         passes.setdefault(record.index, []).append(record)
     reasons = {index: reason_to_leave_out(ranks) for index, ranks in passes.items()}
-    left_out = {name: n for name in (FAILED, TRACED, WARMUP, NEW_GRAPH) if (n := list(reasons.values()).count(name))}
+    known = dict.fromkeys((FAILED, TRACED, WARMUP, NEW_GRAPH, *FIRST_USES.values()))
+    given = [reason for reason in reasons.values() if reason is not None]
+    left_out = {name: n for name in known | dict.fromkeys(given) if (n := given.count(name))}
     counted = [ranks for index, ranks in passes.items() if reasons[index] is None]
     if not counted:
         return Statistics(num_passes=len(passes), num_counted=0, left_out=left_out)
@@ -101,7 +113,10 @@ def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
         return TRACED
     if any(record.warmup for record in ranks):
         return WARMUP
-    return NEW_GRAPH if any(record.new_graphs for record in ranks) else None
+    if any(record.new_graphs for record in ranks):
+        return NEW_GRAPH
+    uses = [use for record in ranks for use in record.first_uses]
+    return next((FIRST_USES.get(use, use) for use in [*FirstUse, *uses] if use in uses), None)
 
 
 def percentile_95(values: Sequence[float]) -> float:

@@ -33,6 +33,7 @@ class Instrument(Protocol):
     """Clock and memory counters of one device."""
 
     memory_kind: str
+    runs_behind: bool  # does the device work on while the host goes on?
 
     def settle(self) -> None: ...  # wait until the device has finished its work
     def mark(self) -> Any: ...  # a point on the device's timeline
@@ -43,6 +44,7 @@ class Instrument(Protocol):
 
 class CudaInstrument:
     memory_kind = "cuda allocator"
+    runs_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,6 +71,8 @@ class CudaInstrument:
 
 class HostInstrument:
     """Measure the process's resident set: the peak of a phase if Linux can reset it, else the peak since the start."""
+
+    runs_behind = False
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self.clear_refs = proc / "clear_refs"
@@ -107,7 +111,7 @@ class Meter:
 
     def __init__(self, instrument: Instrument) -> None:
         self._instrument = instrument
-        self._phases: dict[str, tuple[Any, Any, Memory]] = {}
+        self._phases: dict[str, tuple[Any, Any, Memory, float]] = {}
         self._began = 0.0
 
     @classmethod
@@ -136,12 +140,13 @@ class Meter:
         """Charge the time inside the block to `name`, also if it raises."""
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
-        start = self._instrument.mark()
+        start, began = self._instrument.mark(), time.perf_counter()
         try:
             yield
         finally:
+            host_seconds = time.perf_counter() - began
             end = self._instrument.mark()
-            self._phases[name] = (start, end, self._instrument.memory())
+            self._phases[name] = (start, end, self._instrument.memory(), host_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -157,7 +162,11 @@ class Meter:
         self._instrument.settle()
         host_seconds = time.perf_counter() - self._began
         costs = {
-            name: PhaseCost(seconds=self._instrument.seconds_between(start, end), **memory._asdict())
-            for name, (start, end, memory) in self._phases.items()
+            name: PhaseCost(
+                seconds=self._instrument.seconds_between(start, end),
+                **memory._asdict(),
+                host_seconds=launching if self._instrument.runs_behind else None,
+            )
+            for name, (start, end, memory, launching) in self._phases.items()
         }
         return costs, host_seconds

@@ -127,7 +127,7 @@ class Search:
         with torch.random.fork_rng(devices), eager, eye.on(backend.model), torch.set_grad_enabled(backward):
             if again.random:
                 restore_random_states(again.random)
-            log_probs_BA = backend.forward(again.inputs, trains=again.trains)
+            log_probs_BA = backend.forward(replace(again.inputs, head=None), trains=again.trains)
             eye.look("log-probs", log_probs_BA)
             if backward:
                 eye.is_forward = False

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actor_init.attention.cudnn import refuse_holes
+from actor_init.attention.kernel_choice import kernel_name
+from actor_init.attention.kernels import CUDNN_PADDED
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
@@ -32,8 +35,10 @@ from replay.report.text import one_line
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.records import PassRecord
 from replay.runner.digests import digest_of_inputs
+from replay.runner.first_uses import FirstUses
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Again, Search
+from replay.runner.pass_again import Expectations, with_second_run
 from replay.runner.windows import Round, weight_of
 from replay.spec import RunSpec, WindowWeights
 from replay.tracing.writer import RunTrace
@@ -111,6 +116,8 @@ class PassRunner:
         self.details_folder = folder if spec.measure.details else None
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
+        self._first_uses = FirstUses(world.device)
+        self._expectations = Expectations()
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._num_in_window = 0
         self._window_begin = 0
@@ -135,6 +142,46 @@ class PassRunner:
         assert self._again is not None
         self.tracker.at(Phase.LOOKING)
         return replace(record, first_non_finite=self.search.run(self.actor.backend, self._again))
+
+    def wants_again(self, ranks: Sequence[PassRecord]) -> bool:
+        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
+        wanted = self.spec.actor.num_accumulated == 1 and self._expectations.is_far_off(ranks)
+        if not wanted:
+            self._expectations.learn(ranks)
+        return wanted
+
+    def with_second_run(self, record: PassRecord, ranks: Sequence[PassRecord]) -> PassRecord:
+        """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
+
+        All ranks must call this.
+        """
+        assert self._again is not None
+        self.tracker.at(Phase.LOOKING)
+        again, backend = self._again, self.actor.backend
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        self.world.meet()
+        with torch.random.fork_rng(devices), torch.set_grad_enabled(again.trains):
+            if again.random:
+                restore_random_states(again.random)
+            self.meter.start_pass()
+            with self.meter.phase("forward"):
+                log_probs_BA = backend.forward(again.inputs, trains=again.trains)
+                if again.objective is None:
+                    loss = negated_mean(log_probs_BA, again.inputs)
+                else:
+                    loss = again.objective(log_probs_BA)
+            self.world.meet()
+            if again.backward:
+                with self.meter.phase("backward"):
+                    backend.backward(loss)
+        phases, _ = self.meter.end_pass()
+        if again.backward:
+            backend.end_window(step=False)
+        if self._kept_logits is not None:
+            self._kept_logits.drop()
+        seconds = self.world.gather(sum(cost.seconds for cost in phases.values()))
+        self._expectations.learn(ranks, max(seconds))
+        return with_second_run(record, seconds, ranks)
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""
@@ -243,6 +290,7 @@ class PassRunner:
         step = last_of_window and self.spec.measure.step
         weight, gradient, loss_gain = self._weight(index, for_objective), None, 1.0
         inputs = inputs_for(batch, self.spec.actor, self.source, self.world)
+        inputs = replace(inputs, is_even=backward and for_objective is None)
         loss_of: Callable[[Tensor], Tensor] | None = None
         if for_objective is not None:
             inputs = replace(inputs, kept_logits=self._kept_logits)
@@ -259,6 +307,7 @@ class PassRunner:
         )
         named: str | None = None
         graphs_before = num_graphs()
+        self._first_uses.begin()
         if self.trace:
             self.trace.begin(inputs)
         self.world.meet()
@@ -301,6 +350,7 @@ class PassRunner:
                         grad_norm = self.actor.backend.end_window(step=True)
             self.tracker.at(Phase.SETTLING)
             phases, seconds = self.meter.end_pass()
+            first_uses = self._first_uses.end()
             self.tracker.at(Phase.ENDING)
             if last_of_window and not step:
                 grad_norm = self.actor.backend.end_window(step=False)
@@ -336,6 +386,7 @@ class PassRunner:
             "weight": weight,
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
+            "first_uses": first_uses,
             "first_non_finite": named,
         }
 
@@ -348,6 +399,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
     inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
+    if inputs.attention_mask_BS is not None and kernel_name(spec, world.device, source.config) == CUDNN_PADDED:
+        refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     if spec.parallel.ring > 1:
@@ -359,7 +412,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
             may_zigzag=may_zigzag(source.config),
         )
         inputs = sliced(inputs, ring)
-    return inputs.to(world.device)
+    return replace(inputs, head=source.head).to(world.device)
 
 
 def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:

@@ -14,6 +14,7 @@ import torch
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
+from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import PadTo, UsageError
 from actor_init.world import World
@@ -35,7 +36,7 @@ from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
-from replay.runner.job_defaults import settled
+from replay.runner.job_defaults import job_kernel, settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
@@ -84,9 +85,12 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     latest = states.latest(world) if states is not None and spec.state.resume else None
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
     original = source_of_all(spec, world)
+    kernel = world.from_first(job_kernel(spec.actor, first, world.device, original.config))
+    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     state = earlier.folder or state_to_load(spec.state)
     actor_spec, layout = choose_layout(spec.actor, original.config, world, is_given=packing_is_given)
-    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout)
+    head = choose_head(actor_spec, original, world, wants_logits=_wants_logits(spec, objective))
+    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout, head=head)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
@@ -114,7 +118,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             objective=objective,
             begun_with=source if earlier.folder is None else original,
         )
-        session.describe(actor, first)
+        session.describe(actor, first, kernel.why)
         session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
@@ -125,6 +129,13 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         if done.ended is not None:
             raise done.ended
         return exit_code
+
+
+def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
+    """Return what of a run needs whole logits; empty if nothing does."""
+    if spec.measure.trace:
+        return "the trace holds them"
+    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
 def _open(
@@ -198,8 +209,8 @@ class Session:
     objective: Objective | None  # None: the loss is the negated mean log-prob
     begun_with: ModelSource  # before the first pass in the log
 
-    def describe(self, actor: ReopenedActor, first: Call | None) -> None:
-        """Begin run.json and print the header, on rank 0."""
+    def describe(self, actor: ReopenedActor, first: Call | None, kernel_reason: str) -> None:
+        """Begin run.json and print the header, on rank 0. `kernel_reason` says why the attention kernel was taken."""
         world, spec, source = self.world, self.spec, self.source
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
@@ -209,7 +220,9 @@ class Session:
                 **source.facts,
                 "rows": source.layout_under(spec.actor).describe(),
                 "weights": source.weights.describe(),
+                **({"head": source.head.describe()} if source.head is not None else {}),
                 **actor.backend.facts(),
+                **({"attention_reason": kernel_reason} if kernel_reason else {}),
             }
             if self.objective is not None and self.objective.sha256 is not None:
                 facts["loss_sha256"] = self.objective.sha256
@@ -222,6 +235,8 @@ class Session:
                 devices=devices,
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
+            if kernel_reason:
+                header["attention"] = f"{facts['attention_kernel']}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
@@ -300,6 +315,9 @@ class Session:
         ranks = self.world.gather((record, runner.recorded, runner.replayed))
         if runner.search.is_wanted([own for own, _, _ in ranks]):
             self.logbook.write_again(record := runner.with_first_non_finite(record))
+            ranks = self.world.gather((record, runner.recorded, runner.replayed))
+        if runner.wants_again(records := [own for own, _, _ in ranks]):
+            self.logbook.write_again(record := runner.with_second_run(record, records))
             ranks = self.world.gather((record, runner.recorded, runner.replayed))
         if self.console:
             self.console.passed([own for own, _, _ in ranks])
@@ -443,7 +461,11 @@ def inputs_folder(spec: InputsSpec) -> Path:
 
 def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[str, Any]) -> Setting:
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
-    kernel = {"attention": str(facts["attention_kernel"]), "dtype": dtype}
+    kernel = {
+        "attention": str(facts["attention_kernel"]),
+        "kernels": _kind_of(facts.get("kernels", "")),
+        "dtype": dtype,
+    }
     return Setting(
         dtype=dtype,
         num_layers=source.config.get_text_config().num_hidden_layers,
@@ -456,6 +478,13 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
         ],
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
+
+
+def _kind_of(kernels: str) -> str:
+    """Return the word that captures have for what a backend says that it fused: model or liger; else fused."""
+    if not kernels.startswith("fused"):
+        return "model"
+    return "liger" if "; liger" in kernels else "fused"
 
 
 def _first_call(selection: Selection) -> Call | None:
@@ -541,7 +570,9 @@ def _header(
     toggles = [
         spec.actor.dtype.value,
         facts["rows"],
+        *([head.describe()] if (head := source.head) is not None and not head.in_chunks else []),
         f"attention {facts['attention_kernel']}",
+        *([f"kernels {facts['kernels']}"] if "kernels" in facts else []),
         f"optimizer {facts['optimizer']}",
         *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
         *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),

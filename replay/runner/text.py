@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
-from replay.runlog.records import PassRecord
+from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
@@ -50,7 +50,9 @@ def _width(columns: Columns) -> int:
 
 def _note(record: PassRecord) -> str:
     marks = ["warm-up"] if record.warmup else []
-    marks += ["compiled"] if record.new_graphs else []
+    compiled = record.new_graphs or FirstUse.COMPILED in record.first_uses
+    marks += ["compiled"] if compiled else []
+    marks += [] if record.warmup else [use for use in record.first_uses if use != FirstUse.COMPILED]
     marks += ["rollout"] if record.trains is False else []
     marks += [f"failed: {record.error_type}"] if record.error is not None else []
     return ", ".join(marks)

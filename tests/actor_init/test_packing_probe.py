@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.inputs.packing import actor_inputs
 from actor_init.layout import Borders, Layout
 from actor_init.model import count_parameters

@@ -23,9 +23,13 @@ STANDING = [
     Job(GEMMA, 4, f"--tp 2 --ring 2 --sequence-parallel {FEW}"),
     *[Job(model, 4, f"--tp 2 --ring 2 --zero-stage 1 {FEW}", backend="deepspeed") for model in (QWEN3, GEMMA)],
     Job(LLAMA, 2, f"--ring 2 --compile {ONE}"),
+    Job(GEMMA, 2, f"--ring 2 {FEW}", "small_chunks"),
+    Job(LLAMA, 2, f"--ring 2 --zero-stage 3 {FEW}", "small_chunks", backend="deepspeed"),
+    Job(QWEN3, 4, f"--tp 2 --ring 2 {FEW}", "small_chunks"),
+    Job(LLAMA, 2, f"--ring 2 --whole-logits {FEW}"),
 ]
 WRONG = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
-UNSCALED = Job(LLAMA, 2, f"--ring 2 {ONE}", "ring_averaged")
+WRONG_GRADIENTS = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("ring_averaged", "last_chunk_alone")]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Outcome]:
-    return replay_jobs([*STANDING, *WRONG, UNSCALED], folders, tmp_path_factory.mktemp("logs"))
+    return replay_jobs([*STANDING, *WRONG, *WRONG_GRADIENTS], folders, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.mark.parametrize("job", STANDING, ids=lambda job: job.name)
@@ -50,9 +54,10 @@ def test_a_wrong_ring_fails_every_comparison(job: Job, outcomes: dict[Job, Outco
             check()
 
 
-def test_gradients_that_are_averaged_over_the_ring_are_seen(outcomes: dict[Job, Outcome]) -> None:
-    outcomes[UNSCALED].check_losses()
-    for check in (outcomes[UNSCALED].check_norms, outcomes[UNSCALED].check_gradients):
+@pytest.mark.parametrize("job", WRONG_GRADIENTS, ids=lambda job: job.name)
+def test_wrong_gradients_are_seen(job: Job, outcomes: dict[Job, Outcome]) -> None:
+    outcomes[job].check_losses()
+    for check in (outcomes[job].check_norms, outcomes[job].check_gradients):
         with pytest.raises(AssertionError):
             check()
 

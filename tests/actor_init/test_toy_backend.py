@@ -102,7 +102,11 @@ def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
     cells = {cell.name for cell in found.cells if cell.role is Role.CELL and cell.spec.actor.backend == "toy"}
     assert {"toy fp32 packed sdpa", "toy fp32 padded sdpa", "toy fp32 packed sdpa data 2"} <= cells
     refused = {name: reason for name, reason in found.refused.items() if name.startswith("toy")}
-    assert set(refused) == {"toy bf16 packed sdpa", "toy bf16 padded sdpa"}
+    assert set(refused) == {
+        "toy bf16 packed sdpa",
+        "toy bf16 padded sdpa",
+        "toy bf16 packed sdpa kernels fused",
+    }
     assert set(refused.values()) == {"toy computes in fp32, not in bf16. Try: --dtype fp32"}
 
 

@@ -1,5 +1,6 @@
 """Random weights depend on seed and name alone; a folder's weights are the folder's; tied weights stay tied."""
 
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from actor_init import name_hash
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import NORM_SPREAD, RandomWeights
@@ -23,6 +25,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 CPU = torch.device("cpu")
+GOLDEN = "a2941b2a14b53da6122b73bd44c09f7af425e5ccee7ae7d6484ea182297bbf84"
 
 
 def model_of(spec: ActorSpec, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -57,15 +60,35 @@ def test_another_seed_and_another_name_give_other_values() -> None:
     assert not torch.equal(values[0], values[2])
 
 
-def test_the_size_of_a_chunk_changes_no_value_and_each_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = torch.empty(40, 100), torch.empty(40, 100)
-    reports: list[int] = []
-    RandomWeights(seed=0, std=0.02).fill("a", whole)
-    monkeypatch.setattr("actor_init.weights._CHUNKS", {"cpu": 700})
-    RandomWeights(seed=0, std=0.02).fill("a", parts, reports.append)
-    assert torch.equal(whole, parts)
-    assert len(reports) == 6
-    assert sum(reports) == 40 * 100
+def test_every_part_that_is_filled_is_reported() -> None:
+    whole, reports = torch.empty(2100, 1000), list[int]()
+    RandomWeights(seed=0, std=0.02).fill("a", whole, reports.append)
+    assert len(reports) == 3
+    assert sum(reports) == whole.numel()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_of_a_name_never_change(threads: int) -> None:
+    """Captures and logs name them "random v2": the digest is of the first release that did."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        values = torch.empty(1100, 1000)
+        RandomWeights(seed=7, std=0.02).fill("model.layers.0.mlp.up_proj.weight", values)
+    finally:
+        torch.set_num_threads(before)
+    assert hashlib.sha256(values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).hexdigest() == GOLDEN
+
+
+@pytest.mark.parametrize("first", [0, 2**22, 2**32 - 2**22, 2**32, 5 * 2**32 + 2**23])
+def test_32_bits_give_what_64_bits_define(first: int) -> None:
+    """On a CPU, and as on another device, which this test runs on the CPU too."""
+    keys, count = (0x9E3779B9, 0x7F4A7C15), 3 * 2**15 + 5
+    expected = name_hash.values(torch.arange(first, first + count), keys, 0.02)
+    filled = torch.empty(count)
+    name_hash._fill_on_cpu(filled, first, keys, 0.02)
+    assert torch.equal(filled, expected.to(torch.bfloat16).float())
+    assert torch.equal(name_hash._on_device(first, count, CPU, keys, 0.02), expected)
 
 
 def test_every_module_that_is_filled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,31 @@ def whole_logits(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def small_chunks(world: World) -> Iterator[None]:
+    """Log-probs are computed three tokens at a time. Right, and no rank's part of an input fits into one chunk."""
+    with patch("actor_init.head.chunks.chunk_size", lambda *sizes: 3):
+        yield
+
+
+@contextmanager
+def last_chunk_alone(world: World) -> Iterator[None]:
+    """The gradient of the head's weight is that of its last chunk."""
+    with small_chunks(world), patch("actor_init.head.chunks._plus_product", lambda total, a, b, is_all: a @ b):
+        yield
+
+
+@contextmanager
+def own_shard_alone(world: World) -> Iterator[None]:
+    """Each tp rank's softmax is over its own share of the vocabulary."""
+
+    def own(every: Tensor, part: Tensor, group: Any) -> None:
+        every.copy_(torch.cat([part, *[torch.full_like(part, -1e4)] * (group.size() - 1)]))
+
+    with patch("actor_init.head.chunks.dist.all_gather_into_tensor", own):
+        yield
+
+
+@contextmanager
 def own_keys_alone(world: World) -> Iterator[None]:
     """A ring rank's queries see the keys of its own slice, and none of the others'."""
     from actor_init.attention import ring_attention
@@ -144,6 +169,9 @@ SABOTAGES: Mapping[str, Callable[[World], AbstractContextManager[None]]] = {
         head_norms_not_summed,
         sequence_norms_not_summed,
         whole_logits,
+        small_chunks,
+        last_chunk_alone,
+        own_shard_alone,
         own_keys_alone,
         positions_from_zero,
         ring_averaged,

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.backends import BACKENDS
 from actor_init.backends.declaration import Asked, Declaration, Training
 from actor_init.compiling import compile_blocks

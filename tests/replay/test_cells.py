@@ -33,7 +33,7 @@ def test_every_backend_has_cells_and_of_the_quick_matrix_only_kernels_that_are_n
     found = planned(settings_of("quick", 2))
     cells = [cell.spec.actor for cell in found.cells if cell.role is Role.CELL]
     assert {actor.backend for actor in cells} == {"deepspeed", "fsdp2", "ddp"}
-    kernels = {Attention.FLASH, Attention.VARLEN}
+    kernels = {Attention.FLASH, Attention.CUDNN, Attention.VARLEN}
     assert all(any(f" {kernel}" in name for kernel in kernels) for name in found.refused), found.refused
 
 

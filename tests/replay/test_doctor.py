@@ -17,8 +17,9 @@ import torch
 from transformers import AttentionInterface
 
 from actor_init.attention import kernel_check
-from actor_init.attention.kernels import kernel_name
-from actor_init.spec import ActorSpec
+from actor_init.attention.kernel_choice import default_kernel
+from actor_init.attention.kernels import NAMES, register
+from actor_init.spec import Attention
 from replay.cli import main
 from replay.doctor import hardware, packages
 from replay.doctor import report as doctor
@@ -165,7 +166,7 @@ def test_what_is_not_installed_fails_only_where_it_is_needed() -> None:
 
 def test_sdpa_is_within_its_bound_by_far() -> None:
     assert kernel_check.error_of("sdpa", CPU) < kernel_check.BOUND / 3
-    assert kernel_check.default_kernel(CPU) == "sdpa"
+    assert default_kernel(CPU) == "sdpa"
 
 
 def _without_documents(mask: Any) -> Any:
@@ -219,8 +220,8 @@ def test_numbers_out_of_bound_are_reported_as_wrong(error: float, fails: bool) -
 
 @pytest.mark.parametrize("name", kernel_check.KERNELS)
 def test_each_kernel_that_is_tried_is_one_that_a_replay_can_take(name: str) -> None:
-    kernel_name(ActorSpec(), CPU)
-    assert kernel_check.KERNELS[name] in AttentionInterface()
+    register()
+    assert NAMES[Attention(name)].packed in AttentionInterface()
 
 
 # launchers, compilers, variables

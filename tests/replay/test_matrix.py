@@ -96,10 +96,11 @@ def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
     found = settings_of("full", 2)
     stages = {"deepspeed": 4, "fsdp2": 2}
     layouts = sum(ring * tp * data <= 2 for ring, tp, data in product((1, 2), repeat=3))
-    num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 4, 2, 3, 2, 2
+    num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 5, 2, 3, 2, 2
     layouts_of_ddp = 2  # one and two data ranks
     num_variants = num_kernels * num_compiled * num_dtypes * num_packing
-    num_folded = sum(stages.values()) * layouts * 2 * 2  # two dtypes, accumulated and checkpointed
+    # two dtypes; accumulated, checkpointed, fused and fused compiled
+    num_folded = sum(stages.values()) * layouts * 2 * 4
     num_plain = (sum(stages.values()) * layouts + layouts_of_ddp) * num_variants
     assert len(found) == num_plain + num_deepcompile + num_folded
     assert {one["dtype"] for one in found} == {Dtype.FP32, Dtype.BF16, Dtype.FP16}

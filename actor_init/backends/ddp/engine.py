@@ -20,14 +20,15 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter, trained_parameters
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
+from actor_init.fused.replacing import fuse
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.spec import ActorSpec, Compile, Dtype, Kernels, OptimizerName
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -55,6 +56,7 @@ class DDPBackend:
     scaler: torch.amp.GradScaler
     window: Window
     attention: str
+    kernels: str | None  # what was fused; None: nothing was asked for
 
     @classmethod
     def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
@@ -62,6 +64,7 @@ class DDPBackend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
         add_adapter(model, source.adapter)
         set_up(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
@@ -80,6 +83,7 @@ class DDPBackend:
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             window=Window(size=spec.num_accumulated),
             attention=attention,
+            kernels=kernels,
         )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
@@ -112,6 +116,7 @@ class DDPBackend:
             "num_parameters": num_parameters(self.model),
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,
+            **({"kernels": self.kernels} if self.kernels else {}),
             "optimizer": self.spec.optimizer.value,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
         }

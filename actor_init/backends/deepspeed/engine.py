@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter, trained_parameters
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
 from actor_init.backends.deepspeed.autotp import (
@@ -30,13 +30,14 @@ from actor_init.backends.deepspeed.config import config_of, has_whole_blocks
 from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
 from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
+from actor_init.fused.replacing import fuse
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
 from actor_init.saving.universal import universal
-from actor_init.spec import ActorSpec, Compile, UsageError
+from actor_init.spec import ActorSpec, Compile, Kernels, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -64,6 +65,7 @@ class DeepSpeedBackend:
     gate: Gate
     schedule: LambdaLR  # not the engine's, which would advance without an optimizer step
     attention: str
+    kernels: str | None  # what was fused; None: nothing was asked for
     num_parameters: int
     config: Mapping[str, Any]  # passed to DeepSpeed
 
@@ -80,6 +82,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device, source.config)
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
+        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
         add_adapter(model, source.adapter)
         check_autotp(model, spec.parallel.tp)
         num_elements = num_parameters(model)
@@ -126,6 +129,7 @@ class DeepSpeedBackend:
             gate=gate,
             schedule=make_schedule(spec, engine.basic_optimizer),
             attention=attention,
+            kernels=kernels,
             num_parameters=num_elements,
             config=config,
         )
@@ -164,6 +168,7 @@ class DeepSpeedBackend:
             "num_parameters": self.num_parameters,
             "zero_stage": self.engine.zero_optimization_stage(),
             "attention_kernel": self.attention,
+            **({"kernels": self.kernels} if self.kernels else {}),
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if has_whole_blocks(self.spec) else "none",

@@ -11,6 +11,7 @@ DECLARATION = Declaration(
     default_stage_without_optimizer=3,
     tp=True,
     ring=True,
+    splits_head=True,
     own_options=frozenset({"tp_plan", "sequence_parallel"}),
     states=States(files="torch.distributed.checkpoint"),
     trainings=(

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter
-from actor_init.attention.kernels import kernel_name
+from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
 from actor_init.compiling import compile_blocks
+from actor_init.fused.replacing import fuse
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
@@ -29,7 +30,7 @@ from actor_init.parallel.tensor_parallel import check_divisible, check_sequence,
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, Compile, Dtype, Kernels, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -43,6 +44,7 @@ class FSDP2Backend:
     schedule: LambdaLR | None
     scaler: torch.amp.GradScaler
     attention: str
+    kernels: str | None  # what was fused; None: nothing was asked for
     num_parameters: int
     tp_plan: Plan | None
 
@@ -57,6 +59,7 @@ class FSDP2Backend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
+        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
         add_adapter(model, source.adapter)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
@@ -102,6 +105,7 @@ class FSDP2Backend:
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
+            kernels=kernels,
             num_parameters=num_parameters(model),
             tp_plan=plan,
         )
@@ -137,6 +141,7 @@ class FSDP2Backend:
             "zero_stage": self.spec.resolved_zero_stage,
             "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),
             "attention_kernel": self.attention,
+            **({"kernels": self.kernels} if self.kernels else {}),
             "optimizer": self.spec.optimizer.value,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
             **({"tp_plan": self.tp_plan.origin} if self.tp_plan else {}),

@@ -1,0 +1,33 @@
+"""Replace the modules of a built model that have a fused form, and say which."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from actor_init.fused.liger import has_liger, liger_version
+from actor_init.fused.rms_norm import replace_norm
+from actor_init.fused.rotary import replace_rotary
+from actor_init.fused.swiglu import replace_swiglu
+
+OWN = "the model's own"
+NONE_FOUND = f"{OWN}: no module of it is shown to have a fused form"
+
+
+def fuse(model: nn.Module, where: torch.device) -> str:
+    """Give each module of `model` that is shown to have a fused form that form, and describe what was replaced.
+
+    where  the device that the model will run on: the forms are tried there
+
+    The model may be on the meta device. Call it before hooks, adapters and compilers are added.
+    """
+    found: Counter[str] = Counter()
+    forms = {"RMSNorm": replace_norm, "SwiGLU": replace_swiglu, "rope": replace_rotary}
+    for module in model.modules():
+        if done := next((name for name, replace in forms.items() if replace(module, where)), None):
+            found[done] += 1
+    if not found:
+        return NONE_FOUND
+    engine = f"liger {liger_version()}" if where.type == "cuda" and has_liger() else "torch"
+    counts = [name if name == "rope" else f"{found[name]} {name}" for name in forms if found[name]]
+    return f"fused ({', '.join(counts)}; {engine})"

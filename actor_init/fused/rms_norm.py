@@ -1,0 +1,121 @@
+"""Replace RMSNorms by torch's fused one, which keeps its input and a number a token where modules keep fp32 copies.
+
+Shape letters: D width, R tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from actor_init.fused.liger import has_liger, liger_norm
+from actor_init.fused.proof import BOUNDS, is_equal, random_numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """x / sqrt(mean(x**2) + eps), times the weight, or times 1 + weight."""
+
+    eps: float
+    adds_one: bool
+
+    def of(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self.adds_one:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        if torch.compiler.is_compiling():
+            wide = F.rms_norm(x.float(), weight.shape, None, self.eps)
+            return (wide * (1 + weight.float())).to(x.dtype)
+        if x.device.type == "cuda" and has_liger():
+            return liger_norm(x, weight, self.eps)
+        scaled: Tensor = _NormTimesOneAnd.apply(x, weight, self.eps)
+        return scaled
+
+
+class _NormTimesOneAnd(torch.autograd.Function):
+    """Multiply by 1 + weight in fp32, as bf16 has no numbers for a small weight beside 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * (1 + weight.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        upstream = gradients[0].float()
+        of_normed = upstream * (1 + weight.float())
+        of_x = scale * (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True))
+        of_weight = (upstream * normed).flatten(0, -2).sum(0)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+def replace_norm(module: nn.Module, where: torch.device) -> bool:
+    """Make `module` compute the fused form, and say so, if it is shown to be an RMSNorm over its last dimension."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if len(parameters) != 1 or next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return False
+    (name,) = parameters
+    if parameters[name].ndim != 1:
+        return False
+    form = _form_of(module, name, where)
+    if form is None:
+        return False
+    _compute(module, name, form)
+    return True
+
+
+def _compute(module: nn.Module, name: str, form: Form) -> None:
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        weight = getattr(module, name)
+        is_plain = len(args) == 1 and not kwargs and args[0].dtype == weight.dtype
+        if not is_plain or isinstance(args[0], DTensor) != isinstance(weight, DTensor):
+            return own(*args, **kwargs)
+        if form.adds_one and isinstance(weight, DTensor):
+            return own(*args)
+        return form.of(args[0], weight)
+
+    module.forward = forward
+
+
+def _form_of(module: nn.Module, name: str, where: torch.device) -> Form | None:
+    """Return the form that gives the module's own numbers on random ones, None if none does."""
+    width = getattr(module, name).shape[0]
+    weight_D = 0.75 + 0.5 * random_numbers(width, where=where, seed=1).sigmoid()
+    x_RD = random_numbers(3, width, where=where, seed=2) * torch.tensor([[1.0], [1e-3], [0.0]], device=where)
+    x_RD[2, 0] = 1e-2
+    for form in _candidates(module):
+        if all(_is_form(module, name, form, x_RD.to(dtype), weight_D.to(dtype)) for dtype in BOUNDS):
+            return form
+    return None
+
+
+def _is_form(module: nn.Module, name: str, form: Form, x_RD: Tensor, weight_D: Tensor) -> bool:
+    copy = deepcopy(module)
+    setattr(copy, name, nn.Parameter(weight_D))
+    own = _with_weight(copy, name)
+    return is_equal(own, form.of, (x_RD, weight_D), BOUNDS[x_RD.dtype])
+
+
+def _with_weight(copy: nn.Module, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def own(x: Tensor, weight: Tensor) -> Tensor:
+        called: Tensor = torch.func.functional_call(copy, {name: weight}, (x,))
+        return called
+
+    return own
+
+
+def _candidates(module: nn.Module) -> Iterator[Form]:
+    numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1}
+    for eps in sorted(numbers):
+        for adds_one in (False, True):
+            yield Form(eps=eps, adds_one=adds_one)

@@ -1,0 +1,143 @@
+"""Replace the rotary embedding of queries and keys in attention modules, in fewer kernels.
+
+The function is a name in the file of the model's class. The class's own forward is made again with another function
+under that name, for the modules of one model alone: what else runs in this process keeps its own.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from actor_init.fused.liger import has_liger, liger_rotary
+from actor_init.fused.proof import BOUNDS, TRIED, is_equal, random_numbers
+
+ARGUMENTS = ["q", "k", "cos", "sin"]  # of transformers' functions of this kind, in this order
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+
+
+class _Rotated(torch.autograd.Function):
+    """x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dimension; keeps cos and sin alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = sin.shape[-1] // 2
+        # the transposed turn: what x2 got from x1 goes back with the other half's sine
+        return _turned(gradients[0], cos, torch.cat((-sin[..., half:], -sin[..., :half]), dim=-1)), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+def _fused(own: Rotary, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Turn q and k [B, heads, S, D], or their first numbers, by cos and sin [B or 1, S, up to D].
+
+    All else is left to the model's own function.
+    """
+    q, k, cos, sin = args[:4] if len(args) >= 4 else (None,) * 4
+    is_plain = all(isinstance(one, Tensor) and not isinstance(one, DTensor) for one in (q, k, cos, sin))
+    if not is_plain or not _fits(q, k, cos, sin, args[4:], kwargs):
+        return own(*args, **kwargs)
+    if q.device.type == "cuda" and cos.shape[-1] == q.shape[-1] and has_liger():
+        return liger_rotary(q, k, cos, sin)
+    return _rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)), _rotated(k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    turned: Tensor = _Rotated.apply(x[..., :width], cos, sin)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, more: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return (
+        not any(more)
+        and all(name == "unsqueeze_dim" and value == 1 for name, value in named.items())
+        and q.ndim == k.ndim == 4
+        and cos.ndim == 3
+        and cos.shape == sin.shape
+        and cos.shape[-1] <= q.shape[-1] == k.shape[-1]
+        and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and not cos.requires_grad
+    )
+
+
+def replace_rotary(module: nn.Module, where: torch.device) -> bool:
+    """Make an attention module turn its queries and keys in the fused form, if its function is shown to be that."""
+    forward = module.forward
+    if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+        return False
+    function = forward.__func__
+    replaced = {name: partial(_fused, own) for name, own in _functions_of(function) if _is_rotary(own, where)}
+    if not replaced:
+        return False
+    again = FunctionType(
+        function.__code__,
+        {**function.__globals__, **replaced},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    again.__kwdefaults__ = function.__kwdefaults__
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        # inside a compiled block the model's own: the compiler fuses it there
+        return forward(*args, **kwargs) if torch.compiler.is_compiling() else again(module, *args, **kwargs)
+
+    module.forward = fused
+    return True
+
+
+def _functions_of(function: FunctionType) -> Iterator[tuple[str, Rotary]]:
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        if isinstance(used, FunctionType) and [*inspect.signature(used).parameters][:4] == ARGUMENTS:
+            yield name, used
+
+
+def _is_rotary(own: Rotary, where: torch.device) -> bool:
+    q, k = random_numbers(2, 4, 5, 16, where=where, seed=4), random_numbers(2, 2, 5, 16, where=where, seed=5)
+    # halves of cos and sin are alike, as rotary embeddings make them, and as Liger's kernel takes them
+    angles = random_numbers(1, 5, 8, where=where, seed=3)
+
+    def turned(function: Rotary, width: int, dtype: torch.dtype) -> Rotary:
+        cos, sin = (torch.cat((half, half), dim=-1).to(dtype) for half in _both(angles[..., : width // 2]))
+        # copies of q and k, as the kernel may write where they are
+        return lambda q, k: function(q.clone(), k.clone(), cos, sin)
+
+    return all(
+        is_equal(
+            turned(own, width, dtype), turned(partial(_fused, own), width, dtype), (q.to(dtype), k.to(dtype)), bound
+        )
+        for dtype, bound in BOUNDS.items()
+        for width in (16, 8)
+        if width == 16 or _takes(turned(own, width, dtype), q.to(dtype), k.to(dtype))
+    )
+
+
+def _both(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return angles.cos(), angles.sin()
+
+
+def _takes(own: Rotary, q: Tensor, k: Tensor) -> bool:
+    try:
+        own(q, k)
+    except TRIED:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""Compute log-probs inside a model's head while its forward runs, so that nothing of the size of its logits is made.
+
+The head's module is called as always, so that what hangs on its call still happens: ZeRO 3 and FSDP2 gather its weight
+there, tensor parallelism prepares its input. In place of logits it returns a few numbers, which the model treats as
+logits. In the graph they come after the log-probs, so that what waits for the gradient of logits still sees one first.
+
+Shape letters: B rows, S tokens a row, T tokens of all rows, N of them with a log-prob that is wanted, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from transformers import PreTrainedModel
+
+from actor_init.head.chunks import Wanted, log_probs_in_chunks
+from actor_init.head_form import HeadForm
+from actor_init.parallel.split_linear import sum_gradient
+from actor_init.parallel.vocab_parallel import localise, share_of
+from actor_init.toggles import UsageError
+
+SAMPLES = (-30.0, -1.0, -0.01, 0.0, 0.5, 3.0, 40.0)  # stand for logits in what the model does after its head
+_seen: WeakSet[nn.Module] = WeakSet()  # heads whose model was seen to treat the samples as its form says
+
+
+@dataclass(slots=True)
+class InHead:
+    """What the head computed during one forward."""
+
+    form: HeadForm
+    head: nn.Module
+    log_probs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    samples: Tensor | None = None
+
+    def after(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs [N] and entropies [N], given what the model returned as logits.
+
+        Raises UsageError if the model did not do with them what the form says.
+        """
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        if self.log_probs_N is None or self.samples is None:
+            raise UsageError(f"{type(self.head).__name__}, the head, was not called in forward. Try: --whole-logits")
+        if self.head not in _seen:
+            expected = self.form.applied(self.samples)
+            if logits.dtype is not expected.dtype or not torch.equal(logits.detach(), expected):
+                raise UsageError(
+                    "the model does something else with its head's logits than a small copy of it did "
+                    f"({self.form.describe()}). Try: --whole-logits"
+                )
+            _seen.add(self.head)
+        return _Tied.apply(self.log_probs_N, logits), self.entropy_N
+
+
+@contextmanager
+def head_in_place(
+    model: Callable[..., Any],
+    form: HeadForm,
+    *,
+    predictor_N: Tensor,
+    target_ids_N: Tensor,
+    is_even: bool,
+    entropies: bool,
+) -> Iterator[InHead]:
+    """Compute log-probs inside the head of `model`, or of the model that it wraps, while the block runs.
+
+    predictor_N   index into the T tokens, each at most once
+    target_ids_N  the token whose log-prob is wanted there
+    is_even       backward gives each log-prob the same gradient
+    """
+    head: Any = head_of(model)
+    found = InHead(form=form, head=head)
+    own = head.__dict__.get("forward")
+
+    def forward(hidden_BSH: Tensor) -> Tensor:
+        if found.log_probs_N is not None:
+            raise UsageError("the model calls its head more than once. Try: --whole-logits")
+        hidden_TH, weight, group, width = _whole_input(hidden_BSH, head)
+        local_ids_N, owned_N = target_ids_N, None
+        if group is not None:
+            local_ids_N, owned_N = localise(target_ids_N, *share_of(head.weight.shape[0], head.weight.device_mesh))
+        wanted = Wanted(
+            predictor_N=predictor_N,
+            target_N=local_ids_N,
+            owned_N=owned_N,
+            width=width,
+            group=group,
+            is_even=is_even,
+            entropies=entropies,
+        )
+        bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+        dtype = hidden_TH.dtype  # under DDP parameters are fp32, whatever is computed in
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        found.log_probs_N, found.entropy_N = log_probs_in_chunks(hidden_TH, weight, bias, form, wanted)
+        found.samples = hidden_TH.new_tensor(SAMPLES).view(1, -1, 1)
+        samples: Tensor = _Samples.apply(found.log_probs_N, found.samples)
+        if group is None:
+            return samples
+        return DTensor.from_local(samples, head.weight.device_mesh, [Shard(2)], run_check=False)
+
+    head.forward = forward
+    try:
+        yield found
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
+
+
+def head_of(model: Callable[..., Any]) -> nn.Module | None:
+    """Return the head of a causal LM, or of the one that DDP or DeepSpeed's engine wraps."""
+    wrapped: Any = model
+    while not isinstance(wrapped, PreTrainedModel):
+        wrapped = wrapped.module
+    head: nn.Module | None = wrapped.get_output_embeddings()
+    return head
+
+
+def _whole_input(hidden: Tensor, head: Any) -> tuple[Tensor, Tensor, Any, int]:
+    """Return the hidden states [T, H] and the weight that this rank computes with, the group of the ranks that hold the
+    other shares of the vocabulary (None: there are none), and the largest share's size.
+    """
+    weight = head.weight
+    if not isinstance(weight, DTensor):
+        return hidden.flatten(0, -2), weight, None, len(weight)
+    mesh = weight.device_mesh
+    if isinstance(hidden, DTensor):  # under --sequence-parallel; each rank's gradient is its share's
+        hidden = hidden.to_local(grad_placements=[Partial()])
+    else:
+        hidden = sum_gradient(hidden, mesh.get_group())
+    return hidden.flatten(0, -2), weight.to_local(), mesh.get_group(), -(-weight.shape[0] // mesh.size())
+
+
+class _Samples(torch.autograd.Function):
+    """Return samples that depend on the log-probs in the graph alone."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs_N: Tensor, samples: Tensor) -> Tensor:
+        ctx.shape = log_probs_N.shape
+        return samples.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_zeros(ctx.shape, dtype=torch.float32), None
+
+
+class _Tied(torch.autograd.Function):
+    """Return the log-probs unchanged; backward visits the logits first, with a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs_N: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return log_probs_N.view_as(log_probs_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient_N, torch.zeros_like(*ctx.saved_tensors)

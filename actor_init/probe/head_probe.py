@@ -1,0 +1,217 @@
+"""Find out on a small copy of a model what it does to its head's logits, and prove that chunks give the same numbers.
+
+The copy is that of packing_probe.py, fed one document. What it does after its head is watched: a model that does more
+than apply functions of each logit by itself keeps whole logits, and so does one whose log-probs or gradients come out
+different in chunks.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actor_init.actor import action_log_probs
+from actor_init.adapters import Adapter, add_adapter
+from actor_init.backends import declaration_of
+from actor_init.head.in_place import head_of
+from actor_init.head_form import FUNCTIONS, HeadForm, LogitStep
+from actor_init.inputs.packing import actor_inputs
+from actor_init.model import ModelSource, build_on_meta
+from actor_init.probe.packing_probe import gradients_of, off, one_document, small_model
+from actor_init.probe.small_config import VOCABULARY, small_configs
+from actor_init.spec import ActorSpec, Compile
+from actor_init.world import World
+
+BOUND = 1e-4  # relative to the norm; fp32's rounding gives up to 4e-7, a logit scale left out 0.1 or more
+SEED = 1
+NUM_CHUNKS = 3
+NOTHING = [LogitStep(function=name, numbers=(number,)) for name, number in (("mul", 1), ("div", 1), ("add", 0))]
+
+
+class NotInChunksError(Exception):
+    """Raised for a model whose log-probs cannot be computed from its head alone. The message says why."""
+
+
+def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_logits: str = "") -> HeadForm:
+    """Return how log-probs are computed: in chunks, unless that was not asked for, or is not right for the model.
+
+    wants_logits  what needs whole logits: a trace, or the user's loss
+
+    All ranks must call this, and get the same.
+    """
+    why = _why_whole(spec, source) or wants_logits
+    if why:
+        return HeadForm(why_whole=why)
+    form: HeadForm = world.from_first(form_of(source.config, world.device) if world.rank == 0 else None)
+    return form
+
+
+def form_of(config: PretrainedConfig, device: torch.device) -> HeadForm:
+    """Return the form of a model's head; whole logits, with the reason, where chunks are not proved right."""
+    reason = ""
+    for small in small_configs(config):
+        try:
+            model = small_model(small, "eager", SEED, device)
+        except Exception as error:  # a class's own checks of its config, of any type
+            reason = reason or f"no small copy of {config.model_type} can be built: {_line(error)}"
+            continue
+        try:
+            return _proved(model, device)
+        except NotInChunksError as why:
+            return HeadForm(why_whole=str(why))
+        except Exception as error:  # of the model's layers, of any type
+            reason = reason or f"a small copy of {config.model_type} does not run: {_line(error)}"
+    return HeadForm(why_whole=reason)
+
+
+def _why_whole(spec: ActorSpec, source: ModelSource) -> str:
+    if spec.whole_logits:
+        return "--whole-logits"
+    if spec.is_custom:
+        return "a user's model"
+    if spec.compile is Compile.DEEPCOMPILE:
+        return "DeepCompile's graph is the whole model"
+    if spec.parallel.tp > 1 and not declaration_of(spec.backend).splits_head:
+        return f"{spec.backend} gives every tp rank the whole vocabulary"
+    return _why_adapted(source.config, source.adapter)
+
+
+def _why_adapted(config: PretrainedConfig, adapter: Adapter | None) -> str:
+    if adapter is None:
+        return ""
+    model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    add_adapter(model, adapter)
+    return _why_no_linear(head_of(model))
+
+
+def _why_no_linear(head: nn.Module | None) -> str:
+    if head is None:
+        return "the model names no head"
+    kind = type(head)
+    return "" if kind is nn.Linear else f"the head is {kind.__module__.partition('.')[0]}'s {kind.__name__}"
+
+
+def _proved(model: PreTrainedModel, device: torch.device) -> HeadForm:
+    """Return the form, with logits whole and in chunks compared. Raises NotInChunksError, or what the model raises."""
+    head = head_of(model)
+    if why := _why_no_linear(head):
+        raise NotInChunksError(why)
+    assert head is not None
+    inputs = actor_inputs(one_document(), packing=False).to(device)
+    with _Watch(head) as watch:
+        whole_BA = action_log_probs(_Watched(model, watch), inputs)
+    wanted = {"": whole_BA.detach(), **gradients_of(model, whole_BA.flatten())}
+    chunk_bytes = VOCABULARY * whole_BA.element_size() * -(-whole_BA.numel() // NUM_CHUNKS)
+    form = HeadForm(steps=watch.steps(), chunk_bytes=chunk_bytes)
+    found_BA = action_log_probs(model, replace(inputs, head=form))
+    found = {"": found_BA.detach(), **gradients_of(model, found_BA.flatten())}
+    error = off(found, wanted)
+    if error > BOUND:
+        raise NotInChunksError(f"a small copy's numbers are {error:.2g} off in chunks")
+    return replace(form, chunk_bytes=None)
+
+
+class _Watch(AbstractContextManager["_Watch"]):
+    """Record what is done to the output of a head, between its call and what the model returns as logits."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head = head
+        self._mode = _Recorder()
+
+    def __enter__(self) -> "_Watch":
+        self._handle = self._head.register_forward_hook(self._sees)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handle.remove()
+        self._mode.stop()
+
+    def _sees(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._mode.start(output)
+
+    def returned(self, logits: Tensor) -> None:
+        self._mode.stop()
+        self.logits = logits
+
+    def steps(self) -> tuple[LogitStep, ...]:
+        """Return the functions between head and logits. Raises NotInChunksError for one that is not known."""
+        return self._mode.steps_of(self.logits)
+
+
+class _Watched:
+    """Call a model, and tell the watch what it returned."""
+
+    def __init__(self, model: PreTrainedModel, watch: _Watch) -> None:
+        self._model, self._watch = model, watch
+
+    def __call__(self, **arguments: Any) -> Any:
+        output = self._model(**arguments)
+        self._watch.returned(output.logits)
+        return output
+
+
+class _Recorder(TorchFunctionMode):
+    """Follow one tensor through torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_on = False
+        self._num_calls = 0
+        self._steps: dict[int, tuple[LogitStep, ...]] = {}  # by tensor
+        self._alive: list[Tensor] = []  # keeps the ids those of these tensors
+        self._unknown: list[str] = []
+
+    def start(self, output: Tensor) -> None:
+        self._num_calls += 1
+        if not self._is_on:
+            self._is_on = True
+            self._remember(output, ())
+            self.__enter__()
+
+    def stop(self) -> None:
+        if self._is_on:
+            self._is_on = False
+            self.__exit__(None, None, None)
+
+    def steps_of(self, logits: Tensor) -> tuple[LogitStep, ...]:
+        if self._num_calls != 1:
+            raise NotInChunksError(f"the model calls its head {self._num_calls} times")
+        if self._unknown or id(logits) not in self._steps:
+            what = ", ".join(dict.fromkeys(self._unknown)) or "something that was not seen"
+            raise NotInChunksError(f"the model does {what} with its head's logits")
+        return self._steps[id(logits)]
+
+    def _remember(self, tensor: Tensor, steps: tuple[LogitStep, ...]) -> None:
+        self._steps[id(tensor)] = steps
+        self._alive.append(tensor)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = str(getattr(func, "__name__", func))
+        if name != "__get__" and any(id(one) in self._steps for one in (*args, *(kwargs or {}).values())):
+            self._follow(name, tuple(args), dict(kwargs or {}), output)
+        return output
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if name == "contiguous" and id(args[0]) in self._steps:
+            self._remember(output, self._steps[id(args[0])])
+            return
+        known, numbers = name.removesuffix("_"), args[1:]
+        is_plain = all(type(number) in (int, float) for number in numbers) and not kwargs
+        if is_plain and known in FUNCTIONS and id(args[0]) in self._steps:
+            before, step = self._steps[id(args[0])], LogitStep(function=known, numbers=tuple(map(float, numbers)))
+            self._remember(output, before if step in NOTHING else (*before, step))
+        elif isinstance(output, Tensor) or output is None:
+            self._unknown.append(name)
+
+
+def _line(error: Exception) -> str:
+    first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,251 @@
+"""Compare the replay's speed and memory with torchtitan's, pass by pass in one process.
+
+    python benchmarks/beside_torchtitan.py --form compiled --rounds 12 --kernels fused
+    torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled
+
+torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
+use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
+under FSDP2: torchtitan its own model, `apply_compile`, `apply_fsdp` and loss; the replay what a user gets from
+`replay --backend fsdp2`, with the options behind this script's own. A third series, torchtitan again, is the control.
+
+It prints tokens a second, the peak of each without what the other holds, model FLOP/s as share of a measured matrix
+multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for causal attention),
+and from one profiled pass of each where the time goes.
+"""
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from actor_init.world import World
+from benchmarks import long_input
+from replay.cli import app
+from replay.runlog.summary import peak_bytes
+from replay.runner.meter import Meter
+from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.selection import select
+from replay.runner.session import find_source
+from replay.spec import RunSpec
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
+PARTS = {  # of a kernel's name, the first that fits
+    "communication": ("nccl",),
+    "copies": ("Memcpy", "Memset", "copy_", "split_with_sizes_copy", "chunk_cat"),
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "softmax_warp"),
+    "matmul": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitK"),
+}
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One of the two programs: how a pass is run, and what it took."""
+
+    name: str
+    run: Callable[[], tuple[float, int]]  # seconds, peak in bytes
+    resident: int = 0  # bytes held between passes
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
+    arguments, replay_arguments = parser.parse_known_args()
+    compiled = arguments.form == "compiled"
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Path(folder) / "inputs"
+        sizes = ["--tokens", str(arguments.tokens), "--count", "1"]
+        sys.argv[1:] = [str(inputs), *sizes, *(["--vocabulary", "264"] if arguments.tiny else [])]
+        long_input.main()
+        options = ["--backend", "fsdp2", "--inputs", str(inputs), "--log-folder", folder, *replay_arguments]
+        options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
+        options += [] if "--model" in options else ["--model", "llama-3.1-8b"]
+        options += ["--compile"] if compiled else []
+        spec = app(options, standalone_mode=False).args[0]
+        with World.from_env(spec.actor.parallel) as world:
+            ceiling = _matmul_ceiling(world.device)
+            theirs = _held_by(lambda: _torchtitan(arguments, compiled, world), world.device)
+            ours = _held_by(lambda: _replay(spec, world), world.device)
+            again = replace(theirs, name="torchtitan again", seconds=[], peak=0)
+            sides = [theirs, ours, again]
+            for index in range(arguments.warmup + arguments.rounds):
+                for side in sides:
+                    seconds, peak = side.run()
+                    others = ours if side is not ours else theirs
+                    print(f"{index} {side.name}: {seconds * 1e3:.1f} ms", file=sys.stderr, flush=True)
+                    if index >= arguments.warmup:
+                        side.seconds.append(seconds)
+                        side.peak = max(side.peak, peak - others.resident)
+            if world.rank == 0:
+                _print(sides, arguments, ceiling)
+            for side in (theirs, ours):
+                parts = _parts(side, world.device)
+                if world.rank == 0:
+                    print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()))
+    return 0
+
+
+def _held_by(build: Callable[[], Side], device: torch.device) -> Side:
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    side = build()
+    side.run()
+    gc.collect()
+    side.resident = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
+    return side
+
+
+def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> Side:
+    _stand_in_for_what_is_not_used()
+    llama3 = import_module("torchtitan.models.llama3")
+    parallelize = import_module("torchtitan.models.llama3.infra.parallelize")
+    loss_of = import_module("torchtitan.components.loss").cross_entropy_loss
+    config = replace(llama3.llama3_args["debugmodel" if arguments.tiny else "8B"], max_seq_len=arguments.tokens)
+    if not arguments.tiny:
+        config = replace(config, n_layers=arguments.layers)
+    with torch.device("meta"):
+        model = llama3.Transformer(config)
+    if compiled:
+        parallelize.apply_compile(model, import_module("torchtitan.config.job_config").Compile(enable=True))
+        loss_of = torch.compile(loss_of)
+    parallelize.apply_fsdp(model, world.weights_mesh["shard"], torch.bfloat16, torch.float32, pp_enabled=False)
+    model.to_empty(device=world.device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=world.device)
+    model.train()
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, arguments.tokens), device=world.device)
+    labels = tokens.roll(-1, 1)
+
+    def run() -> tuple[float, int]:
+        began = _begin(world.device)
+        loss = loss_of(model(tokens), labels) / arguments.tokens
+        loss.backward()
+        measured = _end(world.device, began)
+        model.zero_grad(set_to_none=True)
+        return measured
+
+    return Side(name="torchtitan", run=run)
+
+
+def _stand_in_for_what_is_not_used() -> None:
+    missing = [name for name in UNUSED if importlib.util.find_spec(name) is None]
+    parts = [name + part for name in missing for part in ("", ".distributed", ".stateful_dataloader")]
+    for module in (*parts, "torch.utils.tensorboard", "torchtitan.models.moe.kernels"):
+        sys.modules[module] = MagicMock(__spec__=None, StatefulDataLoader=type("StatefulDataLoader", (), {}))
+
+
+def _replay(spec: RunSpec, world: World) -> Side:
+    source = find_source(spec)
+    actor = ReopenedActor(spec.actor, source, world)
+    tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
+    meter = Meter.for_device(world.device)
+    runner = PassRunner(spec, world, source, actor, meter, tracker, SameWeights(source))
+    (path,) = select(spec.inputs, 0, 1).inputs
+    print(dict(actor.backend.facts()), file=sys.stderr)
+
+    def run() -> tuple[float, int]:
+        record, error = runner.replay(0, path)
+        if error:
+            raise error
+        assert record.seconds is not None
+        return record.seconds, peak_bytes(record)
+
+    return Side(name="replay", run=run)
+
+
+def _begin(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    return time.perf_counter()
+
+
+def _end(device: torch.device, began: float) -> tuple[float, int]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def _matmul_ceiling(device: torch.device) -> float:
+    """Return FLOP/s of a bf16 matrix multiplication of 8,192 (256 on a CPU) in each dimension, random data."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(13):
+        began = _begin(device)
+        for _ in range(10):
+            a @ b
+        times.append(_end(device, began)[0] / 10)
+    return 2.0 * float(size) ** 3 / statistics.median(times[3:])
+
+
+def _flops_a_token(num_layers: int, num_tokens: int) -> float:
+    width, hidden, key_values, vocabulary = 4096, 14336, 1024, 128256
+    layer = 2 * width * width + 2 * width * key_values + 3 * width * hidden
+    parameters = num_layers * layer + width * vocabulary
+    return 6.0 * parameters + 6 * num_layers * width * num_tokens
+
+
+def _print(sides: list[Side], arguments: argparse.Namespace, ceiling: float) -> None:
+    first = sides[0]
+    print("\n| side | ms | tokens/s | of torchtitan's | peak GiB | of torchtitan's | TFLOP/s | of the ceiling |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for side in sides:
+        seconds = statistics.median(side.seconds)
+        ratio = statistics.median(a / b for a, b in zip(first.seconds, side.seconds, strict=True))
+        speed = arguments.tokens / seconds
+        flops = speed * _flops_a_token(arguments.layers, arguments.tokens)
+        peak = f"{side.peak / 2**30:.1f} | {side.peak / first.peak:.3f}" if first.peak else "- | -"
+        print(
+            f"| {side.name}, {arguments.form} | {seconds * 1e3:.1f} | {speed:,.0f} | {ratio:.3f} | {peak} "
+            f"| {flops / 1e12:.0f} | {flops / ceiling:.3f} |"
+        )
+    print(f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {len(first.seconds)} passes a side, medians of pairs")
+
+
+def _parts(side: Side, device: torch.device) -> dict[str, float]:
+    """Return milliseconds of one profiled pass by part; gaps: while no kernel ran."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        side.run()
+    parts: dict[str, float] = defaultdict(float)
+    spans = []
+    for event in recorded.events() or []:
+        if event.device_type.name != "CUDA":
+            continue
+        span = event.time_range
+        spans.append((span.start, span.end))
+        part = next((part for part, keys in PARTS.items() if any(key in event.name for key in keys)), "elementwise")
+        parts[part] += (span.end - span.start) / 1e3
+    end, busy = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    parts["gaps"] = (end - min(start for start, _ in spans) - busy) / 1e3
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

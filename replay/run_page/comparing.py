@@ -1,0 +1,95 @@
+"""Say what changed from one run to another: settings, statistics, and each pass on the same input."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actor_init.spec import UsageError
+from replay.compare.command import first_differences
+from replay.compare.comparable import settings_that_differ
+from replay.compare.differences import compare
+from replay.compare.text import difference_table, partings, remarks, setting_table
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds, short_names
+from replay.run_page.logs import RunSoFar
+from replay.runlog.matching import matched
+from replay.runlog.reader import PastRun
+from replay.runlog.summary import peak_bytes, phase_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What is different in one run, held against the first."""
+
+    heading: str
+    said: Pairs
+    tables: dict[str, Columns]
+
+
+def changes(runs: Sequence[RunSoFar]) -> list[Change]:
+    """Hold each run against the first. Numbers of runs that did other work are not compared; the reason is said."""
+    return [_change(runs[0], other, chr(ord("A") + number)) for number, other in enumerate(runs[1:], start=1)]
+
+
+def _change(first: RunSoFar, other: RunSoFar, name: str) -> Change:
+    names = ["A", name]
+    tables: dict[str, Columns] = {"Statistics": _statistics(first, other, name)}
+    try:
+        both = [PastRun.read(first.folder), PastRun.read(other.folder)]
+        settings = setting_table(names, settings_that_differ(both))
+        comparison = compare(*both)
+        said = remarks(names, [comparison]) + partings(names, first_differences(both[0], both[1:]))
+        tables = {"Settings": settings, **tables, "Numbers": difference_table(names, [comparison])}
+    except UsageError as error:
+        said = [("not compared", str(error))]
+    return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})
+
+
+def _statistics(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
+    rows = []
+    for what, said, values in (
+        ("median ms", milliseconds, [run.statistics.median_seconds for run in (first, other)]),
+        ("p95 ms", milliseconds, [run.statistics.p95_seconds for run in (first, other)]),
+        ("real tokens/s", _number, [run.statistics.real_tokens_per_second for run in (first, other)]),
+        ("peak GiB", gibibytes, [_highest(run) for run in (first, other)]),
+    ):
+        rows.append((what, *(said(value) for value in values), _ratio(*values)))
+    return _columns(("quantity", "A", name, f"{name} / A"), rows)
+
+
+def _passes(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
+    """Make a row for each input and rank that both have, left-out passes too."""
+    pairs = matched(first.records, other.records, key=lambda record: (record.source, record.rank))
+    rows = []
+    for a, b in pairs:
+        if a.phases and b.phases:
+            seconds = phase_seconds(a), phase_seconds(b)
+            peaks = peak_bytes(a), peak_bytes(b)
+            losses = tuple("-" if one.loss is None else f"{one.loss:.6g}" for one in (a, b))
+            rows.append(
+                (
+                    short_names(a.source),
+                    str(a.rank),
+                    *(milliseconds(value) for value in seconds),
+                    _ratio(*seconds),
+                    *(gibibytes(value) for value in peaks),
+                    _ratio(*peaks),
+                    *losses,
+                )
+            )
+    titles = ("input", "rank", "A ms", f"{name} ms", "time ratio", "A GiB", f"{name} GiB", "peak ratio", "A loss")
+    return _columns((*titles, f"{name} loss"), rows)
+
+
+def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Columns:
+    return {title: [row[number] for row in rows] for number, title in enumerate(titles)}
+
+
+def _highest(run: RunSoFar) -> float | None:
+    return None if run.statistics.highest_peak is None else run.statistics.highest_peak.value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _ratio(first: float | None, other: float | None) -> str:
+    return f"{other / first:.3f}" if first and other is not None else "-"

@@ -1,0 +1,216 @@
+"""A pass that did something for the first time says what, and is not counted; a pass that is always slow is."""
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.file_format.actor_config import write_actor_config
+from replay.cli import main
+from replay.loss import negated_mean
+from replay.runlog.records import FirstUse, PassRecord
+from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
+from replay.runlog.writer import read_log
+from replay.runner import first_uses
+from replay.runner.first_uses import FirstUses
+from replay.runner.meter import HostInstrument, Meter
+from tests.helpers.made_captures import write_pass
+from tests.helpers.made_records import record
+
+CPU = torch.device("cpu")
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+LOSS = """
+import ctypes, importlib, sys, torch
+from pathlib import Path
+
+calls = 0
+
+def loss(inputs):
+    global calls
+    calls += 1
+    value = -inputs.log_probs_BA[inputs.action_mask_BA].mean()
+    if calls == 2:
+        torch._dynamo.reset()
+        torch.compile(lambda x: x * 2, backend="eager")(value.detach())
+    if calls == 3:
+        ctypes.CDLL(str(Path(__file__).with_name("planted.so")))
+    if calls == 4:
+        sys.path.append(str(Path(__file__).parent))
+        importlib.import_module("planted_module")
+    return value
+"""
+
+
+def captures(folder: Path, lengths: Sequence[int], num_rows: Sequence[int] = (2,)) -> Path:
+    for step, length in enumerate(lengths):
+        rows = num_rows[step % len(num_rows)]
+        write_pass(folder, step=step, num_rows=rows, length=length, num_real=length, num_actions=1, vocabulary=64)
+    write_actor_config(folder, LLAMA, "tiny")
+    return folder
+
+
+def replayed(folder: Path, logs: Path, *typed: str) -> tuple[list[PassRecord], Statistics]:
+    assert main(["--inputs", str(folder), "--backend", "ddp", "--log-folder", str(logs), *typed]) == 0
+    (log,) = logs.iterdir()
+    records = read_log(log)[1]
+    return records, summarize(records)
+
+
+@pytest.mark.usefixtures("one_world")
+def test_planted_first_uses_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "planted_module.py").write_text("")
+    (tmp_path / "planted.so").write_bytes(Path(sys.modules["_ctypes"].__file__ or "").read_bytes())
+    folder = captures(tmp_path / "captures", [10, 11, 12, 13, 14])
+    records, statistics = replayed(folder, tmp_path / "logs", "--loss", f"{tmp_path / 'loss.py'}:loss")
+    assert FirstUse.COMPILED in records[1].first_uses
+    assert records[2].first_uses == [FirstUse.LIBRARY]
+    assert records[3].first_uses == [FirstUse.IMPORT]
+    assert records[4].first_uses == []
+    assert statistics.left_out == {WARMUP: 1, NEW_GRAPH: 1, "loaded a library": 1, "imported a module": 1}
+    assert statistics.slowest is not None
+    assert statistics.slowest.index == 4
+    said = capsys.readouterr().out
+    assert "1 loaded a library, 1 imported a module" in said
+    assert [line.split()[-1] for line in said.splitlines() if line.startswith(("   3  ", "   4  "))] == [
+        "library",
+        "import",
+    ]
+
+
+@pytest.mark.usefixtures("one_world")
+@pytest.mark.parametrize("rows", [(1, 2, 3), (2, 1, 3)], ids=str)
+def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(
+    rows: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo makes constants of the first pass's 1s, and of what is 1 later: one document, a multiple of one length."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graphs are the same
+    folder = captures(tmp_path / "captures", [2 + 7 * step % 41 for step in range(40)], rows)
+    records, statistics = replayed(folder, tmp_path / "logs", "--compile")
+    assert len({one.fed_tokens for one in records}) > 30
+    assert records[0].new_graphs > 0
+    assert sum(one.new_graphs for one in records[1:]) <= 2
+    compiled = [one for one in records if one.new_graphs or one.first_uses]
+    assert statistics.num_counted == len(records) - len({0, *(one.index for one in compiled)})
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class DeviceBehind(HostInstrument):
+    """A device that waits for its host, as a GPU does while a kernel is looked for."""
+
+    runs_behind = True
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def mark(self) -> float:
+        return self.clock.now
+
+
+@pytest.mark.usefixtures("one_world")
+@pytest.mark.parametrize("typed", [[], ["--step"]], ids=" ".join)
+def test_slow_once_is_no_measurement_and_always_slow_is_one(
+    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, lengths, seen = Clock(), [10, 11, 12, 13, 14], set[int]()
+
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        length = inputs.input_ids.numel() // 2
+        is_first = length not in seen
+        seen.add(length)
+        clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
+        return negated_mean(log_probs_BA, inputs)
+
+    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", loss)
+    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(DeviceBehind(clock)))
+    monkeypatch.setattr("replay.runner.meter.time", SimpleNamespace(perf_counter=clock.perf_counter, time=time.time))
+    folder = captures(tmp_path / "captures", lengths)
+    records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)
+    assert [one.first_uses for one in records[1:]] == [[], [FirstUse.ONCE], [], []]
+    assert [one.seconds_again for one in records] == [None, 1.0, 1.0, None, 8.0]
+    assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
+    assert statistics.slowest is not None
+    assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
+
+    monkeypatch.setattr("replay.runner.pass_again.FACTOR", 100.0)
+    never, _ = replayed(folder, tmp_path / "never", "--no-noise-floor", *typed)
+    assert [one.seconds_again for one in never] == [None, 1.0, None, None, None]
+    numbers = [(one.loss, one.row_log_probs, one.grad_norm) for one in records]
+    assert numbers == [(one.loss, one.row_log_probs, one.grad_norm) for one in never]
+
+
+@pytest.mark.parametrize("use", FirstUse)
+def test_each_first_use_has_its_reason(use: FirstUse) -> None:
+    statistics = summarize([record(0), record(1, forward=99.0, first_uses=[use.value]), record(2)])
+    assert statistics.left_out == {FIRST_USES[use]: 1}
+    assert statistics.slowest is not None
+    assert statistics.slowest.index != 1
+
+
+def test_a_first_use_that_a_later_release_may_name_is_left_out_too() -> None:
+    assert summarize([record(0), record(1, first_uses=["warp"])]).left_out == {"warp": 1}
+
+
+@pytest.mark.parametrize("has_knobs", [True, False])
+def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its hooks of today (`triton.knobs`) and of before 3.4 (`JITFunction.compiled_hook`); an earlier hook stays."""
+    called: list[str] = []
+
+    class Autotuner:
+        def _bench(self, config: str) -> str:
+            return config
+
+    class JITFunction:
+        compiled_hook: Any = None
+
+    runtime = SimpleNamespace(jit_post_compile_hook=lambda **named: called.append(named["key"]))
+    modules: dict[str, Any] = {
+        "triton.runtime.autotuner": SimpleNamespace(Autotuner=Autotuner),
+        "triton.runtime.jit": SimpleNamespace(JITFunction=JITFunction),
+    } | ({"triton.knobs": SimpleNamespace(runtime=runtime)} if has_knobs else {})
+    for name in ("triton.knobs", *modules):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, values in modules.items():
+        module = ModuleType(name)
+        vars(module).update(vars(values))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(first_uses, "_triton", first_uses._TritonWatch())
+    uses = FirstUses(CPU)
+    uses.begin()
+    assert uses.end() == []
+    uses.begin()
+    if has_knobs:
+        runtime.jit_post_compile_hook(key="a")
+        assert called == ["a"]
+    else:
+        JITFunction.compiled_hook(key="a")
+    assert uses.end() == [FirstUse.TRITON]
+    uses.begin()
+    assert Autotuner()._bench(config="b") == "b"
+    assert uses.end() == [FirstUse.AUTOTUNED]

@@ -1,0 +1,142 @@
+"""Options that were not given follow the job: its attention kernel, and whether it used Liger."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actor_init.attention import kernel_choice
+from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.listing import capture_files
+from capture.record.job_facts import kernels_of
+from capture.record.recorder import recording
+from replay.runner.job_defaults import ChosenKernel, job_kernel, settled
+from replay.spec import RunSpec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+CONFIG = LlamaConfig(**TINY)
+
+
+def job(*, packed: bool = False, **environment: str) -> Call:
+    """A capture of a job with these settings; packed rows come with position ids."""
+    tensors = {"input_ids": torch.ones(1, 4)} | ({"position_ids": torch.ones(1, 4)} if packed else {})
+    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, weights=None, outputs={}))
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
+    there = {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}
+    monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
+    return there
+
+
+def chosen(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
+    spec = RunSpec(actor=ActorSpec(**given)).actor.settled()
+    return job_kernel(spec, first, where, CONFIG)
+
+
+def test_auto_takes_the_job_s_kernel() -> None:
+    flash = job(attention="flash_attention_2")
+    assert chosen(flash, CUDA) == ChosenKernel(attention=Attention.FLASH, why="as the job's flash_attention_2")
+    assert chosen(job(attention="eager"), CPU) == ChosenKernel(attention=Attention.EAGER)
+    assert chosen(job(packed=True, attention="sdpa"), CUDA).attention is Attention.SDPA
+
+
+def test_what_was_typed_stays() -> None:
+    flash = job(attention="flash_attention_2")
+    assert chosen(flash, CUDA, attention=Attention.VARLEN) == ChosenKernel(attention=Attention.VARLEN)
+
+
+@pytest.mark.parametrize(
+    ("first", "where", "why"),
+    [
+        (job(attention="flash_attention_2"), CPU, "what a CPU has; of the job's flash_attention_2: flash-attn has no"),
+        (job(attention="flash_attention_3"), CUDA, "of the job's flash_attention_3: flash-attn 3 is not installed"),
+        (job(attention="flex_attention"), CUDA, "the job's flex_attention is not known here"),
+        (job(attention="sdpa"), CUDA, "the job's sdpa had padded rows, and packed ones need a mask"),
+        (job(), CUDA, "the captures do not name the job's"),
+        (None, CUDA, "the captures do not name the job's"),
+    ],
+)
+def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_says_why(
+    first: Call | None, where: torch.device, why: str
+) -> None:
+    found = chosen(first, where)
+    assert found.attention is Attention.AUTO
+    assert why in found.why
+    if where is CUDA:
+        assert found.why.startswith("the fastest here that the kernel check finds right; ")
+
+
+def test_a_ring_has_a_kernel_of_its_own() -> None:
+    ring = chosen(job(attention="eager"), CUDA, parallel=ParallelSpec(ring=2))
+    assert ring == ChosenKernel(attention=Attention.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("first", "typed", "expected"),
+    [
+        (job(kernels="liger"), Kernels.AUTO, Kernels.FUSED),
+        (job(kernels="liger"), Kernels.MODEL, Kernels.MODEL),
+        (job(kernels="model"), Kernels.AUTO, Kernels.MODEL),
+        (job(kernels="model"), Kernels.FUSED, Kernels.FUSED),
+        (job(), Kernels.AUTO, Kernels.MODEL),
+        (None, Kernels.AUTO, Kernels.MODEL),
+    ],
+)
+def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kernels, expected: Kernels) -> None:
+    spec = RunSpec(actor=ActorSpec(kernels=typed))
+    assert settled(spec, first, 1, "cpu").actor.kernels is expected
+
+
+class LigersNorm(nn.Module):
+    """A norm whose name says that it is Liger's."""
+
+    __module__ = "liger_kernel.transformers.rms_norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+LigersNorm.forward.__module__ = LigersNorm.__module__
+
+
+def _ligers_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+_ligers_rotary.__module__ = "liger_kernel.transformers.rope"
+
+
+def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(folder: Path, model: nn.Module) -> str:
+        with recording(model, folder, reproduce=True):
+            model(input_ids=torch.arange(6)[None])
+        (path,) = capture_files(folder)
+        return read_call(path).environment["kernels"]
+
+    plain, patched = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
+    norm = patched.model.norm
+    norm.forward = LigersNorm.forward.__get__(norm)  # as Liger patches a model that is there already
+    assert recorded(tmp_path / "plain", plain) == "model"
+    assert recorded(tmp_path / "patched", patched) == "liger"
+    exchanged = LlamaForCausalLM(CONFIG)
+    exchanged.model.norm = LigersNorm()
+    assert kernels_of(exchanged) == "liger"
+    monkeypatch.setattr(sys.modules[LlamaForCausalLM.__module__], "apply_rotary_pos_emb", _ligers_rotary)
+    assert kernels_of(plain) == "liger"

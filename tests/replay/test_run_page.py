@@ -1,0 +1,181 @@
+"""The page of a run shows what its log holds, works offline, and draws and sorts in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.cli import main
+from tests.helpers.commands import LIMIT, ROOT
+from tests.warm import warm_bin
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+IN_BROWSER = """
+<script>
+window.onload = () => {
+  const find = (text) => [...document.querySelectorAll("table.sorts th button")].filter((b) => b.textContent === text);
+  const button = find("real").at(-1);
+  const column = [...button.closest("tr").cells].indexOf(button.parentElement);
+  const cells = () => [...button.closest("table").tBodies[0].rows].map((row) => row.cells[column].textContent);
+  button.click();
+  const rising = cells();
+  button.click();
+  const sizes = [...document.querySelectorAll("svg")].map((one) => one.getBBox().width * one.getBBox().height);
+  const fits = document.documentElement.scrollWidth <= window.innerWidth;
+  const result = {rising, falling: cells(), sizes, errors: window.errors, fits};
+  document.body.innerHTML = `<pre id="result">${JSON.stringify(result)}</pre>`;
+};
+</script>
+"""
+
+
+class Page(HTMLParser):
+    """What a page shows: text by tag, the attributes of tags, and the rows of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        self.counts: dict[str, int] = {}
+        self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("logs")
+    for name, rest in (("first", []), ("second", ["--no-packing"])):
+        options = ["--max-inputs", "3", "--dtype", "fp32", "--quiet", "--log-folder", str(home), "--name", name, *rest]
+        subprocess.run([str(warm_bin() / "replay"), *options], cwd=ROOT, check=True, capture_output=True, timeout=LIMIT)
+    return {path.name.rpartition("-")[2]: path for path in home.iterdir()}
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
+
+
+def test_the_page_of_a_run_shows_every_pass_of_its_log(logs: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["report", str(logs["first"]), "--to", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    head = next(row for row in page.rows if row[:2] == ["pass", "input"])
+    shown = [dict(zip(head, row, strict=True)) for row in page.rows if len(row) == len(head) and row != head]
+    for row, line in zip(shown, written(logs["first"]), strict=True):
+        assert row["real"] == f"{line['real_tokens']:,}"
+        assert float(row["fwd ms"].replace(",", "")) == pytest.approx(
+            line["phases"]["forward"]["seconds"] * 1e3, abs=0.06
+        )
+        assert row["loss"] == f"{line['loss']:.5f}"
+    assert [row["not counted"] for row in shown] == ["warm-up", "", ""]
+    assert page.counts["rect"] == 3 * 2 * 3  # passes; forward and backward, real and padding; time, memory, tokens
+    run = json.loads((logs["first"] / "run.json").read_text())
+    assert run["command"] in page.texts
+    assert any(text.startswith(f"{run['verdict']['outcome']}: ") for text in page.texts)
+
+
+def test_it_works_offline(logs: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["report", str(logs["first"]), str(logs["second"]), "--to", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    outside = [value for _, name, value in Page(text).attributes if name in ("src", "href", "data") and ":" in value]
+    assert outside == []
+    assert not re.search(r"@import|url\(|fetch\(|https?://", text)
+
+
+def test_two_runs_beside_each_other_show_what_changed(logs: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["report", str(logs["first"]), str(logs["second"]), "--to", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert ["packing", "yes", "no"] in page.rows
+    a, b = (written(logs[name]) for name in ("first", "second"))
+    ratios = [row[4] for row in page.rows if len(row) == 10 and row[0].startswith("rank0 #")]
+    sums = [[sum(phase["seconds"] for phase in line["phases"].values()) for line in lines] for lines in (a, b)]
+    assert ratios == [f"{after / before:.3f}" for before, after in zip(*sums, strict=True)]
+
+
+def test_a_log_that_is_cut_short_is_shown_as_far_as_it_came(
+    logs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(logs["first"], broken)
+    lines = (broken / "rank0.jsonl").read_text()
+    (broken / "rank0.jsonl").write_text(lines[:-40])
+    run = json.loads((broken / "run.json").read_text())
+    del run["exit_code"], run["verdict"], run["statistics"]
+    (broken / "run.json").write_text(json.dumps(run))
+    assert main(["report", str(broken)]) == 0
+    said = capsys.readouterr().out
+    assert "broken: rank0.jsonl is cut short in line 3" in said
+    assert "broken: run.json has no end: the run goes on, or was killed" in said
+    page = Page((broken / "report.html").read_text())
+    assert [row[0] for row in page.rows if len(row) > 5 and row[0].isdigit()] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "holds no run"),
+        (lambda path: (path / "run.json").write_text("[]"), "holds a list, not a run"),
+        (lambda path: (path / "run.json").write_text('{"format": 7}'), "was written in format 7"),
+        (lambda path: (path / "run.json").write_text('{"format": 1}'), "run.json names no devices"),
+        (lambda path: (path / "run.json").write_bytes(b"\xff\x00"), "cannot be read"),
+    ],
+)
+def test_a_foreign_folder_is_refused_in_one_line(
+    make: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.parametrize("size", ["1200,900", "400,800"])
+def test_a_browser_draws_every_picture_and_sorts_the_table(logs: dict[str, Path], tmp_path: Path, size: str) -> None:
+    path = tmp_path / "page.html"
+    assert main(["report", str(logs["first"]), str(logs["second"]), "--to", str(path)]) == 0
+    text = path.read_text()
+    catch = "<script>window.errors = []; window.onerror = (message) => window.errors.push(message);</script>"
+    path.write_text(text.replace("<head>", f"<head>{catch}").replace("</body>", f"{IN_BROWSER}</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}", "--enable-logging=stderr"]
+    done = subprocess.run(
+        [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout)
+    assert found, done.stdout[-2000:]
+    result = json.loads(found[1])
+    assert result["errors"] == []
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert len(result["sizes"]) == text.count("<svg ")
+    assert all(size > 0 for size in result["sizes"])
+    numbers = [line["real_tokens"] for line in written(logs["second"])]
+    assert [int(cell.replace(",", "")) for cell in result["rising"]] == sorted(numbers)
+    assert [int(cell.replace(",", "")) for cell in result["falling"]] == sorted(numbers, reverse=True)
+    assert result["fits"]
