@@ -17,7 +17,7 @@ from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
-from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, sliced
+from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, predicts_own_tokens, sliced
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
 from actor_init.spec import ActorSpec, PadTo
@@ -360,9 +360,14 @@ class PassRunner:
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         order = -1 if self._reverses else 1
+        own_BA, first = predicts_own_tokens(batch)
         self.replayed = Replayed(
             token_log_probs=sampled_log_probs(
-                log_probs_BA, inputs.action_mask_BA, batch.sequences_BS.shape[1], is_reversed=self._reverses
+                log_probs_BA,
+                inputs.action_mask_BA & own_BA.to(self.world.device),
+                batch.sequences_BS.shape[1],
+                first=first,
+                is_reversed=self._reverses,
             ),
             action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
             if self._wants_tokens or self.details_folder is not None
