@@ -245,7 +245,10 @@ class ActorSpec:
                 raise UsageError(f"--model {self.model} names no function. Try: --model {asked}:FUNCTION")
             for flag, value in (("--weights", self.weights), ("--blocks", self.blocks)):
                 if value is not None:
-                    advice = f"Try: --model {value}" if flag == "--weights" else "Leave it out"
+                    advice = "Leave it out"
+                    if flag == "--weights":
+                        folder = f", or for transformers' models --model {value}" if Path(value).is_dir() else ""
+                        advice = f"Try: --model FILE.py:function --weights {value}{folder}"
                     raise UsageError(f"{flag} {value} is for --model FILE.py:function. {advice}")
             return
         tp, ring, model = self.parallel.tp, self.parallel.ring, self.model
@@ -258,6 +261,7 @@ class ActorSpec:
                 self.attention is not Attention.AUTO,
                 "chooses transformers' kernels, and there are none in",
             ),
+            (f"--adapter {self.adapter}", self.adapter is not None, "goes into transformers' models, not into"),
         ):
             if is_given:
                 raise UsageError(f"{typed} {why} --model {model}. Leave it out")

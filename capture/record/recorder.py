@@ -42,6 +42,7 @@ from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
 _OPEN: "list[Recorder]" = []
+_held: dict[str, Any] | None = None  # what was noted for the next pass while there is no recording; None: not held
 MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
 
 
@@ -125,9 +126,27 @@ def note(**values: Any) -> None:
 
 
 def note_next(**tensors: Any) -> None:
-    """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing."""
+    """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing.
+
+    Exception: while `capture run` searches for the model, what is noted goes to its first pass.
+    """
+    if not _OPEN and _held is not None:
+        _held.update(tensors)
     for recorder in _OPEN:
         recorder.note_next(**tensors)
+
+
+def hold_notes() -> None:
+    """Begin to hold what `note_next` is given without a recording, until `take_held_notes`."""
+    global _held
+    _held = {}
+
+
+def take_held_notes() -> dict[str, Any]:
+    """Return what was noted, and hold no more."""
+    global _held
+    held, _held = _held, None
+    return held or {}
 
 
 class Recorder:

@@ -64,6 +64,11 @@ class Objective:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ObjectiveError(f"--loss {self.loss} returned {kind}; it must return a tensor of one number")
+        if inputs.log_probs_BA.requires_grad and not loss.requires_grad:
+            raise ObjectiveError(
+                f"--loss {self.loss} returned a number without a gradient. Compute it from inputs.log_probs_BA, "
+                "inputs.logits() or inputs.entropies(), not detached. Try: --no-backward"
+            )
         return loss.reshape(())
 
     def check(self, recorded: Recorded) -> None:
@@ -85,7 +90,10 @@ class Objective:
             return [] if has_pairs else [(names.REF_LOG_PROBS, "")]
         needs: list[tuple[tuple[str, ...], str]] = [(names.ADVANTAGES, "")]
         needs += [] if self.spec.on_policy else [(names.OLD_LOG_PROBS, ON_POLICY)]
-        return needs + ([(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else [])
+        needs += [(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else []
+        has_divisor = self.spec.divisor or any(name in recorded.numbers for name in names.DIVISOR)
+        lacks_divisor = self.spec.reduction is Reduction.DIVISOR and not has_divisor
+        return needs + ([(names.DIVISOR, "or --divisor X")] if lacks_divisor else [])
 
     def described(self) -> str:
         """Describe it for the header."""
