@@ -16,7 +16,7 @@ from actor_init.layout import Borders, Layout
 from actor_init.model import count_parameters
 from actor_init.own_positions import with_own_positions
 from actor_init.probe import packing_probe
-from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_not_packed
+from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_no_slice, why_not_packed
 from actor_init.probe.small_config import small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -154,3 +154,18 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
     spec, _ = choose_layout(spec_of(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
     assert spec.attention is Attention.EAGER
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("ring_gathered"), "its layers have no attention that a ring can replace"),
+        (TypeError("forward() got an unexpected keyword argument 'ring'"), "its layers cannot run on a slice"),
+        (TypeError("attention() missing 1 required argument: 'ring'"), "its layers do not tell their attention of the"),
+        (UsageError("--attention flash needs CUDA. Try: sdpa"), "--attention flash needs CUDA"),
+        (KeyError("other"), "its layers cannot run on a slice (KeyError: 'other')"),
+    ],
+    ids=str,
+)
+def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, said: str) -> None:
+    assert why_no_slice(error, "ring_gathered").startswith(said)
