@@ -8,6 +8,8 @@ something, and different ones prove nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from actor_init.inputs.packing import num_action_tokens
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
@@ -127,6 +129,7 @@ def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
             if not tokens:  # the model's is nan, the replay's 0
                 return []
             value *= _divisor(call, tokens) / tokens
+            doubt = _doubt_of_shift(batch)
         counted = None if tokens is None else [tokens]
         stored = call.outputs.get("loss_dtype")
         stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
@@ -161,6 +164,19 @@ def _num_labels(batch: MicroBatch) -> int:
         assert batch.labels_BS is not None
         next_BS = batch.labels_BS[:, 1:]
     return int((next_BS != IGNORED_LABEL).sum())
+
+
+def _doubt_of_shift(batch: MicroBatch) -> str | None:
+    """Say so where the labels are the next tokens, which a model that shifts them itself would not be given."""
+    labels_BS, ids_BS = batch.labels_BS, batch.sequences_BS
+    if labels_BS is None or batch.shift_labels is not None:
+        return None
+    given = labels_BS[:, :-1] != IGNORED_LABEL
+    are_next = torch.equal(labels_BS[:, :-1][given], ids_BS[:, 1:][given])
+    are_own = torch.equal(labels_BS[:, :-1][given], ids_BS[:, :-1][given])
+    if not are_next or are_own:
+        return None
+    return "the labels are the next tokens already. Try: record them as shift_labels (--arguments targets=shift_labels)"
 
 
 def _doubt_of_loss(call: Call, batch: MicroBatch, loss: str) -> str | None:

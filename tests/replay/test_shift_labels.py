@@ -28,14 +28,14 @@ NUM_STEPS = 2
 LENGTH = 32  # nano.py's block_size: no room for one more token
 
 
-def train(folder: Path, shift: int = 1) -> Path:
+def train(folder: Path, shift: int = 1, kept_as: str = "shift_labels") -> Path:
     """Train at learning rate 0; with another `shift` the loss is of other tokens than the targets that are recorded."""
     torch.manual_seed(0)
     model = build()
     torch.save({"model": model.state_dict()}, folder / "ckpt.pt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(1)
-    names = {"idx": "input_ids", "targets": "shift_labels"}
+    names = {"idx": "input_ids", "targets": kept_as}
     with recording(model, folder / "captures", reproduce=True, arguments=names):
         for _ in range(NUM_STEPS):
             text_BS = torch.randint(1, 64, (2, LENGTH + 2), generator=generator)
@@ -70,6 +70,12 @@ def test_a_plain_gpt_with_targets_is_reproduced(tmp_path: Path, typed: list[str]
 def test_a_loss_of_other_tokens_than_the_targets_is_not_reproduced(tmp_path: Path) -> None:
     verdict = verdict_of(train(tmp_path, shift=2), tmp_path / "logs", "--backend", "ddp")
     assert verdict["outcome"] != "REPRODUCED"
+
+
+def test_next_tokens_that_were_recorded_as_labels_are_noticed(tmp_path: Path) -> None:
+    verdict = verdict_of(train(tmp_path, kept_as="labels"), tmp_path / "logs", "--backend", "ddp")
+    assert verdict["outcome"] == "UNSETTLED", verdict
+    assert "the labels are the next tokens already. Try: record them as shift_labels" in verdict["open"][0]["doubt"]
 
 
 def shifted(next_BS: Tensor, real_BS: Tensor) -> MicroBatch:
