@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actor_init.custom.user_file import UserFunction
 from replay.objective import names
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.objective.policy import policy_loss
-from replay.objective.user_file import load
-from replay.spec import LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
+from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
 
 ON_POLICY = "where the samples are the policy's own, --on-policy"
 
@@ -40,8 +41,10 @@ class Objective:
                 return cls(loss=loss, spec=settings, function=lambda inputs: policy_loss(inputs, settings))
             case LossName.DPO:
                 return cls(loss=loss, spec=settings, function=lambda inputs: dpo_loss(inputs, settings))
-        function, sha256 = load(loss)
-        return cls(loss=loss, spec=settings, function=function, sha256=sha256)
+        named = USER_LOSS.fullmatch(loss)
+        assert named is not None
+        own = UserFunction.open(Path(named["file"]), named["function"], option="--loss")
+        return cls(loss=loss, spec=settings, function=own.found(), sha256=own.sha256)
 
     @property
     def needs_logits(self) -> bool:

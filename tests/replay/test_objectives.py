@@ -280,6 +280,15 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
         constant(made())
 
 
+def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_loss.py").write_text("factor = 3.0")
+    text = "from beside_the_loss import factor\ndef loss(inputs):\n    return factor * inputs.log_probs_BA.sum()\n"
+    (tmp_path / "own.py").write_text(text)
+    objective, inputs = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
+    assert objective is not None
+    assert objective(inputs).item() == pytest.approx(3 * inputs.log_probs_BA.sum().item())
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -300,8 +309,9 @@ def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: s
     ("text", "name", "said"),
     [
         (None, "loss", "No such file or directory"),
-        ("def other(inputs): ...", "loss", "has no function loss; it has other"),
-        ("1 / 0", "loss", "raised ZeroDivisionError"),
+        ("def other(inputs): ...", "loss", r"--loss own.py:loss: .*own.py has no function loss. It has other"),
+        ("1 / 0", "loss", r"--loss own.py:loss: it raised ZeroDivisionError: division by zero, at .*own.py:1"),
+        ("raise SystemExit(0)", "loss", "it raised SystemExit: 0"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None, name: str, said: str) -> None:
