@@ -369,7 +369,7 @@ def test_a_model_with_dropout_differs_by_chance() -> None:
 
 
 def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
-    """Of a pass whose numbers are the job's the masks are, and so is its gradient, which a scaled loss is not."""
+    """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
     dropout = replace(SETTING, dropout=["attention_dropout"])
     verdict = judged(recorded(RIGHT), recorded(WRONG, step=1), setting=dropout)
     assert (verdict.outcome, verdict.counts) == (Outcome.UNSETTLED, {Outcome.REPRODUCED: 1, Outcome.UNSETTLED: 1})
