@@ -61,7 +61,7 @@ class LayerTracer:
         }
         self._with_all_heads = {name for name, one in model.named_modules() if getattr(one, "has_all_heads", False)}
         blocks = dict(blocks_of(model))
-        for name, module in _traced_modules(model, blocks, spec.compile):
+        for name, module in traced_modules(model, spec.compile):
             module.register_forward_pre_hook(partial(self._sees_input, name))
             module.register_forward_hook(partial(self._sees_output, name, name in blocks))
 
@@ -145,12 +145,14 @@ class LayerTracer:
         return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
 
 
-def _traced_modules(
-    model: PreTrainedModel, blocks: dict[str, nn.Module], compiled: Compile
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters."""
+def traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters.
+
+    Without those inside compiled blocks, where hooks would change the graph; none at all under DeepCompile.
+    """
     if compiled is Compile.DEEPCOMPILE:
         return
+    blocks = dict(blocks_of(model))
     trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # for "model.layers.0": "model"
     for name, module in model.named_modules():
         above, _, _ = name.rpartition(".")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import IO
 
 from capture.progress_bar import ProgressBar
+from replay.profiling.records import Profile
+from replay.profiling.text import kernel_table, remarks, share_table
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
@@ -72,6 +74,7 @@ class Console:
         memory_kind: str,
         verdict: Pairs,
         saved: Pairs,
+        profile: Profile | None = None,
     ) -> None:
         """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary."""
         out = self._out
@@ -91,6 +94,12 @@ class Console:
             print_table(out, wording.phase_table(statistics))
         summary = wording.summary(statistics, memory_kind) + wording.left_behind(selection)
         print_pairs(out, [(name, self._named(text)) for name, text in summary])
+        if profile is not None:
+            print_line(out)
+            print_table(out, share_table(profile))
+            print_line(out)
+            print_table(out, kernel_table(profile))
+            print_pairs(out, [(name, self._named(text)) for name, text in remarks(profile)])
         print_pairs(out, [*saved, ("log", str(log_folder))])
 
     def _named(self, text: str) -> str:

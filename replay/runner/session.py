@@ -28,6 +28,7 @@ from capture.record.rng_and_outputs import environment
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.profiling.records import Profile
 from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
@@ -173,6 +174,7 @@ class Done:
     passes: Sequence[Pass]
     saved: Pairs
     ended: BaseException | None
+    profile: Profile | None = None  # of --profile
     earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
 
     @property
@@ -269,6 +271,7 @@ class Session:
         )
         passes: list[Pass] = []
         saved: Pairs = []
+        profile: Profile | None = None
         begin = runner.num_settled = self.earlier.num_passes
         num_steps = num_kept = self.earlier.num_steps
         try:
@@ -292,12 +295,43 @@ class Session:
                     self.saver.keep(actor.backend, num_steps, runner.num_settled)
                 num_passes = begin + len(passes) // world.world_size
                 saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
+            if spec.measure.profile:
+                profile = self._profiled(runner, [record for record, _, _ in passes])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
                 raise  # the other ranks wait for this one
             return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
-        return Done(passes=passes, saved=saved, ended=None, earlier=self.earlier.records)
+        return Done(passes=passes, saved=saved, ended=None, profile=profile, earlier=self.earlier.records)
+
+    def _profiled(self, runner: PassRunner, records: Sequence[PassRecord]) -> Profile | None:
+        """Run the slowest pass that counts, else the last, once more under the profiler; None if there was none.
+
+        All ranks must call this.
+        """
+        from replay.profiling.profiler import profiled
+
+        place = summarize(records).slowest
+        last = max((record.index for record in records), default=None)
+        index = place.index if place is not None else last
+        if index is None:
+            return None
+        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
+        path = self.selection.inputs[index]
+        errors: list[Exception | None] = []
+        rank = profiled(
+            lambda: errors.append(runner.replay(len(self.selection.inputs), path)[1]),
+            runner.actor.backend.model,
+            self.spec.actor,
+            self.world.device,
+            self.folder / f"rank{self.world.rank}.profile.json.gz",
+        )
+        if errors[0] is not None:
+            if self.world.world_size > 1:
+                self.watch.stop_all(errors[0])
+            raise errors[0]
+        ranks = self.world.gather(rank)
+        return Profile(index=index, source=path.name, device=self.world.device.type, ranks=ranks)
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
         every = self.spec.state.save_every
@@ -364,6 +398,7 @@ class Session:
                 statistics,
                 exit_code=exit_code,
                 verdict=conclusion.verdict,
+                profile=done.profile,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
@@ -374,6 +409,7 @@ class Session:
                 memory_kind=self.meter.memory_kind,
                 verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
                 saved=done.saved or not_saved(self.spec.state),
+                profile=done.profile,
             )
         self.logbook.close()
         return exit_code
