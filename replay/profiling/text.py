@@ -1,9 +1,10 @@
-"""Format a profile: where the pass's time went, the longest kernels, and who waited for whom."""
+"""Format profiles: where a pass's time went, its longest kernels, who waited for whom; what held its peak."""
 
-from replay.profiling.records import Profile
+from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.shares import Work
-from replay.report.text import Columns, Pairs, milliseconds
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds
 
+NUM_HOLDERS = 20
 NAME_WIDTH = 44  # of a kernel's name; the whole one is in run.json
 
 
@@ -67,3 +68,40 @@ def _time_of(profile: Profile) -> str:
     if profile.device == "cuda":
         return "time of the device; gaps: it ran nothing"
     return "time of the CPU; gaps: no operator of torch ran, but Python or compiled code"
+
+
+def holder_table(memory: MemoryPeak) -> Columns:
+    """Return a row for each part that held the peak of the rank with the highest one, the largest first."""
+    rank = _highest(memory)
+    shown, rest = rank.holders[:NUM_HOLDERS], rank.holders[NUM_HOLDERS:]
+    rows = [(one.kind.value, one.name or "-", one.count, one.num_bytes) for one in shown]
+    if rest:
+        rows.append(
+            (f"{len(rest)} smaller ones", "-", sum(one.count for one in rest), sum(one.num_bytes for one in rest))
+        )
+    return {
+        "held at the peak": [kind for kind, _, _, _ in rows],
+        "module": [name for _, name, _, _ in rows],
+        "blocks": [str(count) for _, _, count, _ in rows],
+        "GiB": [gibibytes(num_bytes) for _, _, _, num_bytes in rows],
+        "share": [f"{num_bytes / rank.peak_bytes:.1%}" for _, _, _, num_bytes in rows],
+    }
+
+
+def memory_remarks(memory: MemoryPeak) -> Pairs:
+    """Name the pass and rank, check the sum against the allocator's peak, say what was reserved beside it."""
+    rank = _highest(memory)
+    number = memory.ranks.index(rank)
+    where = f"pass {memory.index + 1} once more, rank {number}, {memory.source}"
+    sums = f"these are {gibibytes(rank.peak_bytes)} GiB, the allocator counted {gibibytes(rank.counted_bytes)}"
+    unused = rank.reserved_bytes - rank.peak_bytes
+    pairs: Pairs = [("peak held", f"{where}; {sums}, and {gibibytes(unused)} GiB more were reserved and not in use")]
+    if rank.ran_out:
+        pairs.append(("ran out", rank.ran_out.splitlines()[0]))
+    files = ", ".join(one.snapshot for one in memory.ranks)
+    pairs.append(("snapshot", f"{files} in the log folder, for pytorch.org/memory_viz"))
+    return pairs
+
+
+def _highest(memory: MemoryPeak) -> MemoryProfile:
+    return max(memory.ranks, key=lambda one: one.peak_bytes)

@@ -131,11 +131,12 @@ class Logbook:
         exit_code: int,
         verdict: Any = None,
         profile: Any = None,
+        memory: Any = None,
         first_non_finite: Mapping[str, Any] | None = None,
     ) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 only.
 
-        `verdict` and `profile` are dataclasses of plain data.
+        `verdict`, `profile` and `memory` are dataclasses of plain data.
         """
         assert self._run, "begin() comes first"
         self._run |= {
@@ -143,6 +144,7 @@ class Logbook:
             "statistics": to_json(statistics),
             "verdict": verdict and to_json(verdict),
             "profile": profile and to_json(profile),
+            "memory": memory and to_json(memory),
             "first_non_finite": first_non_finite,
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),

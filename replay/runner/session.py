@@ -28,10 +28,10 @@ from capture.record.rng_and_outputs import environment
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
-from replay.profiling.records import Profile
+from replay.profiling.records import MemoryPeak, Profile
 from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import summarize
+from replay.runlog.summary import peak_bytes, summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
@@ -76,6 +76,11 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
     )
+    if spec.measure.memory_snapshot and world.device.type != "cuda":
+        raise UsageError(
+            "--memory-snapshot reads the history of CUDA's allocator, and this is a CPU, whose peaks are the process's "
+            "resident memory. Try: without --memory-snapshot"
+        )
     first = _first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
@@ -175,6 +180,7 @@ class Done:
     saved: Pairs
     ended: BaseException | None
     profile: Profile | None = None  # of --profile
+    memory: MemoryPeak | None = None  # of --memory-snapshot
     earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
 
     @property
@@ -272,6 +278,7 @@ class Session:
         passes: list[Pass] = []
         saved: Pairs = []
         profile: Profile | None = None
+        memory: MemoryPeak | None = None
         begin = runner.num_settled = self.earlier.num_passes
         num_steps = num_kept = self.earlier.num_steps
         try:
@@ -297,12 +304,16 @@ class Session:
                 saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
             if spec.measure.profile:
                 profile = self._profiled(runner, [record for record, _, _ in passes])
+            if spec.measure.memory_snapshot:
+                memory = self._memory(runner, [record for record, _, _ in passes])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
                 raise  # the other ranks wait for this one
             return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
-        return Done(passes=passes, saved=saved, ended=None, profile=profile, earlier=self.earlier.records)
+        return Done(
+            passes=passes, saved=saved, ended=None, profile=profile, memory=memory, earlier=self.earlier.records
+        )
 
     def _profiled(self, runner: PassRunner, records: Sequence[PassRecord]) -> Profile | None:
         """Run the slowest pass that counts, else the last, once more under the profiler; None if there was none.
@@ -332,6 +343,36 @@ class Session:
             raise errors[0]
         ranks = self.world.gather(rank)
         return Profile(index=index, source=path.name, device=self.world.device.type, ranks=ranks)
+
+    def _memory(self, runner: PassRunner, records: Sequence[PassRecord]) -> MemoryPeak | None:
+        """Run the pass that ran out of memory, else that with the highest peak, once more with the allocator's history.
+
+        None if there was no pass. All ranks must call this.
+        """
+        from replay.profiling.memory import History, held_at_peak
+
+        place = summarize(records).highest_peak
+        ran_out = next((record.index for record in records if record.error_type == "OutOfMemoryError"), None)
+        index = ran_out if ran_out is not None else place.index if place is not None else None
+        if index is None:
+            return None
+        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
+        path = self.selection.inputs[index]
+
+        def run(history: History) -> Exception | None:
+            runner.observer = history
+            record, error = runner.replay(len(self.selection.inputs), path)
+            history.peak = peak_bytes(record) or torch.cuda.max_memory_allocated(self.world.device)
+            if error and self.world.world_size > 1:
+                self.watch.stop_all(error)
+            return error
+
+        file = self.folder / f"rank{self.world.rank}.memory.pickle"
+        model = runner.actor.backend.model
+        rank = held_at_peak(run, model, self.spec.actor, self.world.device, file)
+        runner.observer = None
+        ranks = self.world.gather(rank)
+        return MemoryPeak(index=index, source=path.name, ranks=ranks)
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
         every = self.spec.state.save_every
@@ -399,6 +440,7 @@ class Session:
                 exit_code=exit_code,
                 verdict=conclusion.verdict,
                 profile=done.profile,
+                memory=done.memory,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
@@ -410,6 +452,7 @@ class Session:
                 verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
                 saved=done.saved or not_saved(self.spec.state),
                 profile=done.profile,
+                memory=done.memory,
             )
         self.logbook.close()
         return exit_code
