@@ -139,7 +139,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     if query.shape[2] == 1:  # cuDNN refuses it; a token that sees itself alone is its value
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     # under dynamo a comparison of sizes is a symbol, which SDPA does not take
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     with sdpa_kernel(BACKEND):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 

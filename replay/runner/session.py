@@ -237,7 +237,7 @@ class Session:
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
-                header["attention"] = f"{described(facts['attention_kernel'])}: {kernel_reason}"
+                header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
