@@ -105,7 +105,7 @@ class LayerTracer:
         if self._open[name]:
             return
         width = self._widths[name][1] if name in self._widths else None
-        for number, tensor in enumerate(_tensors_of(output)):
+        for number, tensor in enumerate(tensors_of(output)):
             self._keep(name, f"output {number + 1}" if number else "output", tensor, width)
         if is_block:
             self._alive = []
@@ -165,7 +165,7 @@ def traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[
             yield name, module
 
 
-def _tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
     """Return a module's result; for a tuple the first, or all if they are alike, such as cosines and sines."""
     if isinstance(output, Tensor):
         return [output]

@@ -1,7 +1,8 @@
 """Run one pass under torch.profiler and keep what it says: time by kind of work, the longest kernels, a timeline."""
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
-from actor_init.tracing import traced_modules
+from actor_init.tracing import tensors_of, traced_modules
 from replay.profiling.records import LongKernel, RankProfile
 from replay.profiling.shares import PHASE, Interval, Work, hidden_seconds, seconds_by_work, work_of
 
 MODULE = "module: "  # begins the name of a range that a module's forward is recorded under
+OF_BACKWARD = "backward of module: "  # marks where the backward of what a module returned begins
 BACKWARD = "autograd::engine::evaluate_function"
 NUM_LONGEST = 10
 MICROSECOND = 1e-6
@@ -48,13 +50,23 @@ def _named_modules(model: PreTrainedModel, spec: ActorSpec) -> Iterator[None]:
 
         return hook
 
-    def ends(*_: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
+    def ends(name: str) -> Callable[..., None]:
+        def mark(_: Any) -> None:
+            with record_function(OF_BACKWARD + name):
+                pass
+
+        def hook(module: Any, arguments: Any, output: Any) -> None:
+            open_ranges.pop().__exit__(None, None, None)
+            for tensor in tensors_of(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(mark)
+
+        return hook
 
     with ExitStack() as hooks:
         for name, module in traced_modules(model, spec.compile):
             hooks.callback(module.register_forward_pre_hook(begins(name), prepend=False).remove)
-            hooks.callback(module.register_forward_hook(ends, always_call=True).remove)
+            hooks.callback(module.register_forward_hook(ends(name), always_call=True).remove)
         yield
 
 
@@ -102,11 +114,7 @@ def _operators(event: FunctionEvent) -> Iterator[Interval]:
 
 
 def _longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKernel]:
-    forward_modules = {
-        event.sequence_nr: module
-        for event in events
-        if event.sequence_nr >= 0 and not event.fwd_thread and (module := _module_above(event))
-    }
+    modules = Modules(events)
     launches: dict[tuple[str, str | None], list[float]] = defaultdict(list)
     for event in events:
         if is_cuda:
@@ -114,7 +122,7 @@ def _longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKern
         else:
             ran = [(event.name, event.self_cpu_time_total)] if event.name.startswith("aten::") else []
         for name, microseconds in ran:
-            launches[name, _module_of(event, forward_modules)].append(microseconds * MICROSECOND)
+            launches[name, modules.of(event)].append(microseconds * MICROSECOND)
     rows = [
         LongKernel(name=name, module=module, count=len(seconds), seconds=sum(seconds))
         for (name, module), seconds in launches.items()
@@ -122,17 +130,45 @@ def _longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKern
     return sorted(rows, key=lambda row: -row.seconds)[:NUM_LONGEST]
 
 
-def _module_of(event: FunctionEvent, forward_modules: Mapping[int, str]) -> str | None:
-    """Return the module whose forward launched the event, or for one in backward the module that it belongs to."""
+class Modules:
+    """Tell which module an event belongs to: one whose forward launched it, or in backward that of the same operation.
+
+    Operations have a number that forward and backward share. Where one lacks it, as compiled ones do, it belongs to the
+    module whose output's backward began last.
+    """
+
+    def __init__(self, events: Sequence[FunctionEvent]) -> None:
+        self._by_number: dict[int, str] = {}
+        self._marks: dict[int, list[tuple[float, str]]] = defaultdict(list)  # by thread: when which backward began
+        for event in events:
+            if event.sequence_nr >= 0 and not event.fwd_thread and (module := _running(event)):
+                self._by_number[event.sequence_nr] = module
+            if event.name.startswith(OF_BACKWARD) and _is_on_host(event):
+                self._marks[event.thread].append((event.time_range.start, event.name.removeprefix(OF_BACKWARD)))
+        for marks in self._marks.values():
+            marks.sort()
+
+    def of(self, event: FunctionEvent) -> str | None:
+        if module := _running(event):
+            return module
+        operation = next((one for one in _with_parents(event) if one.name.startswith(BACKWARD)), None)
+        if operation is None:
+            return None
+        if operation.sequence_nr in self._by_number:
+            return self._by_number[operation.sequence_nr]
+        marks = self._marks[event.thread]
+        place = bisect_right(marks, event.time_range.start, key=lambda mark: mark[0]) - 1
+        return marks[place][1] if place >= 0 else None
+
+
+def _running(event: FunctionEvent) -> str | None:
+    """Return the module whose forward was running, if one was."""
+    names = (one.name for one in _with_parents(event))
+    return next((name.removeprefix(MODULE) for name in names if name.startswith(MODULE)), None)
+
+
+def _with_parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
     above: FunctionEvent | None = event
     while above is not None:
-        if above.name.startswith(MODULE):
-            return str(above.name.removeprefix(MODULE))
-        if above.name.startswith(BACKWARD) and above.sequence_nr in forward_modules:
-            return forward_modules[above.sequence_nr]
+        yield above
         above = above.cpu_parent
-    return None
-
-
-def _module_above(event: FunctionEvent) -> str | None:
-    return _module_of(event, {})

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from replay.cli import main
 from replay.profiling.memory import History, _holders
@@ -11,7 +12,9 @@ from replay.profiling.memory_peak import peak_of
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import holder_table, memory_remarks
 
-GATHERING = [{"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}]
+GATHERING = [
+    {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
+]
 ELSEWHERE = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
 
 
@@ -48,7 +51,9 @@ def test_the_peak_counts_what_was_there_before_and_what_was_freed() -> None:
 
     assert (peak.allocated_bytes, peak.number, peak.num_allocations) == (1_150, 1, 5)
     assert {block.address: block.num_bytes for block in peak.blocks} == {100: 1_000, 150: 30, 200: 50, 300: 70}
-    assert peak.reserved_bytes == 1_600, "1,500 at the end, 400 more and 100 less on the way, but the 100 were not yet back"
+    assert peak.reserved_bytes == 1_600, (
+        "1,500 at the end, 400 more and 100 less on the way, but the 100 were not yet back"
+    )
 
 
 def test_a_history_without_events_holds_what_lives() -> None:
@@ -59,7 +64,8 @@ def test_a_history_without_events_holds_what_lives() -> None:
 
 def test_each_block_is_charged_to_one_part() -> None:
     more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
-    history = History(device=None, begins=[(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)])  # type: ignore[arg-type]
+    begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
+    history = History(device=torch.device("cpu"), begins=begins)
     history.forward_end, history.gradients = 4, {500}
 
     holders = _holders(peak_of(more, 0), history, weights=[110], blocks={"model.layers.3"})
