@@ -85,19 +85,13 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
     first = _first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
-    packing_is_given = spec.actor.packing is not None
-    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    resolved = resolve(spec, world, selection, first, objective)
+    spec, original = resolved.spec, resolved.source
     states = states or FolderStates.of(spec.state)
     refuse_folders(spec.state, world, states)
     latest = states.latest(world) if states is not None and spec.state.resume else None
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
-    original = source_of_all(spec, world)
-    kernel = world.from_first(job_kernel(spec.actor, first, world.device, original.config))
-    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     state = earlier.folder or state_to_load(spec.state)
-    actor_spec, layout = choose_layout(spec.actor, original.config, world, is_given=packing_is_given)
-    head = choose_head(actor_spec, original, world, wants_logits=_wants_logits(spec, objective))
-    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout, head=head)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
@@ -125,7 +119,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             objective=objective,
             begun_with=source if earlier.folder is None else original,
         )
-        session.describe(actor, first, kernel.why)
+        session.describe(actor, first, resolved.why_kernel)
         session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
@@ -136,6 +130,34 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         if done.ended is not None:
             raise done.ended
         return exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What a run does where its options leave it open."""
+
+    spec: RunSpec
+    source: ModelSource  # with the layout of rows and the form of the head
+    why_kernel: str  # why the attention kernel was taken; empty where it was asked for
+
+
+def resolve(
+    spec: RunSpec, world: World, selection: Selection, first: Call | None, objective: Objective | None
+) -> Resolved:
+    """Resolve the dtype, kernels, layout and head that options leave to the job, the model or the machine.
+
+    All ranks must call this. Raises UsageError for what cannot run here.
+    """
+    packing_is_given = spec.actor.packing is not None
+    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    source = source_of_all(spec, world)
+    kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
+    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
+    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
+    head = choose_head(actor_spec, source, world, wants_logits=_wants_logits(spec, objective))
+    return Resolved(
+        spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
+    )
 
 
 def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
