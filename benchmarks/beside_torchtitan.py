@@ -30,6 +30,7 @@ from unittest.mock import MagicMock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from actor_init.probe.head_probe import choose_head
 from actor_init.world import World
 from benchmarks import long_input
 from replay.cli import app
@@ -156,12 +157,14 @@ def _stand_in_for_what_is_not_used() -> None:
 
 def _replay(spec: RunSpec, world: World) -> Side:
     source = find_source(spec)
+    source = replace(source, head=choose_head(spec.actor, source, world))
     actor = ReopenedActor(spec.actor, source, world)
     tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
     meter = Meter.for_device(world.device)
     runner = PassRunner(spec, world, source, actor, meter, tracker, SameWeights(source))
     (path,) = select(spec.inputs, 0, 1).inputs
-    print(dict(actor.backend.facts()), file=sys.stderr)
+    assert source.head is not None
+    print(dict(actor.backend.facts()) | {"head": source.head.describe()}, file=sys.stderr)
 
     def run() -> tuple[float, int]:
         record, error = runner.replay(0, path)
