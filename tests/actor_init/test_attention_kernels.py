@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
 from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
-from actor_init.attention.cudnn import cudnn_packed, cudnn_padded, refuse_holes
+from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.attention.kernels import CUDNN_PADDED, NAMES, flash_attn_3_varlen
 from actor_init.compiling import num_graphs
-from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = LlamaConfig(num_hidden_layers=1)
@@ -176,6 +176,20 @@ def test_rows_with_padding_between_their_tokens_are_refused() -> None:
     refuse_holes(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
     with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: --attention sdpa"):
         refuse_holes(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
+
+
+def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
+    query, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    out_BSHD, _ = cudnn_dense(torch.nn.Identity(), query, value, value, None)
+    assert torch.equal(out_BSHD[0, 0], value[0, [0, 0, 1, 1], 0])
+    with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
+        cudnn_dense(torch.nn.Identity(), query.expand(1, 4, 2, 16), *[value.expand(1, 2, 2, 16)] * 2, None)
+
+
+@pytest.mark.parametrize("typed", [one for one in Attention if one not in ("auto", "flash", "sdpa")])
+def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
+    with pytest.raises(UsageError, match=f"^--attention {typed} has no ring. Try: --ring 2 --attention flash, or sdpa"):
+        ActorSpec(attention=typed, parallel=ParallelSpec(ring=2))
 
 
 @pytest.mark.parametrize(
