@@ -146,7 +146,7 @@ class Spooled:
                 self._parts[encoded.step] = set(encoded.body)
                 self._changed.notify_all()
 
-        Spool.put = noted  # type: ignore[method-assign]
+        Spool.put = noted  # type: ignore[method-assign, assignment]
 
     def wait_for(self, number: int, parts: set[str]) -> None:
         with self._changed:
@@ -210,7 +210,7 @@ def hangs_after_a_step(folder: Path, ready: Callable[[], None]) -> None:
             spooled.wait_for(NUM_PASSES, {"outputs", "weights", "step"})
             wait_for_a_signal(ready)
 
-    torch.optim.Optimizer.zero_grad = hang  # type: ignore[method-assign]
+    torch.optim.Optimizer.zero_grad = hang  # type: ignore[method-assign, assignment]
     train(model, folder)
 
 
