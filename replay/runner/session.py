@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from actor_init.attention.kernels import described
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -236,7 +237,7 @@ class Session:
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
-                header["attention"] = f"{facts['attention_kernel']}: {kernel_reason}"
+                header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
