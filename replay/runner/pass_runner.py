@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.kernels import CUDNN_PADDED
+from actor_init.attention.kernels import CUDNN_PADDED, cudnn_calls
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
@@ -125,6 +125,7 @@ class PassRunner:
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
         self._first_uses = FirstUses(world.device)
+        self._kernel = kernel_name(spec.actor, world.device, source.config)
         self._expectations = Expectations()
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._num_in_window = 0
@@ -191,6 +192,14 @@ class PassRunner:
         seconds = self.world.gather(sum(cost.seconds for cost in phases.values()))
         self._expectations.learn(ranks, max(seconds))
         return with_second_run(record, seconds, ranks)
+
+    def _cudnn_calls(self, inputs: ActorInputs, *, backward: bool) -> set[tuple[int, int, bool]]:
+        """Return what tells the calls of cuDNN's attention in a pass from each other."""
+        if "cudnn" not in self._kernel:
+            return set()
+        lengths = [] if inputs.cu_seq_lens is None else inputs.cu_seq_lens.diff().tolist()
+        calls = cudnn_calls(self._kernel, *inputs.input_ids.shape, lengths)
+        return {(rows, num_tokens, backward) for rows, num_tokens in calls}
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""
@@ -316,7 +325,7 @@ class PassRunner:
         )
         named: str | None = None
         graphs_before = num_graphs()
-        self._first_uses.begin()
+        self._first_uses.begin(self._cudnn_calls(inputs, backward=backward))
         if self.trace:
             self.trace.begin(inputs)
         self.world.meet()
