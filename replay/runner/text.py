@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
 from replay.runlog.records import FirstUse, PassRecord
-from replay.runlog.summary import TRACED, Place, Statistics
+from replay.runlog.summary import FIRST_USES, TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
 MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
@@ -84,6 +84,8 @@ def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
         way_out = "more inputs, or --warmup 0"
         if all_damaged:
             way_out = "other inputs; `capture check FOLDER` says which files can be read"
+        elif FIRST_USES[FirstUse.PLAN] in statistics.left_out:
+            way_out = "--epochs 2: the second time, cuDNN has its plan for each length"
         elif TRACED in statistics.left_out:
             way_out = "the run without --trace"
         text += f". No pass counted, so there are no statistics. Try: {way_out}"
