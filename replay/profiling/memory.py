@@ -23,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from actor_init.model import blocks_of
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec
 from actor_init.tracing import traced_modules
+from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import Block, Peak, peak_of
 from replay.profiling.records import Holder, HolderKind, MemoryProfile
 
@@ -44,6 +46,7 @@ class History:
     forward_end: int | None = None  # allocations from here on are backward's
     gradients: set[int] = field(default_factory=set)  # addresses, before the window ended
     peak: int = 0
+    num_tokens: int = 0  # fed to the model on this rank
     failed: Mapping[str, Any] | None = None  # the allocator's snapshot when it ran out of memory
 
     def forward_ended(self) -> None:
@@ -94,13 +97,28 @@ def held_at_peak(
     _write(snapshot, file)
     peak = peak_of(snapshot, _index(device))
     blocks = {name for name, _ in blocks_of(model)}
+    holders = _holders(peak, history, weights, blocks)
     return MemoryProfile(
         peak_bytes=peak.allocated_bytes,
         counted_bytes=history.peak,
         reserved_bytes=peak.reserved_bytes,
         ran_out=str(error) if history.failed is not None else None,
-        holders=_holders(peak, history, weights, blocks),
+        holders=holders,
         snapshot=file.name,
+        savings=savings(holders, spec, _size(model, spec, history)),
+    )
+
+
+def _size(model: PreTrainedModel, spec: ActorSpec, history: History) -> PassSize:
+    blocks = blocks_of(model)
+    in_blocks = sum(one.numel() for _, block in blocks for one in block.parameters())
+    compute_bytes = TORCH_DTYPES[spec.dtype].itemsize
+    return PassSize(
+        num_layers=len(blocks),
+        block_share=in_blocks / sum(one.numel() for one in model.parameters()),
+        compute_bytes=compute_bytes,
+        weight_bytes=next(model.parameters()).element_size(),
+        residual_bytes=history.num_tokens * model.config.get_text_config().hidden_size * compute_bytes,
     )
 
 

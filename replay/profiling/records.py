@@ -68,6 +68,14 @@ class Holder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """An option that needs less memory, and the peak that is predicted with it."""
+
+    option: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryProfile:
     """What held one rank's peak of a pass."""
 
@@ -77,6 +85,7 @@ class MemoryProfile:
     ran_out: str | None  # the error, if memory did not suffice
     holders: Sequence[Holder]  # the largest first
     snapshot: str  # file in the log folder
+    savings: Sequence[Saving] = ()  # the lowest predicted peak first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,6 +98,9 @@ def memory_remarks(memory: MemoryPeak) -> Pairs:
     pairs: Pairs = [("peak held", f"{where}; {sums}, and {gibibytes(unused)} GiB more were reserved and not in use")]
     if rank.ran_out:
         pairs.append(("ran out", rank.ran_out.splitlines()[0]))
+    if rank.savings:
+        text = "; ".join(f"{one.option}: {gibibytes(one.peak_bytes)} GiB" for one in rank.savings)
+        pairs.append(("would need", f"by prediction, {text}"))
     files = ", ".join(one.snapshot for one in memory.ranks)
     pairs.append(("snapshot", f"{files} in the log folder, for pytorch.org/memory_viz"))
     return pairs

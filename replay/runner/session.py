@@ -385,6 +385,7 @@ class Session:
         def run(history: History) -> Exception | None:
             runner.observer = history
             record, error = runner.replay(len(self.selection.inputs), path)
+            history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
             history.peak = peak_bytes(record) or torch.cuda.max_memory_allocated(self.world.device)
             if error and self.world.world_size > 1:
                 self.watch.stop_all(error)

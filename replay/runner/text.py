@@ -68,12 +68,16 @@ def progress(ranks: Sequence[PassRecord]) -> str:
     return ", ".join([*parts, ranks[0].source])
 
 
-def failures(records: Sequence[PassRecord]) -> Pairs:
-    return [
+def failures(records: Sequence[PassRecord], *, holders_are_known: bool = False) -> Pairs:
+    """Name each failed pass. `holders_are_known`: what held the memory of one that ran out of it is said elsewhere."""
+    pairs: Pairs = [
         ("failed", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.error_type}: {r.error}")
         for r in records
         if r.error is not None
     ]
+    if any(r.error_type == "OutOfMemoryError" for r in records) and not holders_are_known:
+        pairs.append(("memory", "--memory-snapshot says what held it, and which options would need less"))
+    return pairs
 
 
 def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:

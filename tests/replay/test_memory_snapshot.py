@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from actor_init.spec import ActorSpec, OptimizerName
 from replay.cli import main
 from replay.profiling.memory import History, _holders
+from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import peak_of
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import holder_table, memory_remarks
@@ -118,3 +120,27 @@ def test_a_cpu_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     assert "--memory-snapshot reads the history of CUDA's allocator" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
+    held = {
+        HolderKind.WEIGHTS: 400,
+        HolderKind.GRADIENTS: 400,
+        HolderKind.OPTIMIZER: 800,
+        HolderKind.ACTIVATIONS: 1_000,
+        HolderKind.HEAD: 50,
+    }
+    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, residual_bytes=5)
+
+    found = savings(holders, ActorSpec(backend="fsdp2"), size)
+
+    # of 2,650 bytes: half of the layers' activations, and a quarter of what belongs to parameters; all states and half
+    # of weights and gradients; all but a block's activations and ten residuals; half of what belongs to parameters
+    assert [(one.option, one.peak_bytes) for one in found] == [
+        ("--optimizer none", 2_650 - 800 - 400),
+        ("--num-layers 5", 2_650 - 500 - 400),
+        ("--gradient-checkpointing", 2_650 - 1_000 + 100 + 50),
+    ]
+    checkpointed = ActorSpec(backend="fsdp2", gradient_checkpointing=True, optimizer=OptimizerName.NONE)
+    assert [one.option for one in savings(holders, checkpointed, size)] == ["--num-layers 5", "twice as many ranks"]
