@@ -189,7 +189,8 @@ class PassRunner:
         if "cudnn" not in self._kernel:
             return set()
         lengths = [] if inputs.cu_seq_lens is None else inputs.cu_seq_lens.diff().tolist()
-        calls = cudnn_calls(self._kernel, *inputs.input_ids.shape, lengths)
+        num_rows, row_tokens = inputs.input_ids.shape
+        calls = cudnn_calls(self._kernel, num_rows, row_tokens, lengths)
         return {(rows, num_tokens, backward) for rows, num_tokens in calls}
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
