@@ -136,7 +136,7 @@ class _Lengths:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return [B, H, S, D], in which each token sees those before it."""
-    if query.shape[2] == 1:  # cuDNN refuses it; a token that sees itself alone is its value
+    if query.shape[2] < 2:  # which cuDNN refuses; a token that sees itself alone is its value
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     # under dynamo a comparison of sizes is a symbol, which SDPA does not take
     grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}

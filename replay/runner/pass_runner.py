@@ -4,10 +4,11 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
@@ -86,6 +87,13 @@ class ReopenedActor:
             raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
 
 
+class PassObserver(Protocol):
+    """Is told how far a pass has come."""
+
+    def forward_ended(self) -> None: ...
+    def backward_ended(self, model: PreTrainedModel) -> None: ...  # before its gradients are cleared
+
+
 class PassRunner:
     """Run one pass after another through the actor, and track the accumulation window."""
 
@@ -128,6 +136,7 @@ class PassRunner:
         self._reverses = spec.inputs.reverse_rows
         self._objective = Objective.of(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
+        self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
@@ -335,6 +344,8 @@ class PassRunner:
                 if loss_of is not None:
                     with self.meter.paused():
                         loss_gain = gain(loss, log_probs_BA)
+                if self.observer is not None:
+                    self.observer.forward_ended()
                 self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
                     with self.meter.phase("wait"):
@@ -344,6 +355,8 @@ class PassRunner:
                     with self.meter.phase("backward"):
                         self.actor.backend.backward(loss if weight == 1 else loss * weight)
                 grad_norm = None
+                if self.observer is not None:
+                    self.observer.backward_ended(self.actor.backend.model)
                 if self.trace and last_of_window:
                     self.trace.end_window()
                 if last_of_window and self._samples_gradients(index):

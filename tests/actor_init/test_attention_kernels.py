@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
 from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
-from actor_init.attention.cudnn import cudnn_packed, cudnn_padded, refuse_holes
+from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.attention.kernels import CUDNN_PADDED, NAMES, flash_attn_3_varlen
 from actor_init.compiling import num_graphs
-from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = LlamaConfig(num_hidden_layers=1)
@@ -134,6 +134,7 @@ class _WrongInBackward(torch.autograd.Function):
 def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
     factor: float, longest: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernels.register()
     name = NAMES[Attention.CUDNN].packed
     right = AttentionInterface()[name]
 
@@ -178,6 +179,22 @@ def test_rows_with_padding_between_their_tokens_are_refused() -> None:
         refuse_holes(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
 
 
+def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
+    query, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    out_BSHD, _ = cudnn_dense(torch.nn.Identity(), query, value, value, None)
+    assert torch.equal(out_BSHD[0, 0], value[0, [0, 0, 1, 1], 0])
+    with pytest.raises(RuntimeError, match=r"No available kernel|No viable backend"):
+        cudnn_dense(
+            torch.nn.Identity(), query.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), None
+        )
+
+
+@pytest.mark.parametrize("typed", [one for one in Attention if one not in ("auto", "flash", "sdpa")])
+def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
+    with pytest.raises(UsageError, match=f"^--attention {typed} has no ring. Try: --ring 2 --attention flash, or sdpa"):
+        ActorSpec(attention=typed, parallel=ParallelSpec(ring=2))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -206,7 +223,7 @@ def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeyp
     def of(borders: Tensor) -> dict[str, Any]:
         return {"cu_seq_lens_q": borders, "max_length_q": 256}
 
-    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(attended, fullgraph=True, backend="eager", dynamic=True)
     for num_tokens in (10, 17):
         heads = torch.randn(1, 4, num_tokens, 16, requires_grad=True)
         borders = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -224,7 +241,7 @@ def test_a_compiled_row_of_other_documents_needs_no_new_graph() -> None:
         own = heads[:, :2], heads[:, 2:]
         return cudnn_packed(torch.nn.Identity(), heads * 2, *own, None, cu_seq_lens_q=borders, max_length_q=256)[0] * 2
 
-    compiled = torch.compile(attended, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(attended, backend="eager", dynamic=True)
     graphs: list[int] = []
     for lengths in ([3, 1, 6], [5, 9], [2, 2, 2, 2, 9], [4, 1, 1]):
         heads = torch.randn(1, 4, sum(lengths), 16)

@@ -189,10 +189,12 @@ def embedding_and_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Mod
     where both are an eighth of the parameters, 5 GiB more at the end of backward. A module of another class may be
     asked for its weight without being called, and stays in the root's group.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or embedding.weight is head.weight:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
         return None, None
-    return embedding, head
+    embedding = model.get_input_embeddings()
+    is_apart = type(embedding) is nn.Embedding and embedding.weight is not head.weight
+    return (embedding, head) if is_apart else (None, None)
 
 
 def check_streams(device: torch.device) -> None:
