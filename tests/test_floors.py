@@ -50,7 +50,7 @@ ROOMS = {
         ("objective",),
         ("processes",),
         ("runlog",),
-        ("tracing", "watch", "verdict"),
+        ("profiling", "tracing", "watch", "verdict"),
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),

@@ -1,6 +1,6 @@
 """Name the attention kernels as transformers does, and give it this project's: flash-attn, cuDNN, torch's varlen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -69,6 +69,21 @@ def described(name: str) -> str:
     """Return a kernel's name for a reader: of two that are chosen from by row, both."""
     first = next((NAMES[attention].packed for attention, both in WITH_CUDNN.items() if both == name), None)
     return name if first is None else f"{first}, {CUDNN_PACKED} for rows of one document of {LONG:,} tokens or more"
+
+
+def cudnn_calls(name: str, rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tuple[int, int]]:
+    """Return rows and tokens of cuDNN's attention calls in a pass under the kernel `name`; cuDNN plans each kind once.
+
+    rows, num_tokens  of what the model is fed
+    lengths           of the documents of a packed row
+    """
+    if name == CUDNN_PADDED:
+        return {(rows, num_tokens)}
+    if name == CUDNN_PACKED:
+        return {(1, length) for length in lengths if length > 1}
+    if name in WITH_CUDNN.values() and len(lengths) == 1 and num_tokens >= LONG:
+        return {(1, num_tokens)}
+    return set()
 
 
 def register() -> None:
