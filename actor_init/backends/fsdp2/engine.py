@@ -186,7 +186,7 @@ def embedding_and_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Mod
     """Return the modules that are sharded by themselves, as they are large; (None, None) if one weight serves both.
 
     One group of them and the root would be gathered, and have its gradients reduced, as a whole: for Llama 3.1 8B,
-    where both are an eighth of the parameters, 5 GiB more at the end of backward. A module of another class may be
+    where both are an eighth of the parameters, 2 GiB more at the end of backward. A module of another class may be
     asked for its weight without being called, and stays in the root's group.
     """
     head = model.get_output_embeddings()
