@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded
+from actor_init.attention.cudnn import MAX_HEAD_DIM, cudnn_dense, cudnn_packed, cudnn_padded
 from actor_init.attention.ring_attention import ring_flash_attn, ring_sdpa
 from actor_init.spec import Attention, UsageError
 
@@ -137,7 +137,9 @@ def _or_cudnn(kernel: Kernel) -> Kernel:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
         is_long = more["cu_seq_lens_q"].shape[0] == 2 and query.shape[2] >= LONG
-        return (cudnn_dense if is_long else kernel)(module, query, key, value, attention_mask, **more)
+        # a config does not say the heads of latent attention, whose queries are wider than values
+        takes = is_long and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
+        return (cudnn_dense if takes else kernel)(module, query, key, value, attention_mask, **more)
 
     return chosen
 

@@ -198,9 +198,9 @@ class PassRunner:
         if "cudnn" not in self._kernel:
             return set()
         lengths = [] if inputs.cu_seq_lens is None else inputs.cu_seq_lens.diff().tolist()
-        num_rows, num_columns = inputs.input_ids.shape
-        calls = cudnn_calls(self._kernel, num_rows, num_columns, lengths)
-        return {(rows, num_tokens, backward) for rows, num_tokens in calls}
+        rows, num_tokens = inputs.input_ids.shape
+        calls = cudnn_calls(self._kernel, rows, num_tokens, lengths)
+        return {(*call, backward) for call in calls}
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""

@@ -267,11 +267,18 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(kernels, "cudnn_dense", dense)
     both = kernels._or_cudnn(flash)
-    for lengths in ([10], [9], [11], [10, 1]):
-        heads = torch.randn(1, 2, sum(lengths), 16)
+    for lengths, width, of_values in (
+        ([10], 16, 16),
+        ([9], 16, 16),
+        ([11], 128, 128),
+        ([10, 1], 16, 16),
+        ([11], 136, 136),
+        ([11], 96, 64),
+    ):
+        heads, values = torch.randn(1, 2, sum(lengths), width), torch.randn(1, 2, sum(lengths), of_values)
         borders = torch.tensor([0, *lengths]).cumsum(0).int()
-        both(torch.nn.Identity(), heads, heads, heads, None, cu_seq_lens_q=borders, max_length_q=256)
-    assert taken == ["cudnn", "flash", "cudnn", "flash"]
+        both(torch.nn.Identity(), heads, heads, values, None, cu_seq_lens_q=borders, max_length_q=256)
+    assert taken == ["cudnn", "flash", "cudnn", "flash", "flash", "flash"]
 
 
 @pytest.mark.parametrize(

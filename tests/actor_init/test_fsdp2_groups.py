@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
@@ -63,3 +64,7 @@ def test_embedding_and_head_are_apart_unless_tied(config: PretrainedConfig, is_a
     found = embedding_and_head(model)
     expected = (model.get_input_embeddings(), model.get_output_embeddings()) if is_apart else (None, None)
     assert all(one is other for one, other in zip(found, expected, strict=True))
+
+
+def test_a_user_s_model_names_neither() -> None:
+    assert embedding_and_head(nn.Linear(2, 2)) == (None, None)

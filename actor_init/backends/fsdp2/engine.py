@@ -182,16 +182,18 @@ class FSDP2Backend:
         self.model.zero_grad(set_to_none=True)
 
 
-def embedding_and_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the modules that are sharded by themselves, as they are large; (None, None) if one weight serves both.
 
     One group of them and the root would be gathered, and have its gradients reduced, as a whole: for Llama 3.1 8B,
-    where both are an eighth of the parameters, 5 GiB more at the end of backward. A module of another class may be
-    asked for its weight without being called, and stays in the root's group.
+    where both are an eighth of the parameters, 2 GiB more at the end of backward. A module of another class may be
+    asked for its weight without being called, and stays in the root's group; so do those of a user's model, which
+    does not name them.
     """
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if type(head) is not nn.Linear:
         return None, None
+    assert isinstance(model, PreTrainedModel)
     embedding = model.get_input_embeddings()
     is_apart = type(embedding) is nn.Embedding and embedding.weight is not head.weight
     return (embedding, head) if is_apart else (None, None)
