@@ -125,8 +125,9 @@ class ActorSpec:
     )
     attention: Attention = option(
         Attention.AUTO,
-        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; "
-        "else, and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
+        "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
+        "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
+        "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
     whole_logits: bool = option(
@@ -179,7 +180,7 @@ class ActorSpec:
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
                 f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
             )
-        if self.parallel.ring > 1 and self.attention in (Attention.VARLEN, Attention.EAGER):
+        if self.parallel.ring > 1 and self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
             raise UsageError(
                 f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
             )

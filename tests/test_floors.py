@@ -29,7 +29,7 @@ ROOMS = {
     "actor_init": (
         ("toggles", "layout", "head_form", "presets"),
         ("declarations",),  # of the backends: what each can do
-        ("spec", "as_json", "checkpoint_names", "name_hash"),
+        ("spec", "as_json", "checkpoint_names", "name_hash", "read_ahead"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
         ("initial_values",),
@@ -50,7 +50,7 @@ ROOMS = {
         ("objective",),
         ("processes",),
         ("runlog",),
-        ("tracing", "watch", "verdict"),
+        ("profiling", "tracing", "watch", "verdict"),
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),

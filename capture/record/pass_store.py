@@ -53,9 +53,7 @@ class Store:
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
         self._spool: Spool | None = None
-        self._to_spool: dict[
-            int, EncodedCall
-        ] = {}  # by number of the forward: those that are not there as they are now
+        self._to_spool: dict[int, EncodedCall] = {}  # by number of the forward: it is not there as it is now
         self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
         self._place = 0, folder  # the rank, and the folder of its files
         self._files: dict[tuple[int, Path], RankWriter] = {}  # by place

@@ -45,3 +45,14 @@ def test_one_graph_serves_every_length_and_has_constants_for_heads(
     assert len(graphs) == (1 if any_length else 3)
     sizes = [node.args[2] for graph in graphs for node in graph.graph.nodes if node.target == "unflatten"]
     assert sizes == [(-1, 4)] * len(graphs)
+
+
+def test_inductor_puts_no_condition_on_the_number_of_tokens_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("torch._inductor.config").triton
+    if not hasattr(triton, "mix_order_reduction"):
+        pytest.skip("this torch has no such fusion")
+    monkeypatch.setattr(triton, "mix_order_reduction_non_strict_mode", False)
+    compile_blocks([], any_length=False)
+    assert not triton.mix_order_reduction_non_strict_mode
+    compile_blocks([])
+    assert triton.mix_order_reduction_non_strict_mode
