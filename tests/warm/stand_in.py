@@ -1,13 +1,19 @@
 """A process that looks from outside like the program that a fork of the server runs for it. Standard library only."""
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
 
+BOUND = "replay.on_ray.bound"  # it ends with its parent; the fork's own parent is the server's
+PR_SET_PDEATHSIG = 1
+
 
 def main(address: str, first: list[str]) -> None:
+    if BOUND in sys.argv:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
