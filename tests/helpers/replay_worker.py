@@ -5,7 +5,11 @@ COMMANDS.json is a list of lists of `replay` arguments. Starting a process for e
 
 import json
 import sys
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,6 +19,11 @@ from replay.cli import app, leave
 from replay.runner.session import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
+
+
+def graphs_alone() -> AbstractContextManager[Any]:
+    """Let `--compile` make graphs, forward and backward, and run them without kernels, which take seconds each."""
+    return patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 def main() -> int:

@@ -16,7 +16,8 @@ def main(address: str, first: list[str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
+    environment = {**os.environ, "WARM_PARENT": str(os.getppid())}
+    request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), environment]).encode()
     socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
     connection.sendall(request)
     replies = connection.makefile()
