@@ -77,7 +77,7 @@ def standing_jobs() -> list[Job]:
     return jobs
 
 
-ANY_LENGTH = Job(QWEN3, 2, "--tp 2 --compile --skip-inputs 13 --max-inputs 3")
+ANY_LENGTH = Job(QWEN3, 2, "--tp 2 --compile --max-inputs 3")
 STANDING = [
     *standing_jobs(),
     Job("gemma", 2, f"--tp 2 --tp-plan builtin --sequence-parallel {FEW}"),
