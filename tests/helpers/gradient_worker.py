@@ -28,7 +28,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
 from replay.runner.session import run_in
-from tests.helpers.replay_worker import PATIENCE, graphs_alone
+from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -99,7 +99,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
 def main() -> int:
     torch.set_num_threads(1)
     tp, ring = (int(text) for text in [*sys.argv[2:], "1", "1"][:2])
-    with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world:
+    with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world, proved_once():
         return max([_replay(job, world) for job in json.loads(Path(sys.argv[1]).read_text())])
 
 
