@@ -1,6 +1,7 @@
 """A backend that is one file and one entry in the registry keeps the contract, and is in every list of backends."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,6 @@ from tests.helpers.contract import (
 )
 from tests.helpers.reference import Reference
 from tests.helpers.toy_backend import DECLARATION
-from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.toy_backend"
@@ -76,11 +76,7 @@ def test_its_clipped_steps_lead_where_a_plain_loop_leads(logs: dict[str, Path], 
 
 def test_help_lists_it() -> None:
     done = subprocess.run(
-        [str(warm_bin() / "python"), "-m", WORKER, "replay", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-m", WORKER, "replay", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     words = " ".join(done.stdout.split())
     assert "--backend deepspeed|fsdp2|ddp|toy" in words
