@@ -1,7 +1,6 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
 import subprocess
-import sys
 from copy import deepcopy
 from typing import Any
 
@@ -24,6 +23,7 @@ from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.commands import ROOT
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import tiny_config, tiny_model
+from tests.warm import warm_bin
 
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=Borders.MASK)
@@ -138,7 +138,7 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
+        [str(warm_bin() / "python"), *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
         cwd=ROOT,
         capture_output=True,
         text=True,
