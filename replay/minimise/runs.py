@@ -1,0 +1,259 @@
+"""Run `replay minimise`: see the replay fail, then replay less and less of it, each time in processes of its own."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
+from capture.file_format.micro_batch import CaptureError
+from replay.minimise.candidate import Candidate, Cut
+from replay.minimise.console import MinimiseConsole
+from replay.minimise.cutting import Shape, cut_call
+from replay.minimise.failure import Failure, Log, failure_of
+from replay.minimise.folder import write_folder
+from replay.minimise.search import OutOfRunsError, Search
+from replay.minimise.state import Limits, MinimiseLog, Trial
+from replay.option_parsing import command_line
+from replay.processes.devices import Machine
+from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
+from replay.report.text import counted
+from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runner.selection import select
+from replay.spec import RunSpec
+
+KEPT_CALLS = 16  # captures in memory
+AS_TYPED = "as typed"
+
+
+def begin(spec: RunSpec, num_processes: int | None, limits: Limits, *, redact: bool) -> int:
+    """Minimise the failure of a replay, and return the exit code.
+
+    0: it failed, and what is smallest was written; 1: it did not fail in `limits.tries` runs. Raises UsageError before
+    anything has run if there is nothing to replay, or too few devices.
+    """
+    ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
+    num_processes = ranks if num_processes is None else num_processes
+    if num_processes % ranks:
+        raise UsageError(
+            f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
+        )
+    machine = Machine.here()
+    if machine.has_gpus and num_processes > machine.num_devices:
+        raise UsageError(
+            f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
+            "Try: a smaller --processes, --tp or --ring"
+        )
+    sources = _sources(spec, num_processes // ranks)
+    log = MinimiseLog(
+        folder=create_folder(spec.measure.log_folder, "minimise"),
+        command=shlex.join(
+            [
+                *("replay", "minimise"),
+                *(["--processes", str(num_processes)] if num_processes > ranks else []),
+                *(["--redact"] if redact else []),
+                *command_line(spec),
+            ]
+        ),
+        arguments=command_line(spec),
+        limits=limits,
+        num_processes=num_processes,
+        redact=redact,
+        sources=sources,
+    )
+    log.write()
+    return _work(log)
+
+
+def go_on(folder: Path, limits: Callable[[Limits], Limits]) -> int:
+    """Go on with a minimisation, under the limits that `limits` makes of its own. Nothing is tried twice.
+
+    Raises UsageError if there is no such minimisation, or if it was made with other versions.
+    """
+    log = MinimiseLog.read(folder)
+    log.limits = limits(log.limits)
+    if missing := [path for path in log.sources if not _is_there(path)]:
+        raise UsageError(
+            f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
+        )
+    return _work(log)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.parent.is_file()  # in a segment
+
+
+def _sources(spec: RunSpec, num_data_ranks: int) -> list[Path]:
+    """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
+    of_ranks = [
+        select(
+            spec.inputs, rank, num_data_ranks, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation
+        )
+        for rank in range(num_data_ranks)
+    ]
+    longest = max(len(one.inputs) for one in of_ranks)
+    rounds = [one.inputs[number] for number in range(longest) for one in of_ranks if number < len(one.inputs)]
+    if not rounds:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    return list(dict.fromkeys(path.absolute() for path in rounds))
+
+
+def _work(log: MinimiseLog) -> int:
+    console = MinimiseConsole(log)
+    work = _Work(log=log, console=console)
+    try:
+        with sigterm_interrupts():
+            return work.run()
+    except KeyboardInterrupt:
+        console.interrupted()
+        return INTERRUPTED
+
+
+@lru_cache(maxsize=KEPT_CALLS)
+def _read(path: Path) -> Call:
+    return read_call(path)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    log: MinimiseLog
+    console: MinimiseConsole
+    known: dict[Candidate, Trial] = field(default_factory=dict)
+
+    def run(self) -> int:
+        log = self.log
+        if log.failure is None and not self._see_it_fail():
+            self.console.not_seen()
+            return 1
+        assert log.failure is not None
+        self.known = log.known
+        shapes = [Shape.of(_read(path)) for path in log.sources]
+        whole = [
+            Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
+            for number, shape in enumerate(shapes)
+        ]
+        search = Search(
+            best=Candidate.of(whole, log.spec, log.num_processes),
+            failure=log.failure,
+            shapes=shapes,
+            num_layers=log.num_layers,
+            shows=self.shows,
+        )
+        is_whole = True
+        try:
+            search.run()
+        except OutOfRunsError:
+            is_whole = False
+        written = write_folder(log, search.best, write_inputs, self._check, is_whole=is_whole)
+        self.console.finish(written, is_whole=is_whole)
+        return 0
+
+    def _see_it_fail(self) -> bool:
+        """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""
+        log = self.log
+        while sum(trial.what == AS_TYPED for trial in log.trials) < log.limits.tries:
+            number = len(log.trials) + 1
+            child = self._run(number, log.arguments, log.num_processes)
+            if child.is_refusal:
+                raise UsageError(child.error)
+            found = failure_of(child)
+            run = Log.of(child.logs).run
+            config = run.get("work", {}).get("config", {})
+            log.num_layers = next((config[name] for name in ("num_hidden_layers", "n_layer") if name in config), None)
+            log.failure = found
+            said = "no failure" if found is None else found.text
+            self._settle(AS_TYPED, Candidate.of([], log.spec, log.num_processes), found, said, child.seconds, 1)
+            if found is not None:
+                return True
+        return False
+
+    def shows(self, candidate: Candidate, what: str) -> Failure | None:
+        """Replay a candidate, unless it was before; return the failure if it is the one that is looked for.
+
+        A failure that did not come at once is given as many runs as it took. Raises OutOfRunsError.
+        """
+        if candidate in self.known:
+            return self.known[candidate].found
+        log = self.log
+        assert log.failure is not None
+        if log.num_runs >= log.limits.num_runs:
+            raise OutOfRunsError
+        number = len(log.trials) + 1
+        began = time.monotonic()
+        inputs = log.home_of(number) / "inputs"
+        found, said, num_runs = None, "", 0
+        try:
+            write_inputs(inputs, log.sources, candidate)
+        except CaptureError as error:
+            return self._settle(what, candidate, None, f"no replay: {error}", 0.0, 0)
+        while found is None and num_runs < self._tries:
+            arguments = [*candidate.arguments, "--inputs", str(inputs)]
+            child = self._run(number, arguments, candidate.num_processes)
+            seen = failure_of(child)
+            num_runs += 1
+            found = seen if seen is not None and seen.is_same_as(log.failure) else None
+            other = f"another failure: {seen.text}" if seen is not None else "no failure"
+            said = "shows it" if found is not None else f"refused: {child.error}" if child.is_refusal else other
+        if found is None:
+            shutil.rmtree(inputs, ignore_errors=True)
+        return self._settle(what, candidate, found, said, time.monotonic() - began, num_runs)
+
+    @property
+    def _tries(self) -> int:
+        """Return how many runs the failure took to come."""
+        return max(1, sum(trial.what == AS_TYPED for trial in self.log.trials))
+
+    def _run(self, number: int, arguments: Sequence[str], num_processes: int) -> Child:
+        home = self.log.home_of(number) / "runs"
+        task = Task.attempt(home, arguments, num_processes=num_processes, limit=self.log.limits.run)
+        self.console.begins(number)
+        return run_child(task)
+
+    def _settle(
+        self, what: str, candidate: Candidate, found: Failure | None, said: str, seconds: float, num_runs: int
+    ) -> Failure | None:
+        trial = Trial(
+            what=what,
+            cuts=list(candidate.cuts),
+            arguments=list(candidate.arguments),
+            num_processes=candidate.num_processes,
+            num_runs=num_runs,
+            found=found,
+            said=said,
+            seconds=seconds,
+        )
+        self.log.settle(trial)
+        self.known[candidate] = trial
+        self.console.tried(trial)
+        return found
+
+    def _check(self, arguments: Sequence[str], num_processes: int, what: str) -> tuple[Failure | None, Child]:
+        """Run a replay that is no part of the search, as often as the failure took to come."""
+        log = self.log
+        assert log.failure is not None
+        for _ in range(self._tries):
+            child = self._run(len(log.trials) + 1, arguments, num_processes)
+            seen = failure_of(child)
+            found = seen if seen is not None and seen.is_same_as(log.failure) else None
+            said = "shows it" if found is not None else "no failure" if seen is None else seen.text
+            none = Candidate(cuts=(), arguments=tuple(arguments), num_processes=num_processes)
+            self._settle(what, none, found, said, child.seconds, 1)
+            if found is not None:
+                break
+        return found, child
+
+
+def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:
+    """Write the captures of a candidate, and the config beside them, into a new folder. Raises CaptureError."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    for cut in candidate.cuts:
+        cut_call(_read(sources[cut.source]), cut).write(folder)
+    config = folder_of_capture(sources[0]) / ACTOR_CONFIG_NAME
+    if config.is_file():
+        shutil.copy(config, folder)
