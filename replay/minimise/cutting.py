@@ -28,8 +28,8 @@ class Shape:
     """What the search needs to know of a capture.
 
     name            of its file
-    first_real      the first column in which some row has a real token
-    end_real        behind the last such column
+    real            for each row the first column with a real token, and the one behind the last
+    has_values      the job's log-probs are there token by token, so that a part of a row's can be compared
     can_cut_rows    everything it holds is by row, or of the whole pass
     can_cut_columns likewise by column: no borders of packed documents
     """
@@ -37,8 +37,8 @@ class Shape:
     num_rows: int
     num_columns: int
     name: str = ""
-    first_real: int = 0
-    end_real: int
+    real: tuple[tuple[int, int], ...]
+    has_values: bool = False
     can_cut_rows: bool = True
     can_cut_columns: bool = True
 
@@ -47,7 +47,7 @@ class Shape:
         """Return the shape of a capture. Raises CaptureError for one without token ids."""
         batch = call.micro_batch()
         num_rows, num_columns = batch.sequences_BS.shape
-        columns = batch.attention_mask_BS.any(dim=0).nonzero().flatten().tolist() or [0, num_columns - 1]
+        real = [row_S.nonzero().flatten().tolist() or [0, num_columns - 1] for row_S in batch.attention_mask_BS]
         named = {**call.tensors, **call.notes}
         has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*named, *call.call_facts))
         halves = any(one.ndim >= 1 and num_rows > 1 and 2 * len(one) == num_rows for one in call.notes.values())
@@ -55,8 +55,8 @@ class Shape:
             num_rows=num_rows,
             num_columns=num_columns,
             name=call.origin.source,
-            first_real=columns[0],
-            end_real=columns[-1] + 1,
+            real=tuple((columns[0], columns[-1] + 1) for columns in real),
+            has_values=any(name.endswith("_values") or name == "token_log_probs" for name in call.outputs),
             can_cut_rows=not has_borders and not halves,
             can_cut_columns=not has_borders,
         )

@@ -27,7 +27,7 @@ from replay.verdict.judge import Outcome
 _PLACE = re.compile(r"row (\d+), token (\d+)")
 _ROW = re.compile(r"row (\d+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
-_FILE = re.compile(r"\S*/\S*|\S+\.pkl")
+_FILE = re.compile(r"[^\s:,;'\"()\[\]]*(?:/[^\s:,;'\"()\[\]]*|\.pkl)")
 _TYPED = re.compile(r"(?:rank \d+: )?(\w*(?:Error|Exception|Interrupt|Exit|Warning)\w*): (.*)")
 ADVICE = ". --traceback shows where"
 

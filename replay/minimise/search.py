@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
@@ -212,10 +213,10 @@ class Search:
         start = self.best
         if not shows([]) and len(toggles) > 1:
             ddmin(toggles, shows)
-        folder = self.best.spec.actor.model
-        if folder is not None and not self.best.spec.actor.random_weights and self.failure.kind is Kind.EXCEPTION:
+        actor = self.best.spec.actor
+        if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
             other = _valid(lambda: self.best.with_option("--random-weights", True))
-            if other is not None and "/" in folder and not folder.endswith(".json"):
+            if other is not None and not self.is_of_numbers:
                 self._try(other, "random weights")
 
     def _tokens(self) -> None:
@@ -235,37 +236,28 @@ class Search:
 
         if cut.end - cut.first <= MIN_COLUMNS:
             return
-        if self.is_of_numbers:
-            self._columns_of_numbers(cut, shape, shows)
-            return
         key = ("columns", cut.source)
         if key in self._bisected and not (shows(cut.first, cut.end - 1) or shows(cut.first + 1, cut.end)):
             return
         self._bisected.add(key)
-        cut = self.best.cuts[place]
         token = self.failure.token if self._place() in (place, None) else None
-        if token is not None and cut.first + token < cut.end:
-            at = cut.first + token
+        if token is not None and not self.is_of_numbers:
+            at = min(cut.first + token, cut.end - 1)
             first = max(at - 1, cut.first)
             if shows(first, max(at + 1, first + MIN_COLUMNS)):
                 return
+        real = [shape.real[row] for row in cut.rows]
+        shows(max(cut.first, min(first for first, _ in real)), min(cut.end, max(end for _, end in real)))
+        if self.is_of_numbers and not shape.has_values:
+            return
+        cut = self.best.cuts[place]
         least = cut.first + MIN_COLUMNS
         if not shows(cut.first, least):
             bisect(least, cut.end, lambda end: shows(cut.first, end))
         cut = self.best.cuts[place]
         most = cut.end - MIN_COLUMNS
-        if most > cut.first and not shows(most, cut.end):
+        if most > cut.first and not self.is_of_numbers and not shows(most, cut.end):  # a log-prob is of all before it
             bisect(most, cut.first, lambda first: shows(first, cut.end))
-
-    def _columns_of_numbers(self, cut: Cut, shape: Shape, shows: Callable[[int, int], bool]) -> None:
-        """Leave out padding before the first real token, and tokens behind: a log-prob is of all tokens before it."""
-        first = max(cut.first, shape.first_real)
-        if first > cut.first:
-            shows(first, cut.end)
-        cut = next(one for one in self.best.cuts if one.source == cut.source)
-        least = cut.first + MIN_COLUMNS
-        if not shows(cut.first, least):
-            bisect(least, cut.end, lambda end: shows(cut.first, end))
 
 
 def _doubled(total: int) -> Iterator[int]:

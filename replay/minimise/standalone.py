@@ -6,6 +6,7 @@ own, then with the replay's.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -223,7 +224,7 @@ def _is_shown(failure: Failure, exit_code: int, errors: str) -> bool:
     if failure.kind is Kind.DIED:
         return exit_code < 0
     if failure.kind in (Kind.NOT_FINITE, Kind.DIFFERS, Kind.UNSETTLED):
-        return exit_code == 1 and errors.startswith("pass ")
+        return exit_code == 1 and bool(re.search(r"^pass \d", errors, re.MULTILINE))
     if failure.kind is not Kind.EXCEPTION or exit_code != 1:
         return False
     whole = masked(errors)
