@@ -39,6 +39,10 @@ class Kind(StrEnum):
     UNSETTLED = "unsettled"
     HANG = "hang"
     DIED = "died"
+    PARITY = "parity"
+
+
+OF_THE_JOB = (Kind.DIFFERS, Kind.UNSETTLED)  # a difference from what the job recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

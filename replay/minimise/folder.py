@@ -24,7 +24,8 @@ from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import Tokens, redact_folder
 from replay.minimise.candidate import Candidate
 from replay.minimise.cutting import Shape
-from replay.minimise.failure import Failure, Kind, Log
+from replay.minimise.failure import OF_THE_JOB, Failure, Log
+from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.minimise.state import MinimiseLog
 from replay.option_parsing import spec_from_dict
@@ -38,8 +39,8 @@ INPUTS = "inputs"
 
 
 class Check(Protocol):
-    def __call__(self, arguments: Sequence[str], num_processes: int, what: str) -> tuple[Failure | None, Child]:
-        """Run a replay; return the failure, if it is the one that is looked for."""
+    def __call__(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+        """Replay these inputs; return the failure, if it is the one that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ def write_folder(
         standalone = write_standalone(
             home, settled, failure or log.failure, num_processes=chosen.num_processes, seconds=seconds
         )
-    (home / "run.sh").write_text(_run_script(chosen), encoding="utf-8")
+    (home / "run.sh").write_text(_run_script(chosen, log.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
     shapes = [Shape.of(read_call(path)) for path in capture_files(home / INPUTS)]
@@ -111,13 +112,13 @@ def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check
     """Replace the inputs by redacted ones that still show the failure, if there are any; say what became of it."""
     assert failure is not None
     kept = f"NOT redacted: {INPUTS}/ holds the captured tokens"
-    if failure.kind in (Kind.DIFFERS, Kind.UNSETTLED):
+    if failure.kind in OF_THE_JOB:
         return f"{kept}. Redaction removes the job's numbers, which the failure is a difference from"
     for tokens in (Tokens.ZERO, Tokens.PERMUTE):
         target = home / "redacted"
         shutil.rmtree(target, ignore_errors=True)
         redact_folder(home / INPUTS, target, tokens)
-        found, _ = check([*best.arguments, "--inputs", str(target)], best.num_processes, f"redacted, {tokens.value}")
+        found, _ = check(best, target, f"redacted, {tokens.value}")
         if found is not None:
             shutil.rmtree(home / INPUTS)
             os.replace(target, home / INPUTS)
@@ -134,7 +135,7 @@ def _checked(home: Path, best: Candidate, check: Check) -> tuple[Candidate, Sequ
     portable = _with_copies(home, best)
     with chdir(home):
         for chosen in dict.fromkeys((portable, _with_absolute_paths(best))):
-            found, child = check([*chosen.arguments, "--inputs", INPUTS], chosen.num_processes, SMALLEST)
+            found, child = check(chosen, Path(INPUTS), SMALLEST)
             if found is not None:
                 break
     if chosen != portable:
@@ -187,12 +188,24 @@ def _files_of(spec: RunSpec) -> list[Path]:
     return [path for flag, _, path in _naming(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))]
 
 
-def _run_script(chosen: Candidate) -> str:
-    words = [*chosen.arguments, "--inputs", INPUTS]
-    program = ["replay"]
-    if chosen.num_processes > 1:
-        program = ["torchrun", "--nproc-per-node", str(chosen.num_processes), "-m", "replay"]
-    return f'#!/bin/sh\ncd "$(dirname "$0")" && exec {shlex.join([*program, *words])}\n'
+def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
+    lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
+    if cell is None:
+        lines.append(f"exec {shlex.join(_words(chosen.arguments, chosen.num_processes))}")
+    else:
+        where = ["--log-folder", "logs", "--name"]
+        reference = _words(cell.reference_of(chosen), cell.num_processes)
+        lines += [
+            shlex.join([*reference, *where, "reference"]) + " &&",
+            shlex.join([*_words(chosen.arguments, chosen.num_processes), *where, "cell"]) + " &&",
+            "exec replay compare logs/*-reference logs/*-cell --threshold 0",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _words(arguments: Sequence[str], num_processes: int) -> list[str]:
+    ranks = ["torchrun", "--nproc-per-node", str(num_processes), "-m"] if num_processes > 1 else []
+    return [*ranks, "replay", *arguments, "--inputs", INPUTS]
 
 
 def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:

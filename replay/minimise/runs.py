@@ -2,9 +2,8 @@
 
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from replay.minimise.console import MinimiseConsole
 from replay.minimise.cutting import Shape, cut_call
 from replay.minimise.failure import Failure, Log, failure_of
 from replay.minimise.folder import write_folder
+from replay.minimise.parity_cell import ParityCell, read_cell
 from replay.minimise.search import OutOfRunsError, Search
 from replay.minimise.state import Limits, MinimiseLog, Trial
-from replay.option_parsing import command_line
+from replay.option_parsing import command_line, spec_of
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
 from replay.report.text import counted
@@ -43,28 +43,47 @@ def begin(spec: RunSpec, num_processes: int | None, limits: Limits, *, redact: b
         raise UsageError(
             f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
         )
+    own = ["--processes", str(num_processes)] if num_processes > ranks else []
+    return _begin(spec, num_processes, limits, redact=redact, typed=[*own, *command_line(spec)])
+
+
+def begin_with_cell(parity: Path, name: str, logs: Path, limits: Limits, *, redact: bool) -> int:
+    """Minimise what a cell of the parity run in the folder `parity` differs in; see `begin`.
+
+    Raises UsageError for a cell that does not differ.
+    """
+    cell, num_processes = read_cell(parity, name)
+    spec = spec_of(cell.arguments)
+    spec = replace(spec, measure=replace(spec.measure, log_folder=logs))
+    typed = ["--parity", str(parity), "--cell", name]
+    return _begin(spec, num_processes, limits, redact=redact, typed=typed, cell=cell)
+
+
+def _begin(
+    spec: RunSpec,
+    num_processes: int,
+    limits: Limits,
+    *,
+    redact: bool,
+    typed: Sequence[str],
+    cell: ParityCell | None = None,
+) -> int:
     machine = Machine.here()
     if machine.has_gpus and num_processes > machine.num_devices:
         raise UsageError(
             f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
             "Try: a smaller --processes, --tp or --ring"
         )
-    sources = _sources(spec, num_processes // ranks)
+    sources = _sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
     log = MinimiseLog(
         folder=create_folder(spec.measure.log_folder, "minimise"),
-        command=shlex.join(
-            [
-                *("replay", "minimise"),
-                *(["--processes", str(num_processes)] if num_processes > ranks else []),
-                *(["--redact"] if redact else []),
-                *command_line(spec),
-            ]
-        ),
+        command=shlex.join(["replay", "minimise", *(["--redact"] if redact else []), *typed]),
         arguments=command_line(spec),
         limits=limits,
         num_processes=num_processes,
         redact=redact,
         sources=sources,
+        parity=cell,
     )
     log.write()
     return _work(log)
@@ -119,6 +138,22 @@ def _read(path: Path) -> Call:
     return read_call(path)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What a replay did, of a parity cell with its reference. `child` is the one that failed, else the last."""
+
+    failure: Failure | None
+    child: Child
+    num_runs: int
+    seconds: float
+
+    @property
+    def said(self) -> str:
+        if self.failure is not None:
+            return f"another failure: {self.failure.text}"
+        return f"refused: {self.child.error}" if self.child.is_refusal else "no failure"
+
+
 @dataclass(kw_only=True, slots=True)
 class _Work:
     log: MinimiseLog
@@ -156,63 +191,82 @@ class _Work:
     def _see_it_fail(self) -> bool:
         """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""
         log = self.log
+        as_typed = Candidate.of([], log.spec, log.num_processes)
         while sum(trial.what == AS_TYPED for trial in log.trials) < log.limits.tries:
-            number = len(log.trials) + 1
-            child = self._run(number, log.arguments, log.num_processes)
-            if child.is_refusal:
-                raise UsageError(child.error)
-            found = failure_of(child)
-            run = Log.of(child.logs).run
-            config = run.get("work", {}).get("config", {})
+            seen = self._seen(as_typed, None)
+            if seen.child.is_refusal:
+                raise UsageError(seen.child.error)
+            config = Log.of(seen.child.logs).run.get("work", {}).get("config", {})
             log.num_layers = next((config[name] for name in ("num_hidden_layers", "n_layer") if name in config), None)
-            log.failure = found
-            said = "no failure" if found is None else found.text
-            self._settle(AS_TYPED, Candidate.of([], log.spec, log.num_processes), found, said, child.seconds, 1)
-            if found is not None:
+            log.failure = seen.failure
+            said = "no failure" if seen.failure is None else seen.failure.text
+            self._settle(AS_TYPED, as_typed, seen.failure, said, seen.seconds, seen.num_runs)
+            if seen.failure is not None:
                 return True
         return False
 
     def shows(self, candidate: Candidate, what: str) -> Failure | None:
         """Replay a candidate, unless it was before; return the failure if it is the one that is looked for.
 
-        A failure that did not come at once is given as many runs as it took. Raises OutOfRunsError.
+        Raises OutOfRunsError.
         """
         if candidate in self.known:
             return self.known[candidate].found
         log = self.log
-        assert log.failure is not None
         if log.num_runs >= log.limits.num_runs:
             raise OutOfRunsError
-        number = len(log.trials) + 1
-        began = time.monotonic()
-        inputs = log.home_of(number) / "inputs"
-        found, said, num_runs = None, "", 0
+        inputs = log.home_of(len(log.trials) + 1) / "inputs"
         try:
             write_inputs(inputs, log.sources, candidate)
-        except CaptureError as error:
-            return self._settle(what, candidate, None, f"no replay: {error}", 0.0, 0)
-        while found is None and num_runs < self._tries:
-            arguments = [*candidate.arguments, "--inputs", str(inputs)]
-            child = self._run(number, arguments, candidate.num_processes)
-            seen = failure_of(child)
-            num_runs += 1
-            found = seen if seen is not None and seen.is_same_as(log.failure) else None
-            other = f"another failure: {seen.text}" if seen is not None else "no failure"
-            said = "shows it" if found is not None else f"refused: {child.error}" if child.is_refusal else other
+            found, _ = self._until_it_shows(candidate, inputs, what)
+        except (CaptureError, UsageError) as error:
+            found = self._settle(what, candidate, None, f"no replay: {error}", 0.0, 0)
         if found is None:
             shutil.rmtree(inputs, ignore_errors=True)
-        return self._settle(what, candidate, found, said, time.monotonic() - began, num_runs)
+        return found
 
-    @property
-    def _tries(self) -> int:
-        """Return how many runs the failure took to come."""
-        return max(1, sum(trial.what == AS_TYPED for trial in self.log.trials))
+    def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+        """Replay a candidate, with other inputs than its own or in another place, as no part of the search."""
+        return self._until_it_shows(replace(candidate, cuts=()), inputs, what)
 
-    def _run(self, number: int, arguments: Sequence[str], num_processes: int) -> Child:
-        home = self.log.home_of(number) / "runs"
-        task = Task.attempt(home, arguments, num_processes=num_processes, limit=self.log.limits.run)
+    def _until_it_shows(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+        """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
+        log, num_runs, seconds = self.log, 0, 0.0
+        assert log.failure is not None
+        for _ in range(sum(trial.what == AS_TYPED for trial in log.trials)):
+            seen = self._seen(candidate, inputs)
+            num_runs, seconds = num_runs + seen.num_runs, seconds + seen.seconds
+            is_it = seen.failure is not None and seen.failure.is_same_as(log.failure)
+            if is_it:
+                break
+        found = seen.failure if is_it else None
+        self._settle(what, candidate, found, "shows it" if is_it else seen.said, seconds, num_runs)
+        return found, seen.child
+
+    def _seen(self, candidate: Candidate, inputs: Path | None) -> _Seen:
+        """Run one replay, of a parity cell also its reference; without `inputs`, with those that were typed."""
+        number = len(self.log.trials) + 1
+        home = self.log.home_of(number)
         self.console.begins(number)
-        return run_child(task)
+        cell, num_runs, seconds = self.log.parity, 0, 0.0
+        given = [] if inputs is None else ["--inputs", str(inputs)]
+        reference: Child | None = None
+        if cell is not None:
+            arguments = cell.reference_arguments if inputs is None else cell.reference_of(candidate)
+            reference = self._run(home / "reference", [*arguments, *given], cell.num_processes)
+            num_runs, seconds = 1, reference.seconds
+            if reference.exit_code != 0:
+                failure = failure_of(reference)
+                return _Seen(failure=failure, child=reference, num_runs=num_runs, seconds=seconds)
+        arguments = self.log.arguments if inputs is None else list(candidate.arguments)
+        child = self._run(home / "runs", [*arguments, *given], candidate.num_processes)
+        failure = failure_of(child)
+        if cell is not None and reference is not None and child.exit_code == 0:
+            failure = cell.failure(reference, child)
+        return _Seen(failure=failure, child=child, num_runs=num_runs + 1, seconds=seconds + child.seconds)
+
+    def _run(self, home: Path, arguments: Sequence[str], num_processes: int) -> Child:
+        return run_child(Task.attempt(home, arguments, num_processes=num_processes, limit=self.log.limits.run))
 
     def _settle(
         self, what: str, candidate: Candidate, found: Failure | None, said: str, seconds: float, num_runs: int
@@ -231,21 +285,6 @@ class _Work:
         self.known[candidate] = trial
         self.console.tried(trial)
         return found
-
-    def _check(self, arguments: Sequence[str], num_processes: int, what: str) -> tuple[Failure | None, Child]:
-        """Run a replay that is no part of the search, as often as the failure took to come."""
-        log = self.log
-        assert log.failure is not None
-        for _ in range(self._tries):
-            child = self._run(len(log.trials) + 1, arguments, num_processes)
-            seen = failure_of(child)
-            found = seen if seen is not None and seen.is_same_as(log.failure) else None
-            said = "shows it" if found is not None else "no failure" if seen is None else seen.text
-            none = Candidate(cuts=(), arguments=tuple(arguments), num_processes=num_processes)
-            self._settle(what, none, found, said, child.seconds, 1)
-            if found is not None:
-                break
-        return found, child
 
 
 def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:

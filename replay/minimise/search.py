@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from actor_init.spec import UsageError
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.cutting import BY_ROW, MIN_COLUMNS, Shape
-from replay.minimise.failure import Failure, Kind
+from replay.minimise.failure import OF_THE_JOB, Failure
 from replay.spec import LossName, Pairs
 
 Item = TypeVar("Item")
@@ -94,7 +94,7 @@ class Search:
     @property
     def is_of_numbers(self) -> bool:
         """Is the failure a difference from what the job recorded, which was of its whole model?"""
-        return self.failure.kind in (Kind.DIFFERS, Kind.UNSETTLED)
+        return self.failure.kind in OF_THE_JOB
 
     @property
     def _keeps_rows(self) -> bool:

@@ -27,7 +27,7 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.loss import tokens_for
-from replay.minimise.failure import Failure, Kind, masked
+from replay.minimise.failure import OF_THE_JOB, Failure, Kind, masked
 from replay.processes.launch import without_launcher
 from replay.spec import USER_LOSS, RunSpec
 
@@ -121,7 +121,7 @@ def write_standalone(home: Path, spec: RunSpec, failure: Failure, *, num_process
     except (UsageError, CaptureError) as error:
         return Standalone(shows=False, why=str(error))
     whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
-    if failure.kind in (Kind.DIFFERS, Kind.UNSETTLED):
+    if failure.kind in OF_THE_JOB:
         whose = whose[1:]  # other weights differ in any case
     said = ""
     for weights in whose:
@@ -147,9 +147,11 @@ def _why_not(spec: RunSpec, failure: Failure, num_processes: int) -> str:
     """Return why no such script can show the failure; empty if one may."""
     if num_processes > 1:
         return f"the failure needs {num_processes} processes"
+    if failure.kind is Kind.PARITY:
+        return "it is a difference between two configurations of micro-replay"
     if spec.actor.is_custom:
         return "the model is one of --model FILE.py:function, whose forward micro-replay calls"
-    if failure.kind in (Kind.DIFFERS, Kind.UNSETTLED) and failure.bound is None:
+    if failure.kind in OF_THE_JOB and failure.bound is None:
         return f"it compares sums of log-probs alone, and what differs is {' and '.join(failure.quantities)}"
     return ""
 
@@ -180,7 +182,7 @@ def _passes(inputs: Path, spec: RunSpec, source: ModelSource) -> list[dict[str, 
 
 def _script(spec: RunSpec, failure: Failure, *, has_weights: bool) -> str:
     own_loss = USER_LOSS.fullmatch(spec.measure.loss)
-    is_number = failure.kind in (Kind.DIFFERS, Kind.UNSETTLED)
+    is_number = failure.kind in OF_THE_JOB
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
     attention = "eager" if spec.actor.attention is Attention.EAGER else "sdpa"
     head = _HEAD.format(
@@ -223,7 +225,7 @@ def _tried(home: Path, failure: Failure, seconds: float) -> tuple[bool, str]:
 def _is_shown(failure: Failure, exit_code: int, errors: str) -> bool:
     if failure.kind is Kind.DIED:
         return exit_code < 0
-    if failure.kind in (Kind.NOT_FINITE, Kind.DIFFERS, Kind.UNSETTLED):
+    if failure.kind in (Kind.NOT_FINITE, *OF_THE_JOB):
         return exit_code == 1 and bool(re.search(r"^pass \d", errors, re.MULTILINE))
     if failure.kind is not Kind.EXCEPTION or exit_code != 1:
         return False

@@ -19,6 +19,7 @@ from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.failure import Failure
+from replay.minimise.parity_cell import ParityCell
 from replay.option_parsing import spec_of
 from replay.runlog.writer import versions
 from replay.spec import RunSpec
@@ -69,6 +70,7 @@ class MinimiseLog:
 
     arguments  of the replay as it was typed
     sources    captures that it replays, in their order
+    parity     what --parity and --cell named
     failure    None until that replay has failed
     """
 
@@ -80,6 +82,7 @@ class MinimiseLog:
     num_processes: int
     redact: bool
     sources: list[Path]
+    parity: ParityCell | None = None
     versions: dict[str, str | None] = field(default_factory=versions)
     failure: Failure | None = None
     num_layers: int | None = None

@@ -123,7 +123,7 @@ PLANTED = {
         options=("--model", "--dtype"),
     ),
     "a hang": Planted(arguments=(*loss_of("hangs"), "--timeout", "5"), kind="hang", options=("--loss",)),
-    "out of memory": Planted(arguments=loss_of("has_no_memory"), rows=2, tokens=44, options=("--loss",)),
+    "out of memory": Planted(arguments=loss_of("has_no_memory"), rows=2, tokens=36, options=("--loss",)),
     "a rank": Planted(
         arguments=loss_of("raises_on_rank_1"),
         minimise=("--processes", "2"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 TOKEN, EARLIER = 3, 4  # the inputs hold them where a failure is planted
-SIZE = 40  # tokens, of all rows, that there is no memory for
+SIZE = 30  # tokens, of all rows, that there is no memory for
 _seen: list[bool] = []
 
 
@@ -31,7 +31,8 @@ def overflows(inputs: Any) -> Tensor:
     """Scale the loss as for fp16: the scale of one token is too large for it."""
     is_it = inputs.tensors["sequences"][:, -inputs.log_probs_BA.shape[1] :] == TOKEN
     scaled = (inputs.log_probs_BA.double() * torch.where(is_it, 2.0**16, 1.0)).half()
-    return -scaled.float().sum() / inputs.action_mask_BA.sum().clamp(min=1)
+    loss: Tensor = -scaled.float().sum() / inputs.action_mask_BA.sum().clamp(min=1)
+    return loss
 
 
 def raises_after_another(inputs: Any) -> Tensor:
@@ -89,6 +90,22 @@ class Model(nn.Module):
             x = layer(x, input_ids)
         y: Tensor = self.head(x)
         return y
+
+
+class CompiledWrongly(Layer):
+    """Its compiled form gives another number for one token."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y: Tensor = x + self.linear(x)
+        if torch.compiler.is_compiling():
+            y = torch.where((ids == TOKEN)[..., None], 1.5 * y, y)
+        return y
+
+
+def compiled_wrongly() -> Model:
+    model = Model()
+    model.layers = nn.ModuleList([CompiledWrongly(None) for _ in range(4)])
+    return model
 
 
 def fails_in_fp32() -> Model:

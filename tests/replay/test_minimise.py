@@ -29,7 +29,8 @@ from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
-from tests.helpers.planted_failures import LOSSES, TOKEN, usual_inputs
+from tests.helpers.planted_failures import LOSSES, usual_inputs
+from tests.helpers.planted_losses import TOKEN
 
 Captured = pytest.CaptureFixture[str]
 Event = Callable[[Path], list[PassRecord]]
@@ -166,7 +167,7 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert ids.shape == (1, 2)
     assert TOKEN in ids
     assert (smallest / "inputs" / "actor.json").is_file()
-    command = (smallest / "run.sh").read_text().splitlines()[1].partition("exec ")[2]
+    command = (smallest / "run.sh").read_text().splitlines()[-1].removeprefix("exec ")
     assert spec_of(shlex.split(command)[1:]).inputs.inputs == Path("inputs")
     assert "--max-norm" not in command
     assert (smallest / "output.txt").read_text() == "as it was printed\n"
