@@ -34,21 +34,19 @@ class ParityCell:
     num_processes: int
     bounds: dict[str, float]
 
-    def reference_of(self, candidate: Candidate) -> list[str]:
-        """Return the arguments of the reference of a candidate: what both had and the candidate lost, it loses too.
+    @property
+    def shared(self) -> list[str]:
+        """Return the flags of what cell and reference have in common: the noise was measured with these."""
+        spec, cell = spec_of(self.reference_arguments), spec_of(self.arguments)
+        return [one.flag for one in given_in(cell) if one.value_in(spec) == one.value_in(cell)]
 
-        It accumulates as many passes as the candidate's window has. Raises UsageError for options that exclude each
-        other.
+    def reference_of(self, candidate: Candidate) -> list[str]:
+        """Return the arguments of the reference of a candidate: as many layers, and as many passes in a window.
+
+        Raises UsageError for options that exclude each other.
         """
-        spec, cell, now = spec_of(self.reference_arguments), spec_of(self.arguments), candidate.spec
-        theirs = {toggle.flag: toggle.value_in(cell) for toggle in given_in(cell)}
-        kept = {toggle.flag for toggle in candidate.given}
-        lost = [
-            toggle
-            for toggle in given_in(spec)
-            if toggle.flag not in kept and theirs.get(toggle.flag) == toggle.value_in(spec)
-        ]
-        reference = Candidate.of([], spec, self.num_processes).without(lost)
+        spec, now = spec_of(self.reference_arguments), candidate.spec
+        reference = Candidate.of([], spec, self.num_processes)
         if now.actor.num_layers is not None:
             reference = reference.with_option("--num-layers", now.actor.num_layers)
         data_ranks = candidate.num_processes // (now.actor.parallel.tp * now.actor.parallel.ring)

@@ -2,10 +2,11 @@
 
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
@@ -28,6 +29,7 @@ from replay.runner.selection import select
 from replay.spec import RunSpec
 
 KEPT_CALLS = 16  # captures in memory
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in configs
 AS_TYPED = "as typed"
 
 
@@ -168,6 +170,8 @@ class _Work:
         assert log.failure is not None
         self.known = log.known
         shapes = [Shape.of(_read(path)) for path in log.sources]
+        log.num_rows = sum(one.num_rows for one in shapes)
+        log.num_tokens = sum(one.num_rows * one.num_columns for one in shapes)
         whole = [
             Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
             for number, shape in enumerate(shapes)
@@ -177,6 +181,7 @@ class _Work:
             failure=log.failure,
             shapes=shapes,
             num_layers=log.num_layers,
+            fixed=log.parity.shared if log.parity is not None else (),
             shows=self.shows,
         )
         is_whole = True
@@ -197,7 +202,7 @@ class _Work:
             if seen.child.is_refusal:
                 raise UsageError(seen.child.error)
             config = Log.of(seen.child.logs).run.get("work", {}).get("config", {})
-            log.num_layers = next((config[name] for name in ("num_hidden_layers", "n_layer") if name in config), None)
+            log.num_layers = _num_layers(config)
             log.failure = seen.failure
             said = "no failure" if seen.failure is None else seen.failure.text
             self._settle(AS_TYPED, as_typed, seen.failure, said, seen.seconds, seen.num_runs)
@@ -285,6 +290,13 @@ class _Work:
         self.known[candidate] = trial
         self.console.tried(trial)
         return found
+
+
+def _num_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers that a config says; None if it does not."""
+    text = config.get("text_config") or {}
+    named = [part[name] for part in (config, text) for name in LAYER_NAMES if isinstance(part.get(name), int)]
+    return named[0] if named else None
 
 
 def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:

@@ -5,7 +5,7 @@ pass alone, its row, its token, one layer) cost a trial each and are right as a 
 by ddmin (Zeller, Hildebrandt 2002); layers and columns, of which a shorter run is kept, by bisection.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from replay.spec import LossName, Pairs
 
 Item = TypeVar("Item")
 MOST_LAYERS = 256  # where nothing says how many there are
-LIMITS = ("timeout", "warmup")  # options that are no part of a failure
+LIMITS = ("--timeout", "--warmup")  # options that are no part of a failure
 
 
 class OutOfRunsError(Exception):
@@ -66,6 +66,7 @@ class Search:
     shapes      of the captures, by their number
     failure     what is to be shown; where it was seen, in a run of `best` as it is at first
     num_layers  of the model; None: not known
+    fixed       flags of options that stay
     """
 
     best: Candidate
@@ -73,6 +74,7 @@ class Search:
     shapes: Sequence[Shape]
     num_layers: int | None
     shows: Callable[[Candidate, str], Failure | None]
+    fixed: Collection[str] = ()
     _bisected: set[object] = field(default_factory=set)  # what is as short as bisection finds
 
     def run(self) -> None:
@@ -199,7 +201,8 @@ class Search:
             bisect(tried, total, shows)
 
     def _options(self) -> None:
-        toggles = [one for one in self.best.given if one.flag != "--num-layers" and one.field not in LIMITS]
+        fixed = ("--num-layers", *LIMITS, *self.fixed)
+        toggles = [one for one in self.best.given if one.flag not in fixed]
         if self.best.num_processes > 1:
             toggles = [one for one in toggles if one.part != "actor.parallel"]
         if not toggles:
@@ -216,7 +219,7 @@ class Search:
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
             other = _valid(lambda: self.best.with_option("--random-weights", True))
-            if other is not None and not self.is_of_numbers:
+            if other is not None and not self.is_of_numbers and "--model" not in self.fixed:
                 self._try(other, "random weights")
 
     def _tokens(self) -> None:

@@ -72,6 +72,7 @@ class MinimiseLog:
     sources    captures that it replays, in their order
     parity     what --parity and --cell named
     failure    None until that replay has failed
+    num_rows, num_tokens  of the sources, padding included
     """
 
     folder: Path
@@ -86,6 +87,8 @@ class MinimiseLog:
     versions: dict[str, str | None] = field(default_factory=versions)
     failure: Failure | None = None
     num_layers: int | None = None
+    num_rows: int = 0
+    num_tokens: int = 0
     trials: list[Trial] = field(default_factory=list)
 
     @classmethod
