@@ -7,6 +7,7 @@ from typing import Any
 from replay.option_parsing import Toggle, command_line, spec_of, toggles
 from replay.spec import RunSpec
 
+NAMING = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")  # files and folders
 SET_HERE = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")  # by minimise, in every trial
 
 

@@ -82,7 +82,7 @@ class MinimiseConsole:
             ("written", str(written.folder)),
         ]
         if written.failure is None:
-            left.append(("failed", "the last run did not show it: the failure does not come each time"))
+            left.append(("failed", f"the last run, there, did not show it, see {written.folder / 'output.txt'}"))
         if not is_whole:
             more = 2 * log.limits.num_runs
             left.append(("go on", f"replay minimise --continue {log.folder} --max-runs {more}: it may get smaller"))

@@ -228,8 +228,8 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
     ]
     if written.failure is None:
         lines[-1] = (
-            "* THE LAST RUN DID NOT SHOW IT: the failure does not come each time. `./run.sh` again may show it; "
-            "`output.txt` is what the last run printed."
+            "* THE LAST RUN, IN THIS FOLDER, DID NOT SHOW IT: `output.txt` says what it did. `./run.sh` may show it "
+            "if the failure does not come each time."
         )
     if standalone.shows:
         lines.append(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.compare.differences import compare
-from replay.minimise.candidate import Candidate, given_in
+from replay.minimise.candidate import NAMING, Candidate, given_in
 from replay.minimise.failure import Failure, Kind
 from replay.option_parsing import command_line, spec_of
 from replay.parity.noise_floor import distances
@@ -41,12 +41,15 @@ class ParityCell:
         return [one.flag for one in given_in(cell) if one.value_in(spec) == one.value_in(cell)]
 
     def reference_of(self, candidate: Candidate) -> list[str]:
-        """Return the arguments of the reference of a candidate: as many layers, and as many passes in a window.
+        """Return the arguments of the reference of a candidate: its files, as many layers, as many passes in a window.
 
         Raises UsageError for options that exclude each other.
         """
         spec, now = spec_of(self.reference_arguments), candidate.spec
         reference = Candidate.of([], spec, self.num_processes)
+        for toggle in candidate.given:
+            if toggle.flag in NAMING and toggle.flag in self.shared:
+                reference = reference.with_option(toggle.flag, toggle.value_in(now))
         if now.actor.num_layers is not None:
             reference = reference.with_option("--num-layers", now.actor.num_layers)
         data_ranks = candidate.num_processes // (now.actor.parallel.tp * now.actor.parallel.ring)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.minimise import folder as folder_module
 from replay.minimise import runs as runs_module
+from replay.minimise.candidate import Candidate
 from replay.minimise.failure import Failure, Kind, failure_of, masked
+from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import Standalone
 from replay.minimise.state import FILE, MinimiseLog
 from replay.option_parsing import spec_of
@@ -101,6 +104,49 @@ def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
     assert differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("log-probs",)))
     assert not differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("gradient norm",)))
     assert not differs.is_same_as(Failure(kind=Kind.UNSETTLED, quantities=("loss",)))
+
+
+def cell_of(**changes: Any) -> ParityCell:
+    values: dict[str, Any] = {
+        "name": "fsdp2 fp32 padded compiled",
+        "arguments": ["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"],
+        "reference_arguments": ["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"],
+        "num_processes": 1,
+        "bounds": {"loss": 1e-6, "log-probs": 1e-6},
+    }
+    return ParityCell(**(values | changes))
+
+
+def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
+    cell = cell_of()
+    assert sorted(cell.shared) == ["--backend", "--dtype", "--model"]
+    whole = Candidate.of([], spec_of(cell.arguments), 4)  # two data ranks
+    spec = spec_of(cell.reference_of(whole))
+    assert (spec.actor.grad_accumulation, spec.actor.parallel.tp, spec.actor.compile) == (2, 1, "off")
+    smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
+    spec = spec_of(cell.reference_of(smaller))
+    assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
+    assert spec.actor.num_accumulated == 1
+
+
+def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> None:
+    def run(name: str, *losses: float) -> Child:
+        return child_of(tmp_path / name, 0, [passed(n, "abc"[n], loss=loss) for n, loss in enumerate(losses)])
+
+    found = cell_of().failure(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
+    assert found is not None
+    assert (found.kind, found.quantities, found.index, found.source) == ("parity", ("loss",), 1, "b.pkl")
+    assert cell_of().failure(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
+
+
+def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    for typed, says in (
+        (["--parity", str(tmp_path)], "--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME"),
+        (["--parity", str(tmp_path), "--cell", "x"], f"--parity {tmp_path} holds no parity.json. Give a folder"),
+        (["--parity", str(tmp_path), "--cell", "x", "--tp", "2"], "--cell 'x' has its options from"),
+    ):
+        assert main(["minimise", *typed]) == 2
+        assert capsys.readouterr().err.startswith(f"replay: {says}")
 
 
 class Runs:
