@@ -9,7 +9,7 @@ from torch import Tensor
 from actor_init.inputs.packing import actor_inputs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
-from capture.file_format.optimizer_step import sampled_tokens
+from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
 from replay.minimise.candidate import Cut
 from replay.minimise.cutting import Shape, cut_call
 
@@ -80,8 +80,9 @@ def test_a_capture_that_is_not_cut_stays_as_it_is() -> None:
 
 def test_numbers_of_whole_passes_go_and_row_sums_stay_where_all_their_tokens_do() -> None:
     outputs = {"loss": 1.5, "grad_norm": 2.0, "output_row_sums": [-1.0, -2.0, -3.0], "output_crc32": 7}
-    call = call_of(outputs=outputs)
+    call = call_of(outputs=outputs, step=OptimizerStep(number=0, passes=(1,), shares=(1.0,), grad_norm=2.0))
     rows = cut_call(call, Cut(source=0, rows=(2, 0), first=0, end=COLUMNS))
+    assert rows.step is None
     assert rows.outputs == {"output_row_sums": [-3.0, -1.0]}
     # row 0 has action tokens in columns 4 to 7, so columns 8 and 9 can go
     assert cut_call(call, Cut(source=0, rows=(0,), first=0, end=8)).outputs == {"output_row_sums": [-1.0]}

@@ -48,7 +48,7 @@ PLANTED = {
     "a token": Planted(fails=lambda c: has(c, *AT)),
     "a token, and nothing says in which pass": Planted(fails=lambda c: has(c, *AT), first=FAILURE),
     "the row and token are known": Planted(
-        fails=lambda c: has(c, *AT), first=replace(FAILURE, index=7, row=2, token=40), runs=8
+        fails=lambda c: has(c, *AT), first=replace(FAILURE, index=7, row=2, token=40), runs=4
     ),
     "a row of n tokens": Planted(fails=lambda c: any(one.end - one.first > 48 for one in c.cuts), tokens=49),
     "two rows together": Planted(fails=lambda c: has(c, 7, 0, 3) and has(c, 7, 3, 60), rows=2, tokens=2 * 58),
