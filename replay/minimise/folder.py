@@ -193,12 +193,13 @@ def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     if cell is None:
         lines.append(f"exec {shlex.join(_words(chosen.arguments, chosen.num_processes))}")
     else:
-        where = ["--log-folder", "logs", "--name"]
         reference = _words(cell.reference_of(chosen), cell.num_processes)
+        own = _words(chosen.arguments, chosen.num_processes)
         lines += [
-            shlex.join([*reference, *where, "reference"]) + " &&",
-            shlex.join([*_words(chosen.arguments, chosen.num_processes), *where, "cell"]) + " &&",
-            "exec replay compare logs/*-reference logs/*-cell --threshold 0",
+            'logs="logs/$(date +%Y%m%d-%H%M%S)"',
+            f'{shlex.join(reference)} --log-folder "$logs/reference" &&',
+            f'{shlex.join(own)} --log-folder "$logs/cell" &&',
+            'exec replay compare "$logs/reference" "$logs/cell" --threshold 0',
         ]
     return "\n".join(lines) + "\n"
 
