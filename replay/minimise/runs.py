@@ -78,7 +78,7 @@ def _begin(
         )
     sources = _sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
     log = MinimiseLog(
-        folder=create_folder(spec.measure.log_folder, "minimise"),
+        folder=create_folder(spec.measure.log_folder.absolute(), "minimise"),
         command=shlex.join(["replay", "minimise", *(["--redact"] if redact else []), *typed]),
         arguments=command_line(spec),
         limits=limits,
@@ -97,6 +97,7 @@ def go_on(folder: Path, limits: Callable[[Limits], Limits]) -> int:
     Raises UsageError if there is no such minimisation, or if it was made with other versions.
     """
     log = MinimiseLog.read(folder)
+    log.folder = folder.absolute()  # runs are made in other folders too
     log.limits = limits(log.limits)
     if missing := [path for path in log.sources if not _is_there(path)]:
         raise UsageError(

@@ -223,6 +223,18 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert f"written    {smallest}" in printed
 
 
+def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert minimise("--inputs", "inputs", "--max-runs", "3", logs=Path("logs")) == 0
+    (folder,) = Path("logs").glob("*-minimise")
+    assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
+    (path,) = capture_files(folder / "smallest" / "inputs")
+    assert read_call(path).tensors["sequences"].shape == (1, 2)
+    assert {one.name for one in folder.iterdir()} == {"minimise.json", "smallest", "trials"}
+    assert not (folder / "smallest" / "logs").exists()
+
+
 def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     """It is needed: without the option the replay does not fail."""
     inputs = usual_inputs(tmp_path)
