@@ -238,7 +238,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         )
     else:
         lines.append(f"* There is no repro.py for torch and transformers alone: {one_line(standalone.why)}.")
-    lines += [f"* {written.redaction}."] if written.redaction else []
+    lines += [f"* Inputs: {written.redaction}."] if written.redaction else []
     lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
     first = next(trial for trial in log.trials if trial.found is not None)
     lines += [

@@ -134,6 +134,7 @@ def write_standalone(home: Path, spec: RunSpec, failure: Failure, *, num_process
             materialise(model, source.weights, torch.device("cpu"))
             data["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
         torch.save(data, home / DATA)
+        (home / DATA).chmod(0o600)
         (home / SCRIPT).write_text(_script(spec, failure, has_weights=has_own), encoding="utf-8")
         shows, said = _tried(home, failure, seconds)
         if shows:
@@ -176,7 +177,8 @@ def _passes(inputs: Path, spec: RunSpec, source: ModelSource) -> list[dict[str, 
             "action_mask": fed.action_mask_BA,
             "recorded": None if sums is None else torch.tensor(sums, dtype=torch.float64),
         }
-        passes.append({**own, "trains": call.trains, "tensors": {**call.tensors, **call.notes}})
+        given = {**call.tensors, **call.notes} if USER_LOSS.fullmatch(spec.measure.loss) else {}
+        passes.append({**own, "trains": call.trains, "tensors": given})
     return passes
 
 
