@@ -89,7 +89,7 @@ _STAND_IN = "        loss = -log_probs.sum() / mask.sum().clamp(min=1)"
 _OWN_LOSS = """        given = SimpleNamespace(
             log_probs_BA=log_probs,
             action_mask_BA=mask,
-            tensors=one["tensors"],
+            tensors={name: value.to(device) for name, value in one["tensors"].items()},
             num_window_tokens=int(mask.sum()),
             num_window_passes=1,
         )
