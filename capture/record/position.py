@@ -23,7 +23,7 @@ from capture.record.flight_recorder import POSITION_FILE, STACKS_FILE, SharedFol
 from capture.record.stacks import PLACES, Place
 
 PAGE_BYTES = 4096
-_MOVING = struct.Struct("<qqdqqq")  # forward, place, when it was reached, rank, world size, was_told
+_MOVING = struct.Struct("<qqdqqqq")  # forward, place, when it was reached, rank, world size, was_told, has_stacks
 _TRACE_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # where NCCL's flight recorder dumps
 _enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
 
@@ -58,11 +58,11 @@ class PositionPage:
         path.write_bytes((bytes(_MOVING.size) + json.dumps(facts).encode()).ljust(PAGE_BYTES, b" "))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
-        self.at(self.place)
         if not faulthandler.is_enabled():
             self._stacks = (shared.directory / STACKS_FILE).open("wb")
             faulthandler.enable(self._stacks)
             _enabled.append(self)
+        self.at(self.place)
 
     @property
     def was_told(self) -> bool:
@@ -81,8 +81,8 @@ class PositionPage:
     def at(self, place: Place) -> None:
         self.place = place
         if self._page is not None:
-            number, now = PLACES.index(place), time.time()
-            _MOVING.pack_into(self._page, 0, self.forward, number, now, self.rank, self.world_size, self._was_told)
+            moving = (self.forward, PLACES.index(place), time.time(), self.rank, self.world_size)
+            _MOVING.pack_into(self._page, 0, *moving, self._was_told, self._stacks is not None)
 
     def close(self) -> None:
         """Let go of the file and of faulthandler. A second call does nothing."""
@@ -98,6 +98,8 @@ class PositionPage:
 class LastPosition:
     """Where a process that is gone was last.
 
+    was_told     an incident in the same pass says why the process ends
+    has_stacks   faulthandler wrote beside it, and not where the job had it write
     time         when it came there (ISO 8601, UTC)
     opened       when its recording began
     main_thread  its number in faulthandler's text
@@ -107,6 +109,7 @@ class LastPosition:
     rank: int
     world_size: int
     was_told: bool
+    has_stacks: bool
     forward: int | None
     place: Place
     time: str
@@ -119,12 +122,13 @@ def read_position(directory: Path) -> LastPosition | None:
     """Read what a dead process left; None if there is none, or it is damaged."""
     try:
         data = (directory / POSITION_FILE).read_bytes()
-        forward, number, seconds, rank, world_size, was_told = _MOVING.unpack_from(data)
+        forward, number, seconds, rank, world_size, was_told, has_stacks = _MOVING.unpack_from(data)
         facts: Mapping[str, Any] = json.loads(data[_MOVING.size :])
         return LastPosition(
             rank=rank,
             world_size=world_size,
             was_told=bool(was_told),
+            has_stacks=bool(has_stacks),
             forward=forward if forward >= 0 else None,
             place=PLACES[number],
             time=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds"),

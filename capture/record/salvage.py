@@ -18,6 +18,8 @@ from capture.record.position import LastPosition, read_position
 from capture.record.retention import Keep
 from capture.record.stacks import main_stack, refined, with_main_thread_named
 
+STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faulthandler writes"
+
 
 def salvage(folder: Path, keep: Keep) -> int:
     """Write the passes that killed processes had in their flight recorders, and return how many.
@@ -73,7 +75,7 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
     return replace(
         died,
         forward=died.forward if position.forward is None else position.forward,
-        message=scrubbed(text.partition("\n")[0]),
+        message=scrubbed(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
         place=refined(position.place, main_stack(stacks)),
         stacks=stacks,
         last_collective=last_collective_in_dump(position.rank, position.trace_file, after=begun),

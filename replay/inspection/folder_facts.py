@@ -9,10 +9,8 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
-from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import Incident, read_incidents
-from capture.record.retention import Keep
-from capture.record.salvage import salvage
+from capture.record.salvage import salvage_for_reading
 from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
 
 
@@ -54,7 +52,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
-    in_memory = _salvage(folder)
+    in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents: list[RankIncident] = []
     try:
@@ -100,25 +98,6 @@ def inspect_folder(folder: Path) -> FolderFacts:
         odd=totals.odd,
         num_odd=totals.num_odd,
     )
-
-
-def _salvage(folder: Path) -> str | None:
-    """Write the flight recorders of killed ranks into `folder`; if that fails, return what to type as which user."""
-    try:
-        ranks = sorted({spool.rank for spool in dead_spools(folder) if spool.calls or spool.num_cut_short})
-    except OSError:
-        return None
-    if not ranks:
-        return None
-    try:
-        salvage(folder, Keep())
-    except OSError as error:
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        return (
-            f"{named} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
-            f"Try, as a user who may write there: capture salvage {folder}"
-        )
-    return None
 
 
 def describe_model(config: Mapping[str, Any]) -> str:

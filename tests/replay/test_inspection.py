@@ -138,7 +138,7 @@ def spool_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
         recorder.flush()
         [own] = [path for path in shared.iterdir() if f"-{os.getpid()}-" in path.name]
         spool = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
-        shutil.copytree(own, spool)
+        shutil.copytree(own, spool, ignore=shutil.ignore_patterns("position"))  # which says rank 0
     return spool
 
 
