@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.hang.command import hang
 from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
 from replay.parity.command import parity
@@ -110,6 +111,7 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     report,
     parity,
     scan,
+    hang,
     suite,
     diagnose,
     mismatch,

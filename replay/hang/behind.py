@@ -15,8 +15,8 @@ def who_was_behind(seen: Sequence[LastSeen], world_size: int) -> Blame:
     2. Ranks that crashed in native code, then ranks that were killed without a word.
     3. The rank that was ended from outside before the others lost it.
     4. Ranks at an earlier pass; one whose loop was over is behind its last.
-    5. In the same pass, ranks at an earlier place. If all of these stand in a collective, and a rank further on stands in
-       code of its own, then it is that one.
+    5. In the same pass, ranks at an earlier place. If all of these stand in a collective, and a rank further on stands
+       in code of its own, then it is that one.
     6. Ranks that entered fewer collectives of a group.
     7. Ranks that stand in code of their own while the others do not.
     8. Ranks that native code aborted.
@@ -78,13 +78,14 @@ def _at_earlier_pass(seen: Sequence[LastSeen]) -> Blame | None:
         return None
     numbers = [one.forward if one.forward is not None else -1 for one in seen]
     behind = [one for one, number in zip(seen, numbers, strict=True) if number == min(numbers)]
+    if len(behind) == len(seen):
+        return None
+    others = f"others are in pass {max(numbers)}"
     if over := [one for one in behind if one.end is End.CLOSED]:
-        return _named(
-            seen, over, f"its loop was over after {min(numbers) + 1} passes, and others are in pass {max(numbers)}"
-        )
+        return _named(seen, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
     if outside := [one for one in behind if not one.waits]:
-        return _named(seen, outside, f"others are in pass {max(numbers)}") if len(behind) < len(seen) else None
-    return _named(seen, behind, f"it waits in a collective of its own, and others are in pass {max(numbers)}")
+        return _named(seen, outside, others)
+    return _named(seen, behind, f"it waits in a collective of its own, and {others}")
 
 
 def _at_earlier_place(seen: Sequence[LastSeen]) -> Blame | None:
