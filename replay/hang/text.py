@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from capture.file_format.listing import ranges_of
 from replay.hang.behind import who_was_behind
 from replay.hang.last_seen import End, LastSeen, world_size_of
-from replay.report.text import Pairs
+from replay.hang.partings import Parting
+from replay.hang.schedule import Schedule
+from replay.report.text import Pairs, counted
 
 MOST_RANKS = 16  # that have a line
 
@@ -55,3 +58,29 @@ def _how(one: LastSeen) -> str:
     if one.end in (End.SIGNALLED, End.SLOW):
         return one.incident.where if one.end is End.SIGNALLED else f"slow step: {one.incident.message}"
     return f"{one.end}: {one.incident.message}" if one.incident.message else str(one.end)
+
+
+def schedule_pairs(schedule: Schedule, found: Sequence[Parting]) -> Pairs:
+    """Return a line for the schedule, and one for each parting.
+
+    schedule   2 ranks, 20 passes, 16 of them training passes: all ranks meet in each of them
+    """
+    there = [rank.rank for rank in schedule.ranks]
+    trains = {number for rank in schedule.ranks for number, one in rank.passes.items() if one.trains}
+    text = f"{counted(len(there), 'rank')}, {counted(schedule.num_passes, 'pass')}, {len(trains)} of them training"
+    if len(there) < 2:
+        return [("schedule", f"{text}: one rank meets nobody")]
+    pairs: Pairs = []
+    if not found:
+        pairs.append(("schedule", f"{text}: the ranks meet in each of them"))
+    else:
+        first = found[0]
+        pairs.append(("schedule", f"{text}: the ranks part at pass {first.number}: {first.text}"))
+    for one in found:
+        meets = f". {one.meets[0].upper()}{one.meets[1:]}" if one.meets else ""
+        pairs.append(("parts", f"pass {one.number}: {one.text}{meets}. To mend it: {one.mend}"))
+    missing = sorted(set(range(schedule.world_size)) - set(there))
+    if missing:
+        pairs.append(("no pass", f"of rank {ranges_of(missing)} of the job's {schedule.world_size}; not compared"))
+    pairs += [("left out", text) for text in schedule.left_out]
+    return pairs
