@@ -60,7 +60,11 @@ def _crashed(seen: Sequence[LastSeen]) -> Blame | None:
 
 
 def _killed(seen: Sequence[LastSeen]) -> Blame | None:
-    return _named(seen, [one for one in seen if one.end is End.KILLED], "it was killed, by hand or for memory")
+    return _named(
+        seen,
+        [one for one in seen if one.end is End.KILLED],
+        "it was killed: by hand, for memory, or by a launcher that it did not answer",
+    )
 
 
 def _ended_from_outside(seen: Sequence[LastSeen]) -> Blame | None:

@@ -63,7 +63,7 @@ def _how(one: LastSeen) -> str:
 def schedule_pairs(schedule: Schedule, found: Sequence[Parting]) -> Pairs:
     """Return a line for the schedule, and one for each parting.
 
-    schedule   2 ranks, 20 passes, 16 of them training passes: all ranks meet in each of them
+    schedule   2 ranks, 20 passes, 16 of them training passes: nothing in them parts the ranks
     """
     there = [rank.rank for rank in schedule.ranks]
     trains = {number for rank in schedule.ranks for number, one in rank.passes.items() if one.trains}
@@ -72,7 +72,7 @@ def schedule_pairs(schedule: Schedule, found: Sequence[Parting]) -> Pairs:
         return [("schedule", f"{text}: one rank meets nobody")]
     pairs: Pairs = []
     if not found:
-        pairs.append(("schedule", f"{text}: the ranks meet in each of them"))
+        pairs.append(("schedule", f"{text}: nothing in them parts the ranks"))
     else:
         first = found[0]
         pairs.append(("schedule", f"{text}: the ranks part at pass {first.number}: {first.text}"))

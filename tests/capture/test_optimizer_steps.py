@@ -481,7 +481,9 @@ def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True) as recorder:
         loss_of(model).backward()
         told = threading.Event()
-        recorder._optimizer_hooks.listener = type("", (), {"steps": lambda self, _: told.set(), "stepped": lambda self: None})()
+        recorder._optimizer_hooks.listener = type(
+            "", (), {"steps": lambda self, _: told.set(), "stepped": lambda self: None}
+        )()
         child = os.fork()
         if child == 0:
             optimizer.step()
