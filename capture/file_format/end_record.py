@@ -19,12 +19,13 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRecord:
-    """How one rank's recording ended. `opened` and `time` are ISO 8601, UTC."""
+    """How one rank's recording ended, and where in its last pass. `opened` and `time` are ISO 8601, UTC."""
 
     rank: int
     world_size: int
     num_passes: int
     num_steps: int | None  # of the optimizer; None: not seen
+    place: str
     opened: str
     time: str
 
@@ -34,6 +35,7 @@ _KINDS: dict[str, Any] = {
     "world_size": int,
     "num_passes": int,
     "num_steps": int | None,
+    "place": str,
     "opened": str,
     "time": str,
 }

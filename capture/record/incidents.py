@@ -55,6 +55,7 @@ class Incident:
     files           names of the files that were written for it
     num_not_copied  passes whose copy did not reach the host in time
     place           where in or behind the pass `forward` the rank was (`capture.record.stacks.Place`); empty: not known
+    last_backward   the pass whose loss was differentiated last; None: none was seen
     stacks          every thread's stack, as `capture.record.stacks` writes it
     collectives     how many collectives the rank had entered, by process group
     last_collective what torch's flight recorder of collectives had last, by group
@@ -72,6 +73,7 @@ class Incident:
     files: Sequence[str] = ()
     num_not_copied: int = 0
     place: str = ""
+    last_backward: int | None = None
     stacks: str = ""
     collectives: Mapping[str, int] = field(default_factory=dict)
     last_collective: str = ""
@@ -109,16 +111,17 @@ def incident_of(error: BaseException, where: str, forward: int | None) -> Incide
     return replace(made, traceback=scrubbed("".join(lines)))
 
 
-def placed(happened: Incident, place: Place, *, world_size: int, opened: str) -> Incident:
+def placed(happened: Incident, place: Place, *, last_backward: int, world_size: int, opened: str) -> Incident:
     """Add to an incident that happens now where the rank is, what every thread does, and its last collectives.
 
-    place  what the hooks saw last
+    place, last_backward  what the hooks saw last; -1: no backward
     """
     stacks = scrubbed(all_stacks())
     frames = [*main_stack(stacks), *traceback_frames(happened.traceback)]
     return replace(
         happened,
         place=refined(place, frames),
+        last_backward=last_backward if last_backward >= 0 else None,
         stacks=stacks,
         collectives=collectives_entered(),
         last_collective=last_collective(),
@@ -197,6 +200,7 @@ _KINDS: dict[str, Any] = {
 }
 _LATER_KINDS: dict[str, Any] = {  # not in files of earlier versions
     "place": str,
+    "last_backward": int | None,
     "stacks": str,
     "collectives": dict,
     "last_collective": str,

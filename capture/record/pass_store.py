@@ -44,6 +44,7 @@ class Ended:
     num_passes: int
     num_steps: int | None
     world_size: int
+    place: str
     opened: str
 
     def record(self, rank: int) -> EndRecord:
@@ -52,6 +53,7 @@ class Ended:
             world_size=self.world_size,
             num_passes=self.num_passes,
             num_steps=self.num_steps,
+            place=self.place,
             opened=self.opened,
             time=utc_time(),
         )

@@ -23,7 +23,8 @@ from capture.record.flight_recorder import POSITION_FILE, STACKS_FILE, SharedFol
 from capture.record.stacks import PLACES, Place
 
 PAGE_BYTES = 4096
-_MOVING = struct.Struct("<qqdqqqq")  # forward, place, when it was reached, rank, world size, was_told, has_stacks
+# forward, place, when it was reached, rank, world size, was_told, has_stacks, last_backward
+_MOVING = struct.Struct("<qqdqqqqq")
 _TRACE_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # where NCCL's flight recorder dumps
 _enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
 
@@ -32,12 +33,13 @@ class PositionPage:
     """Where this process's recording is. Any thread may read it; `at` belongs to the job's.
 
     forward           number of the forward that began last; -1 before the first
+    last_backward     number of the pass whose loss was differentiated last; -1: none was seen
     rank, world_size  as of that forward
     was_told          an incident in this pass says already why the process ends
     """
 
     def __init__(self) -> None:
-        self.forward = -1
+        self.forward = self.last_backward = -1
         self.rank, self.world_size = 0, 1
         self.place: Place = "before any forward"
         self._was_told = False
@@ -82,7 +84,7 @@ class PositionPage:
         self.place = place
         if self._page is not None:
             moving = (self.forward, PLACES.index(place), time.time(), self.rank, self.world_size)
-            _MOVING.pack_into(self._page, 0, *moving, self._was_told, self._stacks is not None)
+            _MOVING.pack_into(self._page, 0, *moving, self._was_told, self._stacks is not None, self.last_backward)
 
     def close(self) -> None:
         """Let go of the file and of faulthandler. A second call does nothing."""
@@ -111,6 +113,7 @@ class LastPosition:
     was_told: bool
     has_stacks: bool
     forward: int | None
+    last_backward: int | None
     place: Place
     time: str
     opened: str
@@ -122,7 +125,7 @@ def read_position(directory: Path) -> LastPosition | None:
     """Read what a dead process left; None if there is none, or it is damaged."""
     try:
         data = (directory / POSITION_FILE).read_bytes()
-        forward, number, seconds, rank, world_size, was_told, has_stacks = _MOVING.unpack_from(data)
+        forward, number, seconds, rank, world_size, was_told, has_stacks, last_backward = _MOVING.unpack_from(data)
         facts: Mapping[str, Any] = json.loads(data[_MOVING.size :])
         return LastPosition(
             rank=rank,
@@ -130,6 +133,7 @@ def read_position(directory: Path) -> LastPosition | None:
             was_told=bool(was_told),
             has_stacks=bool(has_stacks),
             forward=forward if forward >= 0 else None,
+            last_backward=last_backward if last_backward >= 0 else None,
             place=PLACES[number],
             time=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds"),
             opened=str(facts["opened"]),

@@ -302,6 +302,7 @@ class Recorder:
                     num_passes=self.num_seen,
                     num_steps=None if window is None else window.number,
                     world_size=self.world_size,
+                    place="after backward" if self._position.place == "in backward" else self._position.place,
                     opened=self._opened,
                 )
             )
@@ -343,7 +344,13 @@ class Recorder:
 
     def _tell_incident(self, happened: Incident) -> None:
         with suppress(Exception):  # an incident without its stacks is better than none
-            happened = placed(happened, self._position.place, world_size=self.world_size, opened=self._opened)
+            happened = placed(
+                happened,
+                self._position.place,
+                last_backward=self._position.last_backward,
+                world_size=self.world_size,
+                opened=self._opened,
+            )
         self._position.was_told = happened.ends_job
         self._writer.tell(happened, is_urgent=True)
 
@@ -365,6 +372,7 @@ class Recorder:
             self._position.at("after the optimizer's step")
 
     def _backward_begins(self, forward: int) -> None:
+        self._position.last_backward = forward
         if forward == self._position.forward and self._position.place == "after forward":
             self._position.at("in backward")
 

@@ -77,6 +77,7 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
         forward=died.forward if position.forward is None else position.forward,
         message=scrubbed(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
         place=refined(position.place, main_stack(stacks)),
+        last_backward=position.last_backward,
         stacks=stacks,
         last_collective=last_collective_in_dump(position.rank, position.trace_file, after=begun),
         world_size=position.world_size,

@@ -14,19 +14,20 @@ def who_was_behind(seen: Sequence[LastSeen], world_size: int) -> Blame:
     1. The rank that failed first, with an error that is its own.
     2. Ranks that crashed in native code, then ranks that were killed without a word.
     3. The rank that was ended from outside before the others lost it.
-    4. Ranks at an earlier pass; one whose loop was over is behind its last.
-    5. In the same pass, ranks at an earlier place. If all of these stand in a collective, and a rank further on stands
+    4. Ranks that went past a pass without a backward, while another one is in that pass's backward.
+    5. Ranks at an earlier pass; one whose loop was over is behind its last.
+    6. In the same pass, ranks at an earlier place. If all of these stand in a collective, and a rank further on stands
        in code of its own, then it is that one.
-    6. Ranks that entered fewer collectives of a group.
-    7. Ranks that stand in code of their own while the others do not.
-    8. Ranks that native code aborted.
+    7. Ranks that entered fewer collectives of a group.
+    8. Ranks that stand in code of their own while the others do not.
+    9. Ranks that native code aborted.
 
     docs/hang.md says which fault needs each.
     """
     if len(seen) == 1 and world_size <= 1:
         return Blame(ranks=(seen[0].rank,), reason="it is the only rank")
     rules: tuple[_Rule, ...] = (
-        *(_failed, _crashed, _killed, _ended_from_outside),
+        *(_failed, _crashed, _killed, _ended_from_outside, _without_backward),
         *(_at_earlier_pass, _at_earlier_place, _fewest, _in_own_code, _aborted),
     )
     for rule in rules:
@@ -63,7 +64,7 @@ def _killed(seen: Sequence[LastSeen]) -> Blame | None:
     return _named(
         seen,
         [one for one in seen if one.end is End.KILLED],
-        "it was killed: by hand, for memory, or by a launcher that it did not answer",
+        "it was killed (by hand, for memory, by a launcher that it did not answer), or it left by os._exit",
     )
 
 
@@ -75,6 +76,16 @@ def _ended_from_outside(seen: Sequence[LastSeen]) -> Blame | None:
         return None
     assert ended[0].incident is not None
     return _named(seen, ended, f"it was ended from outside ({ended[0].incident.where})")
+
+
+def _without_backward(seen: Sequence[LastSeen]) -> Blame | None:
+    waiting = [one.forward for one in seen if one.place == "in backward" and one.forward is not None]
+    number = min(waiting, default=None)
+    if number is None:
+        return None
+    past = [one for one in seen if one.forward is not None and one.forward > number]
+    skipped = [one for one in past if one.last_backward is not None and one.last_backward < number]
+    return _named(seen, skipped, f"it made no backward of pass {number}, in which others are")
 
 
 def _at_earlier_pass(seen: Sequence[LastSeen]) -> Blame | None:
@@ -103,8 +114,8 @@ def _at_earlier_place(seen: Sequence[LastSeen]) -> Blame | None:
     in_own_code = [one for one in ahead if one.waits is False]
     if in_own_code and all(one.waits for one in behind):
         return _named(seen, in_own_code, "it stands in code of its own, and others wait in a collective")
-    if over := [one for one in ahead if one.end is End.CLOSED]:
-        return _named(seen, behind, f"rank {over[0].rank} has ended its loop after the same passes")
+    if over := [one for one in behind if one.end is End.CLOSED]:
+        return _named(seen, over, f"its loop was over there, and others are {ahead[0].where}")
     return _named(seen, [one for one in behind if not one.waits] or behind, f"others are {ahead[0].where}")
 
 

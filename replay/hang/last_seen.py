@@ -30,9 +30,9 @@ class End(StrEnum):
 
     FAILED = "failed"
     CRASHED = "crashed in native code"
-    KILLED = "was killed without a word"
+    KILLED = "died without a word"
     ABORTED = "was aborted"
-    DIED = "died without a word"  # killed or aborted: its stacks went elsewhere
+    DIED = "died"  # killed or aborted: its stacks went elsewhere
     GAVE_UP = "gave up waiting"  # its error says no more than that another rank did not answer
     SIGNALLED = "was sent a signal"
     SLOW = "was slow"
@@ -61,11 +61,13 @@ class LastSeen:
     @property
     def progress(self) -> tuple[int, int] | None:
         """Return a key that is smaller than that of a rank that is further on; None where it is not known."""
-        if self.end is End.CLOSED:
-            return (-1 if self.forward is None else self.forward), len(PLACES)
         if self.place not in PLACES:
             return None
         return (-1 if self.forward is None else self.forward), list(PLACES).index(self.place)
+
+    @property
+    def last_backward(self) -> int | None:
+        return None if self.incident is None else self.incident.last_backward
 
     @property
     def waits(self) -> bool | None:
@@ -77,8 +79,6 @@ class LastSeen:
     @property
     def where(self) -> str:
         """Return `after the forward of pass 3`."""
-        if self.end is End.CLOSED:
-            return f"behind its last pass, {self.forward}"
         if self.forward is None:
             return "before any pass"
         return _OF_A_PASS.get(self.place, "in or after pass {}").format(self.forward)
@@ -126,7 +126,7 @@ def world_size_of(seen: Iterable[LastSeen]) -> int:
 def _seen(rank: int, incidents: Sequence[Incident], closed: EndRecord | None) -> LastSeen | None:
     ends = [one for one in incidents if one.what != "not finite"]
     if not ends and closed is not None:
-        return LastSeen(rank=rank, end=End.CLOSED, time=closed.time, forward=closed.num_passes - 1, closed=closed)
+        return _closed(closed)
     if not ends:
         return None
     last = ends[-1]
@@ -134,7 +134,7 @@ def _seen(rank: int, incidents: Sequence[Incident], closed: EndRecord | None) ->
     errors = [one for one in same_pass if one.what in ("exception", "out of memory")]
     goes_on = last.what == "slow step" or last.where == "SIGUSR1"
     if closed is not None and goes_on and closed.num_passes - 1 > (last.forward or 0):
-        return LastSeen(rank=rank, end=End.CLOSED, time=closed.time, forward=closed.num_passes - 1, closed=closed)
+        return _closed(closed)
     cause = errors[0] if errors else last
     frames = [*main_stack(cause.stacks)]
     if cause.traceback:
@@ -150,6 +150,17 @@ def _seen(rank: int, incidents: Sequence[Incident], closed: EndRecord | None) ->
         frames=frames,
         incident=cause,
         collectives=dict(cause.collectives),
+    )
+
+
+def _closed(closed: EndRecord) -> LastSeen:
+    return LastSeen(
+        rank=closed.rank,
+        end=End.CLOSED,
+        time=closed.time,
+        forward=closed.num_passes - 1,
+        place=closed.place,
+        closed=closed,
     )
 
 

@@ -11,7 +11,10 @@ from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
 from capture.record.incidents import Incident, read_incidents
 from capture.record.salvage import salvage_for_reading
+from replay.hang.last_seen import last_seen
+from replay.hang.text import post_mortem
 from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
+from replay.report.text import Pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,7 @@ class FolderFacts:
     missing_ranks: list[int] = field(default_factory=list)  # of the job's world, of which there is no pass
     world_size: int = 0
     incidents: list[RankIncident] = field(default_factory=list)
+    hang: Pairs = field(default_factory=list)  # which rank was behind, and a line for each rank
     in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
     longest: list[Odd] = field(default_factory=list)
     odd: list[Odd] = field(default_factory=list)  # the first ones
@@ -55,8 +59,10 @@ def inspect_folder(folder: Path) -> FolderFacts:
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents: list[RankIncident] = []
+    hang: Pairs = []
     try:
         records = read_incidents(folder)
+        hang = post_mortem(last_seen(folder))
     except CaptureError as error:
         records = []
         damaged.append((folder, str(error)))
@@ -93,6 +99,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         missing_ranks=totals.missing_ranks(),
         world_size=totals.world_size,
         incidents=incidents,
+        hang=hang,
         in_memory=in_memory,
         longest=totals.longest(),
         odd=totals.odd,
