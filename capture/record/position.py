@@ -25,6 +25,7 @@ from capture.record.stacks import PLACES, Place
 PAGE_BYTES = 4096
 # forward, place, when it was reached, rank, world size, was_told, has_stacks, last_backward
 _MOVING = struct.Struct("<qqdqqqqq")
+_NUMBER_OF = {place: number for number, place in enumerate(PLACES)}
 _TRACE_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # where NCCL's flight recorder dumps
 _enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
 
@@ -83,7 +84,7 @@ class PositionPage:
     def at(self, place: Place) -> None:
         self.place = place
         if self._page is not None:
-            moving = (self.forward, PLACES.index(place), time.time(), self.rank, self.world_size)
+            moving = (self.forward, _NUMBER_OF[place], time.time(), self.rank, self.world_size)
             _MOVING.pack_into(self._page, 0, *moving, self._was_told, self._stacks is not None, self.last_backward)
 
     def close(self) -> None:

@@ -70,6 +70,7 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
         text = (directory / STACKS_FILE).read_text(errors="replace")
     except OSError:
         text = ""
+    text = text.partition("\nExtension modules:")[0]
     stacks = scrubbed(with_main_thread_named(text, position.main_thread))
     begun = datetime.fromisoformat(position.opened).timestamp()
     return replace(

@@ -68,6 +68,8 @@ def schedule_pairs(schedule: Schedule, found: Sequence[Parting]) -> Pairs:
     there = [rank.rank for rank in schedule.ranks]
     trains = {number for rank in schedule.ranks for number, one in rank.passes.items() if one.trains}
     text = f"{counted(len(there), 'rank')}, {counted(schedule.num_passes, 'pass')}, {len(trains)} of them training"
+    if len(there) < min(2, schedule.world_size):
+        return [("schedule", f"{text}: the other ranks have left no passes here, so nothing is compared")]
     if len(there) < 2:
         return [("schedule", f"{text}: one rank meets nobody")]
     pairs: Pairs = []

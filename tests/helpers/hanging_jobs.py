@@ -123,16 +123,14 @@ def is_stuck(name: str, folder: Path) -> bool:
     )
 
 
-def end(processes: list[int]) -> None:
+def end(processes: list[int], *, is_stopped: bool) -> None:
+    """End both as torchrun does: with SIGTERM, and with SIGKILL the one that cannot hear it."""
     for process in processes:
         os.kill(process, signal.SIGTERM)
-    deadline = time.monotonic() + 5.0
-    while processes and time.monotonic() < deadline:
-        processes[:] = [process for process in processes if os.waitpid(process, os.WNOHANG) == (0, 0)]
-        time.sleep(0.02)
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+    os.waitpid(processes[0], 0)
+    if is_stopped:
+        os.kill(processes[1], signal.SIGKILL)
+    os.waitpid(processes[1], 0)
 
 
 def run(name: str, folder: Path) -> None:
@@ -155,7 +153,7 @@ def run(name: str, folder: Path) -> None:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
     else:
-        end(processes)
+        end(processes, is_stopped=name == "stopped")
 
 
 def main() -> None:
