@@ -5,6 +5,7 @@ SIGTERM, and with SIGKILL those that do not hear it.
 """
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -113,14 +114,15 @@ def positions(folder: Path) -> list[LastPosition]:
 
 
 def is_stuck(name: str, folder: Path) -> bool:
-    """Tell whether the rank that does nothing wrong has come to where it waits."""
+    """Tell whether both ranks have come to where they stay."""
     if name.startswith("slow"):
         return folder.is_dir() and {record.rank for record in read_incidents(folder)} == {0, 1}
-    waits = {one.rank: (one.forward, one.place) for one in positions(folder)}
-    here = {"data": "after the optimizer's step"}.get(JOBS[name][0], "in backward")
-    return waits.get(0) == (FATAL_PASS - (here != "in backward"), here) and waits.get(BAD_RANK, (0,))[0] >= (
-        FATAL_PASS - (here != "in backward")
-    )
+    known = {one.rank: (one.forward, one.place) for one in positions(folder)}
+    stands = {
+        "data": (FATAL_PASS - 1, "after the optimizer's step"),
+        "backward": (FATAL_PASS, "in backward"),
+    }.get(JOBS[name][0], (FATAL_PASS, "after forward"))
+    return known == {0: (FATAL_PASS, "in backward"), BAD_RANK: stands}
 
 
 def end(processes: list[int], *, is_stopped: bool) -> None:
@@ -157,6 +159,7 @@ def run(name: str, folder: Path) -> None:
 
 
 def main() -> None:
+    importlib.import_module("torch._dynamo")  # once, not in each rank
     parent = os.getpid()
     for name in sys.argv[2:] or JOBS:
         run(name, Path(sys.argv[1]) / name.replace(" ", "-"))

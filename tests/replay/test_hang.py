@@ -268,10 +268,10 @@ def test_what_ranks_leave_tells_which_was_behind(name: str, is_mirrored: bool, t
 
 def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
     write(tmp_path, [left("exception", 1, "in forward", message="ValueError: a"), left("signal", 1, "in forward", OWN)])
-    later = [replace(one, opened="2026-03-02T08:59:00.000000+00:00") for one in TABLE["all alike"][0][:1]]  # type: ignore[type-var]
+    later = [replace(one, opened="2026-03-02T08:59:00.000000+00:00") for one in TABLE["all alike"][0][:1]]
     write(
         tmp_path, [*later, replace(TABLE["one collective less"][0][1], opened="2026-03-02T08:59:00.5+00:00")], "later"
-    )  # type: ignore[type-var, list-item]
+    )
     assert [one.end for one in last_seen(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
 
 
@@ -318,7 +318,8 @@ def test_own_stacks_and_faulthandlers_are_read_alike(tmp_path: Path) -> None:
     import threading
 
     with (tmp_path / "stacks").open("w+") as file:
-        own, _ = all_stacks(), faulthandler.dump_traceback(file)
+        own = all_stacks()
+        faulthandler.dump_traceback(file)
         file.seek(0)
         theirs = with_main_thread_named(file.read(), threading.main_thread().ident)
     one, other = main_stack(own), main_stack(theirs)
