@@ -116,7 +116,8 @@ def positions(folder: Path) -> list[LastPosition]:
 def is_stuck(name: str, folder: Path) -> bool:
     """Tell whether both ranks have come to where they stay."""
     if name.startswith("slow"):
-        return folder.is_dir() and {record.rank for record in read_incidents(folder)} == {0, 1}
+        records = read_incidents(folder) if folder.is_dir() else []
+        return {one.rank for one in records for found in one.incidents if found.forward == FATAL_PASS} == {0, 1}
     known = {one.rank: (one.forward, one.place) for one in positions(folder)}
     stands = {
         "data": (FATAL_PASS - 1, "after the optimizer's step"),
