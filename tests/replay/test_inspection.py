@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
 
     folder = tmp_path / "run"
     spool = spool_of(DEAD, 1, folder, shared)
-    monkeypatch.setattr("replay.inspection.folder_facts.salvage", refuse)
+    monkeypatch.setattr("capture.record.salvage.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
     assert out.getvalue().startswith(
