@@ -9,6 +9,7 @@ A stack is text in faulthandler's format, so one reader reads both:
 Files of libraries keep their folder (`torch/nn/...`, `python3.11/threading.py`), those of the job are names alone.
 """
 
+import _thread
 import contextlib
 import json
 import re
@@ -59,7 +60,8 @@ class Frame:
 
 def all_stacks() -> str:
     """Write the stacks of all threads, the main thread's last. Paths are those of the host."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads: Any = getattr(threading, "_active", {})  # enumerate would take a lock that an interrupted thread may hold
+    names = {ident: thread.name for ident, thread in list(threads.items())}
     main = threading.main_thread().ident
     frames = sys._current_frames()
     own = threading.get_ident()
@@ -141,6 +143,7 @@ def last_collective() -> str:
     Empty where it keeps none. It is asked in a thread: a driver that hangs may not let it answer.
     """
     found: list[str] = []
+    answered = threading.Event()
 
     def ask() -> None:
         with contextlib.suppress(Exception):
@@ -149,11 +152,11 @@ def last_collective() -> str:
                 if not found and hasattr(known, name):
                     found.append(described_trace(json.loads(getattr(known, name)())))
                     found[:] = [text for text in found if text]
+        answered.set()
 
     if "torch._C._distributed_c10d" in sys.modules and torch.distributed.is_initialized():
-        thread = threading.Thread(target=ask, name="capture-trace", daemon=True)
-        thread.start()
-        thread.join(MAX_TRACE_SECONDS)
+        _thread.start_new_thread(ask, ())
+        answered.wait(MAX_TRACE_SECONDS)
     return "".join(found[:1])
 
 

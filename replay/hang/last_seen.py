@@ -12,8 +12,10 @@ from capture.record.incidents import Incident, read_incidents
 from capture.record.stacks import PLACES, Frame, main_stack, traceback_frames
 
 COLLECTIVE_CODE = ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "_fsdp_collectives.py")
+COLLECTIVE_FUNCTIONS = ("_distributed_broadcast_coalesced",)  # torch's own that wait in C++
 NUM_INNERMOST = 6  # frames in which a wait for the others shows
 BACKWARD = "_engine_run_backward"  # a wait of DDP's is in C++ below it
+_GLOO_GAVE_UP = re.compile(r"Timed out waiting \d+ ?ms for")
 _GAVE_UP = re.compile(r"time[sd]?[ -]?out|DistBackendError|NCCL error|monitoredBarrier", re.IGNORECASE)
 _OF_A_PASS = {
     "in forward": "in the forward of pass {}",
@@ -74,7 +76,7 @@ class LastSeen:
         """Tell whether it stands in a collective; None where its stack cannot show it, as in a backward in C++."""
         if not self.frames or self.frames[0].function == BACKWARD:
             return None
-        return any(Path(frame.file).name in COLLECTIVE_CODE for frame in self.frames[:NUM_INNERMOST])
+        return _in_collective(self.frames)
 
     @property
     def where(self) -> str:
@@ -115,6 +117,11 @@ def last_seen(folder: Path) -> list[LastSeen]:
     seen = [_seen(rank, incidents.get(key, []), ends.get(key)) for rank, key in sorted(job.items())]
     found = [one for one in seen if one is not None]
     return found if any(one.end is not End.CLOSED for one in found) else []
+
+
+def _in_collective(frames: Sequence[Frame]) -> bool:
+    is_inside = bool(frames) and frames[0].function in COLLECTIVE_FUNCTIONS
+    return is_inside or any(Path(frame.file).name in COLLECTIVE_CODE for frame in frames[:NUM_INNERMOST])
 
 
 def world_size_of(seen: Iterable[LastSeen]) -> int:
@@ -174,8 +181,8 @@ def _end(cause: Incident, frames: Sequence[Frame]) -> End:
             return End.ABORTED if "Aborted" in cause.message else End.CRASHED
         case "died":
             return End.DIED if cause.message else End.KILLED
-    inside = [frame for frame in frames[:NUM_INNERMOST] if Path(frame.file).name in COLLECTIVE_CODE]
-    waited = bool(inside) or (bool(frames) and frames[0].function == BACKWARD)
-    if cause.follows_another or (waited and _GAVE_UP.search(cause.message)):
+    waited = _in_collective(frames) or (bool(frames) and frames[0].function == BACKWARD)
+    gave_up = _GLOO_GAVE_UP.search(cause.message) or (waited and _GAVE_UP.search(cause.message))
+    if cause.follows_another or gave_up:
         return End.GAVE_UP
     return End.FAILED

@@ -176,6 +176,15 @@ TABLE: dict[str, tuple[list[Incident | EndRecord], tuple[int, ...]]] = {
         ],
         (1,),
     ),
+    "gloo gives up waiting where buffers are broadcast": (
+        [
+            left("exception", 4, "in forward", message="RuntimeError: Timed out waiting 30000ms for recv operation",
+                 traceback='File "train.py", line 73, in main\n  File "torch/nn/parallel/distributed.py", line 23, in '
+                 "_distributed_broadcast_coalesced\n"),
+            left("signal", 3, "after the optimizer's step", OWN, at=1),
+        ],
+        (1,),
+    ),
     "a timeout of the job's own is a failure": (
         [
             left("signal", 3, "in backward", IN_BACKWARD, at=1),
