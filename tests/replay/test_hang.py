@@ -246,6 +246,28 @@ TABLE: dict[str, tuple[list[Incident | EndRecord], tuple[int, ...]]] = {
         [left("signal", 3, "after forward", IN_COLLECTIVE), left("signal", 3, "after forward", OWN)],
         (1,),
     ),
+    "a crash of the rank further on": (
+        [
+            left("signal", 3, "after forward", OWN),
+            left("died", 3, "in backward", OWN, message="Fatal Python error: Segmentation fault"),
+        ],
+        (1,),
+    ),
+    "a kill of the rank further on": (
+        [left("signal", 3, "after forward", OWN), left("died", 4, "in forward")],
+        (1,),
+    ),
+    "a loop that is over, while the other waits for its device": (
+        [
+            left("signal", 4, "after forward", OWN),
+            left("signal", 3, "after the optimizer's step", IN_COLLECTIVE),
+        ],
+        (1,),
+    ),
+    "a collective of its own in the forward": (
+        [left("signal", 3, "in backward", IN_BACKWARD), left("signal", 3, "in forward", IN_COLLECTIVE)],
+        (1,),
+    ),
     "one collective less": (
         [
             left("signal", 3, "in forward", IN_COLLECTIVE, collectives={"0": 12}),
