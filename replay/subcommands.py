@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.hang.command import hang
 from replay.minimise.command import minimise
 from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
@@ -111,6 +112,7 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     report,
     parity,
     scan,
+    hang,
     minimise,
     suite,
     diagnose,

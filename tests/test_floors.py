@@ -51,6 +51,7 @@ ROOMS = {
         ("processes",),
         ("runlog",),
         ("profiling", "tracing", "watch", "verdict"),
+        ("hang",),
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
@@ -67,7 +68,7 @@ LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
     | {
         f"replay/{name}/command.py"
-        for name in ("diagnose", "minimise", "mismatch", "on_ray", "parity", "scan", "suite")
+        for name in ("diagnose", "hang", "minimise", "mismatch", "on_ray", "parity", "scan", "suite")
     },
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},

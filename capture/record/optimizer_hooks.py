@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class Listener(Protocol):
@@ -30,6 +30,9 @@ class Listener(Protocol):
     def steps(self, optimizer: Optimizer) -> None:
         """The optimizer will step."""
 
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
 
 class OptimizerHooks:
     """Tells `listener` of clipping and steps from `attach` to `remove`; those of a forked child are not seen."""
@@ -38,9 +41,11 @@ class OptimizerHooks:
         self.listener = listener
         self._process = os.getpid()
         self._handle: Any = None
+        self._handle_after: Any = None
 
     def attach(self) -> None:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handle_after = register_optimizer_step_post_hook(self._after_step)
         _listening.append(self)
         if len(_listening) == 1:
             _wrap_clipping()
@@ -50,6 +55,7 @@ class OptimizerHooks:
         if self._handle is None:
             return
         self._handle.remove()
+        self._handle_after.remove()
         self._handle = None
         _listening.remove(self)
         if not _listening:
@@ -72,6 +78,10 @@ class OptimizerHooks:
     def _tell(self, optimizer: Optimizer) -> None:
         if self.hears():
             self.listener.steps(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.hears():
+            self.listener.stepped()
 
 
 class LateHooks:

@@ -46,7 +46,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         ("SIGUSR1", "exit 0", "SIGUSR1", [2, 3, 4, 5]),
         ("child", "exit 0", None, []),
         ("uncaught", "exit 1", "main thread", [2, 3, 4, 5]),
-        ("os._exit", "exit 5", None, [0, 1, 2, 3, 4, 5]),
+        ("os._exit", "exit 5", "without a word", [0, 1, 2, 3, 4, 5]),
         ("SIGABRT", "signal 6", "without a word", [2, 3, 4, 5]),
         ("SIGKILL", "signal 9", "without a word", [2, 3, 4, 5]),
         ("SIGKILL soon in a forward", "signal 9", "without a word", [2, 3, 4, 5]),

@@ -559,7 +559,9 @@ def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True) as recorder:
         loss_of(model).backward()
         told = threading.Event()
-        recorder._optimizer_hooks.listener = type("", (), {"steps": lambda self, _: told.set()})()
+        recorder._optimizer_hooks.listener = type(
+            "", (), {"steps": lambda self, _: told.set(), "stepped": lambda self: None}
+        )()
         child = os.fork()
         if child == 0:
             optimizer.step()
@@ -709,6 +711,7 @@ def test_hooks_that_are_removed_twice_are_removed() -> None:
         def clips(self, *_: Any) -> None: ...
         def clipped(self, *_: Any) -> None: ...
         def steps(self, *_: Any) -> None: ...
+        def stepped(self) -> None: ...
 
     hooks = [OptimizerHooks(Nobody()), OptimizerHooks(Nobody())]
     for one in hooks:
