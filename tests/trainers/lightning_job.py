@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.trainers.common import make_batches, make_model, write_losses
 
@@ -38,10 +39,10 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def train_dataloader(self) -> Any:
-        return make_batches()
+        return DataLoader(make_batches(), batch_size=None)
 
     def val_dataloader(self) -> Any:
-        return make_batches(1)
+        return DataLoader(make_batches(1), batch_size=None)  # a bare list of dicts would be a loader for each key
 
     def on_train_end(self) -> None:
         write_losses(self.folder, self.losses)
