@@ -74,6 +74,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         world.num_data_ranks,
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
+        packs=spec.actor.packs,
     )
     first = _first_call(selection)
     objective = Objective.of(spec)
