@@ -101,8 +101,8 @@ class InputsSpec:
             raise UsageError("--order worst and --shuffle-inputs exclude each other. Give one of the two")
         if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
             raise UsageError(
-                f"--pick-inputs {self.pick_inputs!r} is not allowed. Give numbers with commas between, as --pick-inputs "
-                "4,0,17"
+                f"--pick-inputs {self.pick_inputs!r} is not allowed. Give numbers with commas between. "
+                "Try: --pick-inputs 4,0,17"
             )
         if self.pick_inputs is not None and self.uneven:
             raise UsageError("--pick-inputs leaves inputs out, and --uneven replays all. Give one of the two")

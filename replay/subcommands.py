@@ -16,6 +16,7 @@ from replay.parity.command import parity
 from replay.processes.launch import refuse_launcher
 from replay.scan.command import scan
 from replay.suite.command import suite
+from replay.worst.command import worst
 
 
 def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
@@ -110,6 +111,7 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     report,
     parity,
     scan,
+    worst,
     suite,
     diagnose,
     mismatch,

@@ -1,15 +1,14 @@
-"""Predict what a pass costs from measured ones: seconds and peak of each phase, for training and rollout passes apart."""
+"""Predict what a pass costs from measured ones: seconds and peak of each phase; rollout passes are fitted apart."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from replay.runlog.records import PassRecord
-from replay.runlog.summary import reason_to_leave_out
-from replay.worst.fitting import TERMS, Fit, fitted
+from replay.worst.fitting import Fit, fitted
 from replay.worst.shapes import Rows, Shape, rows_fed
 
+MOST_OF_PEAK, MOST_OF_SECONDS = 0.05, 0.1  # shares by which a prediction may be off
 LEAST_FOR_HOLDING_OUT = 6  # measured inputs of a kind
 
 
@@ -32,42 +31,8 @@ class Cost:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     shape: Shape
-    fed_tokens: int
+    fed_tokens: int  # on the rank where they are most
     cost: Cost
-
-
-def measured_costs(shapes: Sequence[Shape], records: Iterable[PassRecord], window: int) -> list[Measured]:
-    """Return what each of `shapes` cost, which were replayed several times in a row, in that order.
-
-    Of the repetitions those count that end an accumulation window of `window` passes and bring nothing new, such as a
-    kernel that is loaded; if none does, the last. Seconds are their median, and a peak is the largest.
-    """
-    passes: dict[int, list[PassRecord]] = {}
-    for record in records:
-        passes.setdefault(record.index, []).append(record)
-    by_source: dict[str, list[list[PassRecord]]] = {}
-    for index in sorted(passes):
-        ranks = passes[index]
-        if (index + 1) % window == 0 and all(record.error is None for record in ranks):
-            by_source.setdefault(ranks[0].source, []).append(ranks)
-    found: list[Measured] = []
-    for shape in shapes:
-        repeated = by_source.get(shape.source, [])
-        if not repeated:
-            continue
-        clean = [ranks for ranks in repeated if reason_to_leave_out(ranks) is None] or repeated[-1:]
-        phases = clean[-1][0].phases
-        seconds = {
-            name: statistics.median(max(record.phases[name].seconds for record in ranks) for ranks in clean)
-            for name in phases
-        }
-        peaks = {
-            name: float(max(record.phases[name].peak_allocated_bytes for ranks in clean for record in ranks))
-            for name in phases
-        }
-        fed = clean[-1][0].fed_tokens
-        found.append(Measured(shape=shape, fed_tokens=fed, cost=Cost(seconds=seconds, peaks=peaks)))
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +55,8 @@ class Predictor:
 
     def cost(self, shape: Shape, *, ring: int = 1) -> Cost:
         """Predict the cost of a pass; with `ring`, of one of so many ranks that share its row."""
-        terms = [term if name == "constant" else term / ring for name, term in zip(TERMS, terms_of(shape, self.rows))]
+        constant, *counts = terms_of(shape, self.rows)
+        terms = [constant, *(count / ring for count in counts)]
         return Cost(
             seconds={name: fit(terms) for name, fit in self.seconds.items()},
             peaks={name: fit(terms) for name, fit in self.peaks.items()},
@@ -98,7 +64,7 @@ class Predictor:
 
 
 def terms_of(shape: Shape, rows: Rows) -> list[float]:
-    """Return the values of TERMS."""
+    """Return the terms of a fit."""
     return [1.0, float(shape.fed_tokens(rows)), float(shape.squares(rows)), float(shape.action_tokens)]
 
 
@@ -111,6 +77,10 @@ class Error:
     median_of_peak: float
     most_of_seconds: float
     median_of_seconds: float
+
+    @property
+    def is_near(self) -> bool:
+        return self.most_of_peak <= MOST_OF_PEAK and self.most_of_seconds <= MOST_OF_SECONDS
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Cost, Cost]]) -> Self:
