@@ -1,6 +1,6 @@
 """Predict a configuration that was not measured, from what one rank measured.
 
-layers      every phase's seconds and peak grow by the same amount with each layer, known from two numbers of layers
+num-layers  every phase of an input grows by the same seconds and bytes with each layer, known from two numbers of them
 zero-stage  one rank can run it, so it is measured
 ranks       what data ranks share is divided by them: bytes for each parameter, as the backend declares them
 ring        a rank has its share of a row's tokens
@@ -20,14 +20,14 @@ from actor_init.spec import ActorSpec, UsageError
 from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.worst.other import Other
-from replay.worst.predicting import Cost, Model
+from replay.worst.predicting import Cost, Measured, Model
 from replay.worst.shapes import Shape
 
 
 class Measure(Protocol):
-    """Measures the chosen inputs with an actor of one rank, and fits."""
+    """Measures the chosen inputs with an actor of one rank, always the same ones in the same order."""
 
-    def __call__(self, actor: ActorSpec) -> Model: ...
+    def __call__(self, actor: ActorSpec) -> Sequence[Measured]: ...
 
 
 class HeldBytes(Protocol):
@@ -58,7 +58,7 @@ class OtherModel:
     """Predicts another configuration's passes."""
 
     other: Other
-    models: Sequence[tuple[int, Model]]  # measured, by the number of layers
+    model: Model  # of one rank's passes
     num_layers: int
     num_parameters: int
     holding: Holding
@@ -82,17 +82,11 @@ class OtherModel:
         )
 
     def _cost(self, shape: Shape) -> Cost | None:
-        found = [(layers, model.cost(shape, ring=self.other.actor.parallel.ring)) for layers, model in self.models]
-        (first, one), (last, other) = found[0], found[-1]
-        if one is None or other is None:
+        cost = self.model.cost(shape, ring=self.other.actor.parallel.ring)
+        if cost is None:
             return None
-        share = (self.num_layers - first) / (last - first) if last != first else 0.0
-        seconds, peaks = (
-            {name: before[name] + share * (after[name] - before[name]) for name in before}
-            for before, after in ((one.seconds, other.seconds), (one.peaks, other.peaks))
-        )
         share = 1 - 1 / self.other.ranks
-        return Cost(seconds=seconds, peaks=self._less(peaks, share, self.holding.shared.bytes))
+        return Cost(seconds=cost.seconds, peaks=self._less(cost.peaks, share, self.holding.shared.bytes))
 
     def _on_a_rank(self, *, gradients: bool) -> float:
         """Return the bytes for each parameter that one of the data ranks holds."""
@@ -105,10 +99,12 @@ class OtherModel:
         return {name: peak - share * (before if name == "forward" else later) for name, peak in peaks.items()}
 
 
-def predict_other(other: Other, spec: RunSpec, base: Model, measure: Measure, *, accumulates: bool) -> OtherModel:
+def predict_other(
+    other: Other, spec: RunSpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
+) -> OtherModel:
     """Measure what one rank can of another configuration, and return what predicts the rest.
 
-    base         fit with the actor of `spec`
+    base         measured with the actor of `spec`
     accumulates  passes begin with a gradient
 
     Raises UsageError for a number of layers that the model does not have.
@@ -116,16 +112,17 @@ def predict_other(other: Other, spec: RunSpec, base: Model, measure: Measure, *,
     source = find_source(replace(spec, actor=replace(other.actor, parallel=spec.actor.parallel)))
     if source.adapter is not None and (other.ranks > 1 or other.actor.parallel.tp > 1):
         raise UsageError(f"--predict {other.text!r}: ranks and tp are predicted for models without an adapter alone")
-    measured_layers = num_layers_of(spec, spec.actor)
+    measured_layers = num_layers_of(spec)
     num_layers = source.config.get_text_config().num_hidden_layers
-    first = base if other.alone == spec.actor else measure(other.alone)
-    models = [(measured_layers, first)]
+    measured = base if other.alone == spec.actor else measure(other.alone)
     if num_layers != measured_layers:
-        fewer = max(1, measured_layers // 2) if measured_layers > 1 else 2
-        models.append((fewer, measure(replace(other.alone, num_layers=fewer))))
+        fewer = measured_layers // 2 or 2
+        more = measure(replace(other.alone, num_layers=fewer))
+        share = (num_layers - measured_layers) / (fewer - measured_layers)
+        measured = [_extrapolated(one, another, share) for one, another in zip(measured, more, strict=True)]
     return OtherModel(
         other=other,
-        models=models,
+        model=Model.of(measured),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
         holding=declaration_of(spec.actor.backend).holding(other.alone, spec.measure.step),
@@ -133,8 +130,17 @@ def predict_other(other: Other, spec: RunSpec, base: Model, measure: Measure, *,
     )
 
 
-def num_layers_of(spec: RunSpec, actor: ActorSpec) -> int:
-    return int(find_source(replace(spec, actor=actor)).config.get_text_config().num_hidden_layers)
+def num_layers_of(spec: RunSpec) -> int:
+    return int(find_source(spec).config.get_text_config().num_hidden_layers)
+
+
+def _extrapolated(one: Measured, other: Measured, share: float) -> Measured:
+    """Return what lies on the line from one cost to the other, so many times their distance from the first."""
+    seconds, peaks = (
+        {name: before[name] + share * (after[name] - before[name]) for name in before}
+        for before, after in ((one.cost.seconds, other.cost.seconds), (one.cost.peaks, other.cost.peaks))
+    )
+    return replace(one, cost=Cost(seconds=seconds, peaks=peaks))
 
 
 def _most(costs: Sequence[Cost]) -> Cost:

@@ -110,7 +110,7 @@ class _Work:
         if self.settings.checks:
             is_fine &= self._check(ranked, model, measured)
         for other in others:
-            is_fine &= self._other(other, model, chosen, room)
+            is_fine &= self._other(other, measured, chosen, room)
         self.console.finish(self.log.folder, self.spec)
         return is_fine
 
@@ -155,22 +155,22 @@ class _Work:
         self.console.checked(pairs, error, failed, measuring.ended)
         return error is not None and error.is_near and not failed and not measuring.ended
 
-    def _other(self, other: Other, model: Model, chosen: Sequence[Shape], room: Room) -> bool:
+    def _other(self, other: Other, base: Sequence[Measured], chosen: Sequence[Shape], room: Room) -> bool:
         """Predict another configuration, and measure it if --check asks for it and the machine can."""
         measured_with: list[dict[str, Any]] = []
 
-        def fit(actor: ActorSpec) -> Model:
+        def measured_again(actor: ActorSpec) -> list[Measured]:
             measuring = self._measure(actor, chosen)
             measured = _measured(chosen, measuring)
             measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
             if len(measured) < len(chosen):
                 said = measuring.ended or next(iter(measuring.failed.values()))
                 raise UsageError(f"--predict {other.text!r}: what it is made from could not be measured: {said}")
-            return Model.of(measured)
+            return measured
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_other(other, self.spec, model, fit, accumulates=window > 1)
+            predicts = predict_other(other, self.spec, base, measured_again, accumulates=window > 1)
         except UsageError as error:
             self.console.line("predicted", str(error))
             return False
