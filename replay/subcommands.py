@@ -14,6 +14,7 @@ from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
 from replay.parity.command import parity
 from replay.processes.launch import refuse_launcher
+from replay.recompiles.command import recompiles
 from replay.scan.command import scan
 from replay.suite.command import suite
 from replay.worst.command import worst
@@ -112,6 +113,7 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     parity,
     scan,
     worst,
+    recompiles,
     suite,
     diagnose,
     mismatch,

@@ -54,7 +54,7 @@ ROOMS = {
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "mismatch", "parity", "run_page", "scan", "suite", "worst"),
+        ("diagnose", "mismatch", "parity", "recompiles", "run_page", "scan", "suite", "worst"),
         ("subcommands",),
         ("cli",),
         ("entry",),
@@ -64,7 +64,10 @@ ROOMS = {
 ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {f"replay/{name}/command.py" for name in ("diagnose", "mismatch", "on_ray", "parity", "scan", "suite", "worst")},
+    | {
+        f"replay/{name}/command.py"
+        for name in ("diagnose", "mismatch", "on_ray", "parity", "recompiles", "scan", "suite", "worst")
+    },
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},

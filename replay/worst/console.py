@@ -20,7 +20,7 @@ from replay.worst.other import Other
 from replay.worst.others import Bounds
 from replay.worst.predicting import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.worst.shapes import Shape
+from replay.inspection.shapes import Shape
 from replay.worst.state import FILE
 
 

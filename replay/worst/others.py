@@ -21,7 +21,7 @@ from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.worst.other import Other
 from replay.worst.predicting import Cost, Measured, Model
-from replay.worst.shapes import Shape
+from replay.inspection.shapes import Shape
 
 
 class Measure(Protocol):

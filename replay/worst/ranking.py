@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from replay.worst.memory import Memory
 from replay.worst.predicting import MOST_OF_PEAK, Cost, Error
-from replay.worst.shapes import Shape
+from replay.inspection.shapes import Shape
 
 
 class Fits(StrEnum):

@@ -21,7 +21,7 @@ from replay.worst.other import Other
 from replay.worst.others import Bounds, predict_other
 from replay.worst.predicting import Cost, Error, Measured, Model, Predictor
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.worst.shapes import Shape, read_shapes, spread
+from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.worst.state import WorstLog
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
@@ -110,7 +110,7 @@ class _Work:
         if self.settings.checks:
             is_fine &= self._check(ranked, model, measured)
         for other in others:
-            is_fine &= self._other(other, measured, chosen, room)
+            is_fine &= self._other(other, measured, [one.shape for one in measured], room)
         self.console.finish(self.log.folder, self.spec)
         return is_fine
 

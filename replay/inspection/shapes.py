@@ -46,6 +46,16 @@ class Shape:
             case Rows.DOCUMENTS:
                 return len(self.documents) * max(self.documents)
 
+    def longest_row(self, rows: Rows) -> int:
+        """Return how many tokens a row has as it is fed."""
+        match rows:
+            case Rows.PACKED:
+                return self.real_tokens
+            case Rows.PADDED:
+                return self.row_length
+            case Rows.DOCUMENTS:
+                return max(self.documents)
+
     def squares(self, rows: Rows) -> int:
         """Return the sum of the squared lengths of what attention sees as a whole."""
         match rows:
