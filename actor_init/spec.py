@@ -208,8 +208,8 @@ class ActorSpec:
             )
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
             raise UsageError(
-                f"--pad-tokens {self.pad_tokens!r} is not allowed. Give a number above 0, or several with commas between. "
-                "Try: --pad-tokens 128, or --pad-tokens 512,1024,2048"
+                f"--pad-tokens {self.pad_tokens!r} is not allowed. Give a number above 0, or several with commas "
+                "between. Try: --pad-tokens 128, or --pad-tokens 512,1024,2048"
             )
         if self.compile_lengths is not CompileLengths.DYNAMIC:
             self._refuse_compile_lengths()
@@ -236,7 +236,7 @@ class ActorSpec:
         )
 
     def padded_length(self, num_tokens: int) -> int | None:
-        """Return how many tokens a row of `num_tokens` has under --pad-tokens; None if it is longer than all lengths."""
+        """Return how long a row of `num_tokens` is under --pad-tokens; None if it is longer than all lengths."""
         if self.pad_tokens is None:
             return num_tokens
         lengths = [int(length) for length in self.pad_tokens.split(",")]

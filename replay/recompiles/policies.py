@@ -66,15 +66,14 @@ def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Seque
 
 
 def least_padding(lengths: Iterable[int], number: int) -> list[int]:
-    """Return at most so many lengths, such that padding each of `lengths` to the next of them adds the fewest tokens."""
+    """Return at most so many lengths: padding each of `lengths` to the next of them adds the fewest tokens."""
     counts = sorted(Counter(lengths).items())
     values = [value for value, _ in counts]
     before = [0]  # how many lengths there are up to each value
     for _, count in counts:
         before.append(before[-1] + count)
-    # padding to values[end] whatever lies behind values[begin - 1] costs values[end] for each, and the tokens themselves
-    # are the same in every choice
     best = [values[end] * before[end + 1] for end in range(len(values))]
+    # tokens after padding, if values[end] is the last length; the fewest of them add the least
     ways = [[values[end]] for end in range(len(values))]
     for _ in range(number - 1):
         more, more_ways = list(best), list(ways)

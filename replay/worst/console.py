@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from replay.inspection.shapes import Shape
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
 from replay.spec import RunSpec
@@ -20,7 +21,6 @@ from replay.worst.other import Other
 from replay.worst.others import Bounds
 from replay.worst.predicting import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.inspection.shapes import Shape
 from replay.worst.state import FILE
 
 

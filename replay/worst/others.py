@@ -17,11 +17,11 @@ from actor_init.backends import declaration_of
 from actor_init.backends.declaration import Holding
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
+from replay.inspection.shapes import Shape
 from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.worst.other import Other
 from replay.worst.predicting import Cost, Measured, Model
-from replay.inspection.shapes import Shape
 
 
 class Measure(Protocol):

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from replay.inspection.shapes import Shape
 from replay.worst.memory import Memory
 from replay.worst.predicting import MOST_OF_PEAK, Cost, Error
-from replay.inspection.shapes import Shape
 
 
 class Fits(StrEnum):

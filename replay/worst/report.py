@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actor_init.spec import ActorSpec, UsageError
+from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.option_parsing import command_line
 from replay.processes.devices import Machine
 from replay.processes.pool import sigterm_interrupts
@@ -21,7 +22,6 @@ from replay.worst.other import Other
 from replay.worst.others import Bounds, predict_other
 from replay.worst.predicting import Cost, Error, Measured, Model, Predictor
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.worst.state import WorstLog
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
