@@ -5,6 +5,8 @@
 A floor is what small passes cost whatever they compute: a GPU waits for its host, or the peak is that of weights and
 gradients. Errors are relative. Which terms there are, and whether there is a floor, is what predicts left-out points
 best.
+
+Shape letters: P points, T terms, F fits, C some of the terms.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,15 +38,21 @@ def fitted(terms: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
     num_points = len(values_P)
     best, best_error = _fit(terms_PT, values_P, FORMS[0], 0), float("inf")
     for form in FORMS:
-        if len(form) > 1 and num_points < len(form) + 1:
+        most_on_floor = min(num_points // 2, num_points - len(form) - 1) if len(form) > 1 else 0
+        if len(form) > 1 and num_points <= len(form):
             break
-        for num_on_floor in (0, *range(2, num_points // 2 + 1)) if len(form) > 1 else (0,):
-            if num_points - num_on_floor < len(form) + 1 and len(form) > 1:
-                continue
+        for num_on_floor in (0, *range(2, most_on_floor + 1)):
             error = _left_out_error(terms_PT, values_P, form, num_on_floor)
             if error < BETTER * best_error:
                 best, best_error = _fit(terms_PT, values_P, form, num_on_floor), error
     return best
+
+
+def _fit(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> Fit:
+    coefficients_1T, floor_1 = _fits(
+        terms_PT, values_P, torch.ones(1, len(values_P), dtype=torch.bool), form, num_on_floor
+    )
+    return Fit(coefficients=coefficients_1T[0].tolist(), floor=float(floor_1[0]))
 
 
 def _left_out_error(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> float:
@@ -52,45 +60,46 @@ def _left_out_error(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num
     num_points = len(values_P)
     if num_points < 2:
         return 0.0
-    total = 0.0
-    for left_out in range(num_points):
-        kept = torch.arange(num_points) != left_out
-        fit = _fit(terms_PT[kept], values_P[kept], form, num_on_floor)
-        total += (fit(terms_PT[left_out].tolist()) / float(values_P[left_out]) - 1) ** 2
-    return total / num_points
+    kept_PP = ~torch.eye(num_points, dtype=torch.bool)
+    coefficients_PT, floor_P = _fits(terms_PT, values_P, kept_PP, form, num_on_floor)
+    predicted_P = torch.maximum((terms_PT * coefficients_PT).sum(dim=1), floor_P)
+    return float((predicted_P / values_P - 1).square().mean())
 
 
-def _fit(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> Fit:
-    """Fit with these terms; the points with the fewest tokens lie on the floor."""
-    if not num_on_floor:
-        return Fit(coefficients=_not_negative(terms_PT, values_P, form))
-    order = terms_PT[:, 1].argsort()
-    low, rest = order[:num_on_floor], order[num_on_floor:]
-    floor = float(values_P[low].median())
-    return Fit(coefficients=_not_negative(terms_PT[rest], values_P[rest], form), floor=floor)
+def _fits(
+    terms_PT: Tensor, values_P: Tensor, kept_FP: Tensor, form: Sequence[int], num_on_floor: int
+) -> tuple[Tensor, Tensor]:
+    """Return coefficients [F, T] and floors [F] of fits to the points that each keeps.
 
-
-def _not_negative(terms_PT: Tensor, values_P: Tensor, form: Sequence[int]) -> list[float]:
-    """Return the coefficients of the least relative squares, none of them negative.
-
-    The best of them is an unbounded one over some of the terms, and there are few terms: all are tried.
+    The points with the fewest tokens of those lie on the floor. The coefficients are those of the least relative
+    squares, none of them negative: the best of them is an unbounded one over some of the terms, and there are few
+    terms, so all are tried.
     """
+    num_fits = len(kept_FP)
+    floor_F = torch.zeros(num_fits, dtype=torch.float64)
+    sloping_FP = kept_FP
+    if num_on_floor:
+        by_size_P = terms_PT[:, 1].argsort(stable=True)
+        rank_FP = kept_FP[:, by_size_P].cumsum(dim=1)
+        low_FP = torch.empty_like(kept_FP)
+        low_FP[:, by_size_P] = kept_FP[:, by_size_P] & (rank_FP <= num_on_floor)
+        floor_F = values_P.expand(num_fits, -1).where(low_FP, torch.nan).nanmedian(dim=1).values
+        sloping_FP = kept_FP & ~low_FP
     scale_T = terms_PT.abs().amax(dim=0).clamp(min=1e-300)
-    relative_PT = terms_PT / scale_T / values_P[:, None]
-    ones_P = torch.ones_like(values_P)
-    best, least = [0.0] * len(TERMS), float("inf")
+    relative_FPT = (terms_PT / scale_T / values_P[:, None]) * sloping_FP[:, :, None]
+    ones_FP1 = sloping_FP[:, :, None].double()
+    best_FT = torch.zeros(num_fits, len(TERMS), dtype=torch.float64)
+    least_F = torch.full((num_fits,), torch.inf, dtype=torch.float64)
     for chosen in _subsets(form):
         columns = list(chosen)
-        found = torch.linalg.lstsq(relative_PT[:, columns], ones_P[:, None], driver="gelsd").solution[:, 0]
-        if bool((found < 0).any()):
-            continue
-        error = float((relative_PT[:, columns] @ found - ones_P).square().sum())
-        if error < least:
-            least = error
-            best = [0.0] * len(TERMS)
-            for column, factor in zip(columns, (found / scale_T[columns]).tolist(), strict=True):
-                best[column] = factor
-    return best
+        found_FC1 = torch.linalg.lstsq(relative_FPT[:, :, columns], ones_FP1, driver="gelsd").solution
+        error_F = (relative_FPT[:, :, columns] @ found_FC1 - ones_FP1).square().sum(dim=(1, 2))
+        is_better_F = (found_FC1[:, :, 0] >= 0).all(dim=1) & (error_F < least_F)
+        least_F = torch.where(is_better_F, error_F, least_F)
+        new_FT = torch.zeros_like(best_FT)
+        new_FT[:, columns] = found_FC1[:, :, 0] / scale_T[columns]
+        best_FT = torch.where(is_better_F[:, None], new_FT, best_FT)
+    return best_FT, floor_F
 
 
 def _subsets(form: Sequence[int]) -> Iterator[tuple[int, ...]]:

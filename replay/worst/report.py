@@ -20,7 +20,7 @@ from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
 from replay.worst.other import Other
 from replay.worst.others import Bounds, predict_other
-from replay.worst.predicting import Cost, Error, Measured, Model, Predictor
+from replay.worst.predicting import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import WorstLog
 
@@ -115,12 +115,12 @@ class _Work:
         return is_fine
 
     def _chosen(self) -> list[Shape]:
-        """Choose the inputs to measure; of training and rollout passes as many as there are of each, in proportion."""
+        """Choose the inputs to measure: of both kinds in proportion, but of neither too few for a fit."""
         kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (True, False)]
         chosen: list[Shape] = []
         for own in kinds:
             share = round(self.settings.num_measured * len(own) / len(self.shapes))
-            chosen += spread(own, max(share, min(2, self.settings.num_measured))) if own else []
+            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.settings.num_measured)))
         return chosen
 
     def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
