@@ -199,13 +199,16 @@ class _Work:
 
     def _rounds(self, num_data_ranks: int) -> dict[int, list[Shape]]:
         """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
-        by_path = {self.selection.inputs[shape.number]: shape for shape in self.shapes}
         if num_data_ranks == 1:
             return {shape.number: [shape] for shape in self.shapes}
+        by_path = {self.selection.inputs[shape.number]: shape for shape in self.shapes}
         try:
             columns = [select(self.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
         except UsageError:
             return {}
+        more = sorted({path for column in columns for path in column} - set(self.selection.inputs))  # by --max-inputs
+        more_shapes, _ = read_shapes(more, self.spec.measure.loss)
+        by_path |= {more[shape.number]: shape for shape in more_shapes}
         rounds = enumerate(zip(*columns, strict=True))
         return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
 

@@ -211,9 +211,10 @@ def test_what_a_killed_run_had_written_counts(law: Law, tmp_path: Path, capsys: 
 
 def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path: Path, capsys: Captured) -> None:
     asked = "num-layers=4,zero-stage=3,ranks=2"
-    code, log = worst(tmp_path, "--num-layers", "2", "--predict", asked, "--check")
+    code, log = worst(tmp_path, "--num-layers", "2", "--predict", asked, "--check", "--max-inputs", "14")
     assert code == 0, capsys.readouterr().out
     (other,) = log["others"]
+    assert len(other["passes"]) == 14  # of two inputs each, more than one rank ranked
     spec = spec_of(["--num-layers", "4", "--zero-stage", "3", "--dtype", "fp32"])
     for one in other["passes"]:
         true = [law.passed(spec, 1, 0, default_folder() / source, 2) for source in one["sources"]]
