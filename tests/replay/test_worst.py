@@ -1,5 +1,6 @@
 """`replay worst` finds a planted law of costs, ranks inputs by it, says what fits, and sees where it does not hold."""
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,17 +12,21 @@ import pytest
 import torch
 
 from actor_init.backends import BACKENDS
+from actor_init.backends.protocol import open_backend
 from actor_init.inputs.packing import actor_inputs, unpacked
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
+from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
+from replay.loss import negated_mean
 from replay.option_parsing import spec_of
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PhaseCost
+from replay.runner.pass_runner import inputs_for
 from replay.runner.selection import select
 from replay.runner.session import find_source
 from replay.shipped_inputs import default_folder
@@ -303,6 +308,35 @@ def test_a_backend_shares_no_more_than_it_holds(backend: str) -> None:
         holding = BACKENDS[backend].holding(replace(ActorSpec(backend=backend), zero_stage=stage), True)
         for gradients in (True, False):
             assert 0 <= holding.shared.bytes(gradients=gradients) <= holding.alone.bytes(gradients=gradients)
+
+
+def bytes_of_tensors() -> int:
+    """The storage of all tensors that this process holds."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    local = [getattr(one, "_local_tensor", one).untyped_storage() for one in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in local}.values())
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("deepspeed", 1), ("fsdp2", 3)])
+def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World) -> None:
+    """Not stage 3 of DeepSpeed: its buffers, of a fixed size, are many times this model."""
+    typed = ["--backend", backend, "--zero-stage", str(stage), "--dtype", "bf16", "--grad-accumulation", "1"]
+    spec = spec_of(typed)
+    source = find_source(spec)
+    inputs = inputs_for(read_call(select(spec.inputs, 0, 1).inputs[0]).micro_batch(), spec.actor, source, world)
+    before = bytes_of_tensors()
+    actor = open_backend(spec.actor, source, world)
+    holding = BACKENDS[backend].holding(spec.actor, True)
+    for step in (True, False):
+        actor.backward(negated_mean(actor.forward(inputs, trains=True), inputs))
+        with_gradients = bytes_of_tensors() - before
+        actor.end_window(step=step)
+    elements = count_parameters(source.config)
+    # rotary tables and what a pass leaves are less than half a byte a parameter
+    assert with_gradients / elements == pytest.approx(holding.alone.bytes(gradients=True), abs=0.5)
+    assert (bytes_of_tensors() - before) / elements == pytest.approx(holding.alone.bytes(gradients=False), abs=0.5)
+    actor.close()
 
 
 def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
