@@ -71,7 +71,7 @@ class WorstConsole:
         else:
             held_out = counted(model.error.num_inputs, "input")
             self.line("error", f"{_said(model.error)}, on {held_out} held out of a fit to the others")
-        highest = max(ranked, key=lambda one: one.cost.peak_bytes)
+        highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(
             "largest", f"{self._described(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"

@@ -38,7 +38,7 @@ def fitted(terms: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
     num_points = len(values_P)
     best, best_error = _fit(terms_PT, values_P, FORMS[0], 0), float("inf")
     for form in FORMS:
-        most_on_floor = min(num_points // 2, num_points - len(form) - 1) if len(form) > 1 else 0
+        most_on_floor = num_points - len(form) - 1 if len(form) > 1 else 0
         if len(form) > 1 and num_points <= len(form):
             break
         for num_on_floor in (0, *range(2, most_on_floor + 1)):

@@ -12,6 +12,7 @@ from replay.runlog.writer import RUN_FILE, read_log
 from replay.spec import Order, RunSpec
 from replay.worst.predicting import Cost
 
+NUM_COUNTING = 3  # repetitions of an input
 MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does
 
 
@@ -41,7 +42,7 @@ def measure(
     the most. Of ranks the most counts.
     """
     window = min(window, MOST_IN_A_WINDOW)
-    num_repeats = 2 * window if window > 1 else 3
+    num_repeats = NUM_COUNTING * window if window > 1 else 1 + NUM_COUNTING
     picks = [str(number) for number in numbers for _ in range(num_repeats)]
     run = replace(
         spec,

@@ -90,7 +90,7 @@ class _Work:
         model = Model.of(measured)
         ranked = sorted(
             (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.cost(shape)) is not None),
-            key=lambda one: -one.cost.total_seconds,
+            key=lambda one: (-one.cost.total_seconds, -one.shape.real_tokens),
         )
         room = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         num_ranks = self.spec.actor.parallel.tp * self.spec.actor.parallel.ring
