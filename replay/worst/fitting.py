@@ -18,7 +18,7 @@ from torch import Tensor
 
 TERMS = ("constant", "tokens", "squares", "action tokens")
 FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first
-BETTER = 0.8  # share of the simpler form's error that a form with more terms, or a floor, has to come down to
+BETTER = 0.6  # share of the simpler form's error that a form with more terms, or a floor, has to come down to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
