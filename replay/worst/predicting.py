@@ -114,8 +114,9 @@ class Model:
             own = [one for one in measured if one.shape.trains == trains]
             predictors[trains] = Predictor.of(own, rows)
             if len(own) >= LEAST_FOR_HOLDING_OUT:
-                others = Predictor.of([one for place, one in enumerate(own) if place % 3 != 1], rows)
-                held_out += [(one, others.cost(one.shape)) for one in own[1::3]]
+                out = own[1:-1:3]  # neither the smallest nor the largest
+                others = Predictor.of([one for one in own if one not in out], rows)
+                held_out += [(one, others.cost(one.shape)) for one in out]
         error = Error.of([(guess, one.cost) for one, guess in held_out]) if held_out else None
         return cls(predictors=predictors, held_out=held_out, error=error)
 

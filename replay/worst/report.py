@@ -116,7 +116,7 @@ class _Work:
 
     def _chosen(self) -> list[Shape]:
         """Choose the inputs to measure: of both kinds in proportion, but of neither too few for a fit."""
-        kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (True, False)]
+        kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
         chosen: list[Shape] = []
         for own in kinds:
             share = round(self.settings.num_measured * len(own) / len(self.shapes))
