@@ -105,6 +105,8 @@ def spread(shapes: Sequence[Shape], most: int) -> list[Shape]:
     by_size = sorted(shapes, key=lambda shape: (shape.real_tokens, shape.number))
     if len(by_size) <= most:
         return by_size
+    if most == 1:
+        return by_size[-1:]
     least, largest = by_size[0].real_tokens, by_size[-1].real_tokens
     left = list(by_size)
     chosen = [left.pop(0), left.pop(-1)]

@@ -287,6 +287,8 @@ def test_inputs_to_measure_are_spread_from_the_smallest_to_the_largest(tmp_path:
     chosen = [shape.real_tokens for shape in spread(shapes, 4)]
     assert chosen == [18, 40, 40, 180]
     assert len({shape.number for shape in spread(shapes, 4)}) == 4
+    assert [shape.real_tokens for shape in spread(shapes, 1)] == [180]
+    assert len(spread(shapes, 99)) == 32
 
 
 def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
