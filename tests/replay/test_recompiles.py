@@ -46,7 +46,18 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
 
 def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
+    own = (
+        "--num-layers",
+        "1",
+        "--dtype",
+        "fp32",
+        "--skip-inputs",
+        "20",
+        "--max-inputs",
+        "4",
+        "--log-folder",
+        str(logs),
+    )
     code = main(["recompiles", *typed, *own])
     (path,) = logs.glob("*-recompiles/recompiles.json")
     return code, {one["policy"]: one for one in json.loads(path.read_text())["policies"]}
@@ -58,7 +69,7 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     records = read_log(Path(found["off"]["log"]))[1]
     lengths = [record.fed_tokens for record in records[:4]]
     assert len(records) == 8
-    assert len(set(lengths)) == 4  # the sample's first inputs
+    assert len(set(lengths)) == 4  # 476, 1037, 568 and 61 tokens, in two rows each
     assert {name: one["num_graphs"] for name, one in found.items()} == {
         "off": 0,
         "automatic": 2,
@@ -150,13 +161,24 @@ def test_buckets_add_the_least_padding_there_is(number: int) -> None:
 @pytest.mark.parametrize("layout", ["--packing", "--no-packing"])
 def test_padding_to_lengths_changes_no_log_prob(layout: str, one_world: None, tmp_path: Path) -> None:
     logs = {}
-    for name, more in (("own", []), ("padded", ["--pad-tokens", "512,4096"])):
-        typed = [layout, "--dtype", "fp32", "--num-layers", "2", "--max-inputs", "2", "--quiet", "--no-noise-floor"]
+    for name, more in (("own", []), ("padded", ["--pad-tokens", "128,256"])):
+        typed = [
+            layout,
+            "--dtype",
+            "fp32",
+            "--num-layers",
+            "2",
+            "--pick-inputs",
+            "14,21",
+            "--quiet",
+            "--no-noise-floor",
+        ]
         assert main([*typed, *more, "--log-folder", str(tmp_path / name)]) == 0
         (folder,) = (tmp_path / name).iterdir()
         logs[name] = read_log(folder)[1]
     for own, padded in zip(logs["own"], logs["padded"], strict=True):
-        assert padded.fed_tokens in (512 * (1 if layout == "--packing" else padded.rows), 4096, 4096 * padded.rows)
+        rows = 1 if layout == "--packing" else own.rows
+        assert padded.fed_tokens == rows * (128 if own.fed_tokens <= rows * 128 else 256)
         assert padded.fed_tokens > own.fed_tokens
         assert padded.row_log_probs == pytest.approx(own.row_log_probs, rel=1e-5)  # fp32 sums in another order
         assert padded.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)
