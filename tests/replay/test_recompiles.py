@@ -46,18 +46,7 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
 
 def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    own = (
-        "--num-layers",
-        "1",
-        "--dtype",
-        "fp32",
-        "--skip-inputs",
-        "20",
-        "--max-inputs",
-        "4",
-        "--log-folder",
-        str(logs),
-    )
+    own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
     code = main(["recompiles", *typed, *own])
     (path,) = logs.glob("*-recompiles/recompiles.json")
     return code, {one["policy"]: one for one in json.loads(path.read_text())["policies"]}
