@@ -24,5 +24,6 @@ def end() -> tuple[float, list[str]]:
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = [] if utils is None else utils.get_compilation_metrics()
     seconds = sum(one.duration_us or 0 for one in metrics) / 1e6
-    reasons = [f"{one.co_name}: {one_line(one.recompile_reason)}" for one in metrics if one.recompile_reason]
+    named = [(one.co_name, getattr(one, "recompile_reason", None)) for one in metrics]  # torch 2.6 does not say it
+    reasons = [f"{name}: {one_line(reason)}" for name, reason in named if reason]
     return seconds, reasons
