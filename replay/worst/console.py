@@ -14,7 +14,6 @@ from typing import IO
 from replay.inspection.shapes import Shape
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
-from replay.spec import RunSpec
 from replay.worst.fitting import TERMS, Fit
 from replay.worst.measuring import Measuring
 from replay.worst.other import Other
@@ -125,7 +124,7 @@ class WorstConsole:
             passes = counted(error.num_inputs, "pass")
             self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
 
-    def finish(self, folder: Path, spec: RunSpec) -> None:
+    def finish(self, folder: Path) -> None:
         self.line("written", str(folder / FILE))
 
     def _table(self, ranked: Sequence[Ranked], measured: Sequence[Cost | None]) -> Columns:

@@ -111,7 +111,7 @@ class _Work:
             is_fine &= self._check(ranked, model, measured)
         for other in others:
             is_fine &= self._other(other, measured, [one.shape for one in measured], room)
-        self.console.finish(self.log.folder, self.spec)
+        self.console.finish(self.log.folder)
         return is_fine
 
     def _chosen(self) -> list[Shape]:
