@@ -83,8 +83,9 @@ def read_adapter(folder: Path, name: str) -> Adapter:
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}"
         raise UsageError(
-            f"--adapter {folder}: {error}. Give a folder with {CONFIG_NAME} and adapter_model.safetensors, as PEFT's "
+            f"--adapter {folder}: {reason}. Give a folder with {CONFIG_NAME} and adapter_model.safetensors, as PEFT's "
             "save_pretrained writes it, or none"
         ) from error
     if not isinstance(config, dict):
@@ -156,6 +157,8 @@ class AdaptedWeights:
             return self.base, ".".join(part for part in parts if part not in ("base_layer", "original_module"))
         plain = ".".join(part for part in parts if part not in ("modules_to_save", self.adapter.name))
         if self.own is not None:
+            if "lora_magnitude_vector" in parts:  # DoRA's: PEFT saves it by the name of its module
+                plain = plain.removesuffix(".weight")
             return self.own, _SAVED_BELOW + plain
         if not is_lora:
             return self.base, plain

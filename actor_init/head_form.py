@@ -49,8 +49,15 @@ class HeadForm:
         return not self.why_whole
 
     def bytes_on(self, device: torch.device) -> int:
-        """Return the bytes of a chunk's logits: so many that a GPU's matrix multiplications do not get slower."""
-        return self.chunk_bytes or (GIB if device.type == "cuda" else GIB // 16)
+        """Return the bytes of a chunk's logits, on a GPU a 32nd of its memory at most.
+
+        2 GiB are so many that an H200's matrix multiplications do not get slower.
+        """
+        if self.chunk_bytes is not None or device.type != "cuda":
+            return self.chunk_bytes or GIB // 16
+        share = int(torch.cuda.get_device_properties(device).total_memory) // 32
+        # a power of two, so that devices of one size have equally many chunks
+        return min(2 * GIB, 1 << (share.bit_length() - 1))
 
     @property
     def changes_values(self) -> bool:

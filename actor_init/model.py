@@ -80,7 +80,7 @@ def find_model(
         if captured is None:
             raise UsageError(
                 f"no actor.json beside the inputs says which model they came from. "
-                f"Try: --model {_preset_names()[0]}, or --model <folder or config.json>"
+                f"Try: --model {_preset_names()[0]}, or --model <folder, config.json or FILE.py:function>"
             )
         values, name = dict(captured), captured_name
     elif spec.model in _preset_names():

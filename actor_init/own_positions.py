@@ -26,10 +26,11 @@ _counted: dict[tuple[str, str], bool] = {}  # by config
 def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
     """Return `batch` with column numbers as position ids, if it has none and a model of `config` counts columns.
 
-    A batch with an action mask came from a trainer's own actor around the model, which counts real tokens.
+    A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
     """
     given = batch.extra_tensors
-    if batch.action_mask_BA is not None or "position_ids" in given or any(name in given for name in BORDER_NAMES):
+    is_of_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
+    if is_of_actor or "position_ids" in given or any(name in given for name in BORDER_NAMES):
         return batch
     if not counts_columns(config):
         return batch

@@ -143,8 +143,9 @@ class ActorSpec:
     )
     attention: Attention = option(
         Attention.AUTO,
-        "Attention kernel. auto: on CUDA flash-attn if installed, else torch's varlen for packed rows; "
-        "else, and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
+        "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
+        "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
+        "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
     )
     whole_logits: bool = option(
@@ -202,7 +203,7 @@ class ActorSpec:
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
                 f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
             )
-        if self.parallel.ring > 1 and self.attention in (Attention.VARLEN, Attention.EAGER):
+        if self.parallel.ring > 1 and self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
             raise UsageError(
                 f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
             )
@@ -284,7 +285,10 @@ class ActorSpec:
                 raise UsageError(f"--model {self.model} names no function. Try: --model {asked}:FUNCTION")
             for flag, value in (("--weights", self.weights), ("--blocks", self.blocks)):
                 if value is not None:
-                    advice = f"Try: --model {value}" if flag == "--weights" else "Leave it out"
+                    advice = "Leave it out"
+                    if flag == "--weights":
+                        folder = f", or for transformers' models --model {value}" if Path(value).is_dir() else ""
+                        advice = f"Try: --model FILE.py:function --weights {value}{folder}"
                     raise UsageError(f"{flag} {value} is for --model FILE.py:function. {advice}")
             return
         tp, ring, model = self.parallel.tp, self.parallel.ring, self.model
@@ -297,6 +301,7 @@ class ActorSpec:
                 self.attention is not Attention.AUTO,
                 "chooses transformers' kernels, and there are none in",
             ),
+            (f"--adapter {self.adapter}", self.adapter is not None, "goes into transformers' models, not into"),
         ):
             if is_given:
                 raise UsageError(f"{typed} {why} --model {model}. Leave it out")

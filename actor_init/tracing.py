@@ -61,7 +61,7 @@ class LayerTracer:
         }
         self._with_all_heads = {name for name, one in model.named_modules() if getattr(one, "has_all_heads", False)}
         blocks = dict(blocks_of(model))
-        for name, module in _traced_modules(model, blocks, spec.compile):
+        for name, module in traced_modules(model, spec.compile):
             module.register_forward_pre_hook(partial(self._sees_input, name))
             module.register_forward_hook(partial(self._sees_output, name, name in blocks))
 
@@ -105,7 +105,7 @@ class LayerTracer:
         if self._open[name]:
             return
         width = self._widths[name][1] if name in self._widths else None
-        for number, tensor in enumerate(_tensors_of(output)):
+        for number, tensor in enumerate(tensors_of(output)):
             self._keep(name, f"output {number + 1}" if number else "output", tensor, width)
         if is_block:
             self._alive = []
@@ -145,12 +145,14 @@ class LayerTracer:
         return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
 
 
-def _traced_modules(
-    model: PreTrainedModel, blocks: dict[str, nn.Module], compiled: Compile
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters."""
+def traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters.
+
+    Without those inside compiled blocks, where hooks would change the graph; none at all under DeepCompile.
+    """
     if compiled is Compile.DEEPCOMPILE:
         return
+    blocks = dict(blocks_of(model))
     trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # for "model.layers.0": "model"
     for name, module in model.named_modules():
         above, _, _ = name.rpartition(".")
@@ -163,7 +165,7 @@ def _traced_modules(
             yield name, module
 
 
-def _tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
     """Return a module's result; for a tuple the first, or all if they are alike, such as cosines and sines."""
     if isinstance(output, Tensor):
         return [output]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, recipes_of
+from actor_init.read_ahead import ReadAhead
 from actor_init.spec import UsageError
 
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
@@ -110,6 +111,7 @@ class FolderWeights:
     folder: Path
     file_of_name: Mapping[str, Path]  # by the tensor's name in the files
     recipes: Mapping[str, Recipe]  # by parameter
+    _ahead: ReadAhead = field(default_factory=ReadAhead, compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path, model: PreTrainedModel | None) -> "FolderWeights":
@@ -152,13 +154,14 @@ class FolderWeights:
                 f"{self.folder} has no weights named {name} (it has {len(self.file_of_name)} tensors, such as "
                 f"{next(iter(self.file_of_name), 'none')}). Is it the model of this config? Or give --random-weights"
             )
-        values = self.recipes[name].make(name, self._read)
+        values = self.recipes[name].make(name, self._read_on)
         if values.shape != parameter.shape:
             raise UsageError(
                 f"{self.folder}: {name} has shape {list(values.shape)}, but the config makes it "
                 f"{list(parameter.shape)}. Give the config of these weights, or --random-weights"
             )
-        parameter.detach().copy_(values)
+        # a device makes fp32 of bf16 faster than the host, and gets half the bytes
+        parameter.detach().copy_(values.to(parameter.device))
         on_progress(values.numel())
         return True
 
@@ -173,6 +176,11 @@ class FolderWeights:
             return values.flatten()[start : start + count].clone()
         ((_, source),) = recipe.sources
         return self._slice(source, shape, start, count)
+
+    def _read_on(self, source: str) -> Tensor:
+        """Read a tensor, and have the system read what is likely to be needed next."""
+        self._ahead.of(self.file_of_name[source], source)
+        return self._read(source)
 
     def _read(self, source: str) -> Tensor:
         with safe_open(self.file_of_name[source], framework="pt") as file:

@@ -1,12 +1,14 @@
-"""Compare the replay's speed and memory with torchtitan's, pass by pass in one process.
+"""Compare the replay's speed and memory with torchtitan's, in one process, in blocks of passes that alternate.
 
-    python benchmarks/beside_torchtitan.py --form compiled --rounds 12 --kernels fused
+    python benchmarks/beside_torchtitan.py --form compiled --rounds 4 --kernels fused
     torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled
 
 torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
 use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
 under FSDP2: torchtitan its own model, `apply_compile`, `apply_fsdp` and loss; the replay what a user gets from
 `replay --backend fsdp2`, with the options behind this script's own. A third series, torchtitan again, is the control.
+Each block begins with what the allocator cached given back and two passes that are not measured: both models' weights
+are on the GPU, and a cache that the other left behind would make each pass ask the driver for memory anew.
 
 It prints tokens a second, the peak of each without what the other holds, model FLOP/s as share of a measured matrix
 multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for causal attention),
@@ -20,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -32,23 +33,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
 from benchmarks import long_input
+from capture.file_format.capture_file import read_call
 from replay.cli import app
+from replay.profiling.shares import Interval, seconds_by_work, work_of
 from replay.runlog.summary import peak_bytes
 from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
 from replay.runner.selection import select
-from replay.runner.session import find_source
+from replay.runner.session import resolve
 from replay.spec import RunSpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
-PARTS = {  # of a kernel's name, the first that fits
-    "communication": ("nccl",),
-    "copies": ("Memcpy", "Memset", "copy_", "split_with_sizes_copy", "chunk_cat"),
-    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "softmax_warp"),
-    "matmul": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitK"),
-}
 
 
 @dataclass(kw_only=True)
@@ -58,7 +55,7 @@ class Side:
     name: str
     run: Callable[[], tuple[float, int]]  # seconds, peak in bytes
     resident: int = 0  # bytes held between passes
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # median of each block
     peak: int = 0
 
 
@@ -67,8 +64,9 @@ def main() -> int:
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4, help="blocks of each side")
+    parser.add_argument("--passes", type=int, default=4, help="measured passes a block")
+    parser.add_argument("--warmup", type=int, default=2, help="passes before them")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
     arguments, replay_arguments = parser.parse_known_args()
     compiled = arguments.form == "compiled"
@@ -88,14 +86,10 @@ def main() -> int:
             ours = _held_by(lambda: _replay(spec, world), world.device)
             again = replace(theirs, name="torchtitan again", seconds=[], peak=0)
             sides = [theirs, ours, again]
-            for index in range(arguments.warmup + arguments.rounds):
+            for index in range(arguments.rounds):
                 for side in sides:
-                    seconds, peak = side.run()
-                    others = ours if side is not ours else theirs
-                    print(f"{index} {side.name}: {seconds * 1e3:.1f} ms", file=sys.stderr, flush=True)
-                    if index >= arguments.warmup:
-                        side.seconds.append(seconds)
-                        side.peak = max(side.peak, peak - others.resident)
+                    _run_block(side, arguments, world.device)
+                    print(f"{index} {side.name}: {side.seconds[-1] * 1e3:.1f} ms", file=sys.stderr, flush=True)
             if world.rank == 0:
                 _print(sides, arguments, ceiling)
             for side in (theirs, ours):
@@ -103,6 +97,20 @@ def main() -> int:
                 if world.rank == 0:
                     print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()))
     return 0
+
+
+def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    seconds = []
+    for index in range(arguments.warmup + arguments.passes):
+        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        taken, peak = side.run()
+        if index >= arguments.warmup:
+            seconds.append(taken)
+            side.peak = max(side.peak, peak - held + side.resident)
+    side.seconds.append(statistics.median(seconds))
 
 
 def _held_by(build: Callable[[], Side], device: torch.device) -> Side:
@@ -155,13 +163,15 @@ def _stand_in_for_what_is_not_used() -> None:
 
 
 def _replay(spec: RunSpec, world: World) -> Side:
-    source = find_source(spec)
+    selection = select(spec.inputs, 0, 1)
+    (path,) = selection.inputs
+    resolved = resolve(spec, world, selection, read_call(path), None)
+    spec, source = resolved.spec, resolved.source
     actor = ReopenedActor(spec.actor, source, world)
     tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
     meter = Meter.for_device(world.device)
     runner = PassRunner(spec, world, source, actor, meter, tracker, SameWeights(source))
-    (path,) = select(spec.inputs, 0, 1).inputs
-    print(dict(actor.backend.facts()), file=sys.stderr)
+    print(dict(actor.backend.facts()), source.head, file=sys.stderr)
 
     def run() -> tuple[float, int]:
         record, error = runner.replay(0, path)
@@ -221,30 +231,26 @@ def _print(sides: list[Side], arguments: argparse.Namespace, ceiling: float) -> 
             f"| {side.name}, {arguments.form} | {seconds * 1e3:.1f} | {speed:,.0f} | {ratio:.3f} | {peak} "
             f"| {flops / 1e12:.0f} | {flops / ceiling:.3f} |"
         )
-    print(f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {len(first.seconds)} passes a side, medians of pairs")
+    print(
+        f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {len(first.seconds)} blocks of "
+        f"{arguments.passes} passes a side, medians of pairs"
+    )
 
 
 def _parts(side: Side, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of one profiled pass by part; gaps: while no kernel ran."""
+    """Return milliseconds of one profiled pass by kind of work."""
     if device.type != "cuda":
         return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    side.run()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         side.run()
-    parts: dict[str, float] = defaultdict(float)
-    spans = []
-    for event in recorded.events() or []:
-        if event.device_type.name != "CUDA":
-            continue
-        span = event.time_range
-        spans.append((span.start, span.end))
-        part = next((part for part, keys in PARTS.items() if any(key in event.name for key in keys)), "elementwise")
-        parts[part] += (span.end - span.start) / 1e3
-    end, busy = 0.0, 0.0
-    for start, stop in sorted(spans):
-        busy += max(stop - max(start, end), 0)
-        end = max(end, stop)
-    parts["gaps"] = (end - min(start for start, _ in spans) - busy) / 1e3
-    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+    kernels = [
+        Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, work_of(event.name))
+        for event in recorded.events() or []
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    seconds = seconds_by_work(kernels, min(one.begin for one in kernels), max(one.end for one in kernels))
+    return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def _add_run(commands: Any) -> None:
     kept.add_argument(
         "--flight-recorder", type=int, metavar="N", help="Keep the last N passes in memory; an incident writes them."
     )
-    kept.add_argument("--slow-step", type=float, metavar="X", help="A step of X times the median is an incident.")
+    kept.add_argument(
+        "--slow-step", metavar="X", help="A step of X times the median is an incident; 60s: one of 60 seconds."
+    )
     kept.add_argument(
         "--reproduce",
         action=argparse.BooleanOptionalAction,

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -28,7 +29,8 @@ from capture.child_processes import leave_mark, marks_folder, recorded_children,
 from capture.file_format.micro_batch import CaptureError
 from capture.record.child_end import at_end_of_child
 from capture.record.job_facts import rank_and_world_size
-from capture.record.recorder import Recorder, recording
+from capture.record.optimizer_hooks import LateHooks
+from capture.record.recorder import Recorder, hold_notes, recording, take_held_notes
 from capture.search import Search, TrainedLanguageModel, is_called
 
 
@@ -100,16 +102,27 @@ class ModelSearch:
         self._keep = keep
         self._process = os.getpid()
         self._search = Search(self._is_wanted, self._found)
+        self._late_hooks = LateHooks()
+        hold_notes()
 
     def end(self) -> None:
         self._search.end()
+        self._late_hooks.remove()
+        take_held_notes()
 
     def _is_wanted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = self._order.module_name
-        return self.trained(module, args, kwargs) if name is None else is_called(name, module)
+        if name is not None:
+            return is_called(name, module)
+        is_wanted = self.trained(module, args, kwargs)
+        if not (is_wanted or torch.is_grad_enabled()) and type(module).__name__ in self.trained.called_without_autograd:
+            hold_notes()  # those before were of this pass, which is not recorded
+        return is_wanted
 
     def _found(self, module: nn.Module) -> None:
         recorder = self._order.recording(module)
+        self._late_hooks.remove()
+        recorder.note_next(**take_held_notes())
         self.recordings.append((type(module).__name__, recorder))
         if os.getpid() == self._process:
             self._keep(recorder)

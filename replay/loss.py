@@ -5,16 +5,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from actor_init.inputs.packing import ActorInputs
-from capture.file_format.micro_batch import MicroBatch
-from replay.spec import LossName
+from capture.file_format.micro_batch import MicroBatch, with_labels_of_own_tokens
+from replay.spec import LossName, is_objective
 
 
 def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
     """Return `batch` with the action mask that `loss` averages over.
 
     sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
-    none.
+    none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
     """
+    if is_objective(loss):
+        return with_labels_of_own_tokens(batch)
     return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
 
 

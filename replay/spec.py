@@ -153,6 +153,16 @@ class MeasureSpec:
         "Keep each token's log-prob and a sketch of each parameter's gradient for `replay compare`, as parity does; "
         "not timed.",
     )
+    profile: bool = option(
+        False,
+        "Run the slowest pass once more under torch.profiler: where its time went, and a Chrome trace a rank. It is "
+        "not among the timed passes.",
+    )
+    memory_snapshot: bool = option(
+        False,
+        "Run the pass with the highest peak, or one that ran out of memory, once more with the allocator's history: "
+        "what held the peak, and a snapshot a rank. CUDA only.",
+    )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(
         120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1

@@ -10,6 +10,8 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.hang.command import hang
+from replay.minimise.command import minimise
 from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
 from replay.parity.command import parity
@@ -114,6 +116,8 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     scan,
     worst,
     recompiles,
+    hang,
+    minimise,
     suite,
     diagnose,
     mismatch,

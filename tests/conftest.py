@@ -17,21 +17,23 @@ from actor_init.world import World
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
     "test_deaths_and_hangs",  # mostly waits: best beside those that compute
-    "test_tensor_parallel",
     "test_on_ray",
     "test_training_on_ray",
-    "test_contract",
-    "test_deploy",
-    "test_ray_jobs",
-    "test_ring_attention",
+    "test_tensor_parallel",
     "test_commands",
-    "test_saving",
+    "test_contract",
     "test_autotp",
     "test_trainers",
-    "test_broken_jobs",
-    "test_faults",
-    "test_first_difference",
+    "test_ray_jobs",
+    "test_deploy",
+    "test_saving",
+    "test_ring_attention",
     "test_diagnose",
+    "test_faults",
+    "test_broken_jobs",
+    "test_first_difference",
+    "test_fused_modules",
+    "test_state",
     "test_style",
 )
 
@@ -123,3 +125,12 @@ def world() -> Iterator[World]:
 def one_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps its process groups for good, so a second group in one process would be none of its own."""
     monkeypatch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
+
+
+@pytest.fixture(scope="module")
+def proofs_once() -> Iterator[None]:
+    """The replays of a file, in this process, prove once what a model's rows and its head allow."""
+    from tests.helpers.replay_worker import proved_once
+
+    with proved_once():
+        yield

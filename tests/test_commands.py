@@ -13,11 +13,11 @@ from tests.helpers.commands import run
 
 COLD = [
     "replay --max-inputs 5",
-    "python -m replay --max-inputs 2",
     "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
     "torchrun --nproc-per-node 2 replay --backend fsdp2 --max-inputs 5",
 ]
 WARM = [
+    "python -m replay --max-inputs 2",
     "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
     "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 2",
     "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",

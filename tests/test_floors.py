@@ -29,7 +29,7 @@ ROOMS = {
     "actor_init": (
         ("toggles", "layout", "head_form", "presets"),
         ("declarations",),  # of the backends: what each can do
-        ("spec", "as_json", "checkpoint_names", "name_hash"),
+        ("spec", "as_json", "checkpoint_names", "name_hash", "read_ahead"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
         ("initial_values",),
@@ -50,11 +50,13 @@ ROOMS = {
         ("objective",),
         ("processes",),
         ("runlog",),
-        ("tracing", "watch", "verdict"),
+        ("profiling", "tracing", "watch", "verdict"),
+        ("hang",),
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
         ("diagnose", "mismatch", "parity", "recompiles", "run_page", "scan", "suite", "worst"),
+        ("minimise",),
         ("subcommands",),
         ("cli",),
         ("entry",),
@@ -66,7 +68,18 @@ LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
     | {
         f"replay/{name}/command.py"
-        for name in ("diagnose", "mismatch", "on_ray", "parity", "recompiles", "scan", "suite", "worst")
+        for name in (
+            "diagnose",
+            "hang",
+            "minimise",
+            "mismatch",
+            "on_ray",
+            "parity",
+            "recompiles",
+            "scan",
+            "suite",
+            "worst",
+        )
     },
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},

@@ -5,7 +5,8 @@ Where the model was given labels its loss is in the capture, and the replay says
 The jobs (tests/trainers/) train at learning rate 0, so that the weights they saved at the start are those of every
 step. Those of TRL and OpenRLHF need the extra `trainers`; OpenRLHF is not in it, for it installs on CUDA machines only.
 
-Where a job is run a second time with other arguments, its imports are there already.
+Where a job is run a second time with other arguments, its imports are there already; DeepSpeed's are, too, since its
+launcher is two processes more that import it: tests/test_commands.py starts it cold.
 """
 
 import json
@@ -122,7 +123,7 @@ def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world:
         [*DEEPSPEED, "--master_port", str(free_port()), "--module"],
         "deepspeed_engine",
         stage,
-        cold=stage == "1",
+        cold=False,
     )
     check(tmp_path, 6)
 
@@ -197,8 +198,14 @@ def test_a_lora_adapter_that_is_merged_has_the_losses_alone(lora_job: Path, tmp_
     ],
 )
 def test_what_an_adapter_cannot_be_replayed_with_is_refused(
-    typed: list[str], says: str, lora_job: Path, capfd: pytest.CaptureFixture[str], one_world: None
+    typed: list[str],
+    says: str,
+    lora_job: Path,
+    capfd: pytest.CaptureFixture[str],
+    one_world: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "executable", str(warm_bin() / "python"))  # of the ranks that --tp 2 starts
     given = [str(lora_job / "adapter") if one == "ADAPTER" else one for one in typed]
     assert replay_main(["--inputs", str(lora_job / "captures"), *given]) == 2
     assert says in " ".join(capfd.readouterr().err.split())  # with --tp 2 it is the ranks' own

@@ -1,9 +1,8 @@
-"""Attention in cuDNN, for dense rows and for packed ones.
+"""Attention in cuDNN, for dense rows, for padded ones and for packed ones.
 
-Dense rows go through torch's SDPA, told to use cuDNN alone. Packed rows go through the operators behind it, which take
-the documents' borders. No public function of torch reaches them with gradients (`torch.nn.attention.varlen` has the
-same call, switched off; https://github.com/pytorch/pytorch/pull/141178 has the reason why nested tensors refuse), so
-they are an operator of this project here, with a backward and shapes of its own for torch.compile.
+All go through torch's SDPA, told to use cuDNN alone: a packed row in one call a document, and padded rows moved so that
+each document begins at 0. cuDNN has a form for several documents at once, which torch 2.11 gives wrong gradients in
+(NaN for documents of 700, 5, 36, 1 and 358 tokens), and plans anew in each call: it is not used.
 
 Shape letters: B rows, S tokens a row, H query heads, K key-value heads, T tokens of a packed row, D head_dim,
 N documents.
@@ -15,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from actor_init.spec import UsageError
 
 MAX_HEAD_DIM = 128  # of cuDNN's backward on every device that it has kernels for
+BACKEND = SDPBackend.CUDNN_ATTENTION
 
 
 def cudnn_dense(
@@ -41,11 +42,7 @@ def cudnn_dense(
     padding token sees is of no matter, as no other token sees it. Raises UsageError for what the kernel lacks.
     """
     _refuse(query.shape[2], query.shape[3], dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    return out.transpose(1, 2).contiguous(), None
+    return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 def cudnn_padded(
@@ -54,47 +51,28 @@ def cudnn_padded(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Run cuDNN on rows of one document each, with padding on either side, with transformers' attention signature.
 
     query is [B, H, S, D], key and value are [B, K, S, D]; the mask is [B, S], True for real tokens, which follow each
-    other, or None where all are real. Returns [B, S, H, D]. With a mask the rows are one packed row, in which what
-    stands before and behind a document are documents too. Raises UsageError for what the kernel lacks.
+    other, or None where all are real. Returns [B, S, H, D]. Raises UsageError for what the kernel lacks.
     """
-    refused: dict[str, Any] = {"dropout": dropout, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     if attention_mask is None:
-        return cudnn_dense(module, query, key, value, None, scaling=scaling, **refused)
-    rows, heads, num_tokens, head_dim = query.shape
-    query, key, value = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value))
-    packed, _none = cudnn_packed(
-        module,
-        query,
-        key,
-        value,
-        None,
-        cu_seq_lens_q=_borders(attention_mask),
-        max_length_q=num_tokens,
-        scaling=scaling,
-        **refused,
-    )
-    return packed.view(rows, num_tokens, heads, head_dim), None
+        return cudnn_dense(module, query, key, value, None, **more)
+    first_B1 = attention_mask.int().argmax(dim=1, keepdim=True)
+    place_S = torch.arange(query.shape[2], device=query.device)
+    query, key, value = (_turned(one, 2, place_S + first_B1) for one in (query, key, value))
+    out_BSHD, _none = cudnn_dense(module, query, key, value, None, **more)
+    return _turned(out_BSHD, 1, place_S - first_B1), None
 
 
-def _borders(is_real_BS: Tensor) -> Tensor:
-    """Return where the padding before, the document and the padding behind begin in each row, all rows in one."""
-    rows, num_tokens = is_real_BS.shape
-    real_BS = is_real_BS.int()
-    starts_B = torch.arange(rows, device=real_BS.device) * num_tokens
-    first_B = real_BS.argmax(dim=1)
-    inner_B3 = torch.stack((starts_B, starts_B + first_B, starts_B + first_B + real_BS.sum(dim=1)), dim=1)
-    return F.pad(inner_B3.flatten(), (0, 1), value=rows * num_tokens).int()
+def _turned(tensor: Tensor, dim: int, place_BS: Tensor) -> Tensor:
+    """Return `tensor` with its tokens, in `dim`, taken from other places of their row; places wrap around."""
+    num_tokens = tensor.shape[dim]
+    shape = [1] * tensor.ndim
+    shape[0], shape[dim] = len(tensor), num_tokens
+    return tensor.gather(dim, (place_BS % num_tokens).view(shape).expand_as(tensor))
 
 
 def refuse_holes(is_real_BS: Tensor, source: str) -> None:
@@ -123,21 +101,47 @@ def cudnn_packed(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run cuDNN on one packed row, with transformers' attention signature.
+    """Run cuDNN on one packed row, a call a document, with transformers' attention signature.
 
-    query is [1, H, T, D], key and value are [1, K, T, D]. Returns [1, T, H, D]. Raises UsageError for what the kernel
-    lacks: dropout, softcap, attention sinks, and a sliding window shorter than the longest document.
+    query is [1, H, T, D], key and value are [1, K, T, D]. Returns [1, T, H, D]. A compiled block's graph breaks here
+    for a row of several documents. Raises UsageError for what the kernel lacks: dropout, softcap, attention sinks, and
+    a sliding window shorter than the longest document.
     """
     _refuse(max_length_q, query.shape[3], dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
-    out, _stats = _packed(
-        query.squeeze(0).transpose(0, 1).contiguous(),
-        key.squeeze(0).transpose(0, 1).contiguous(),
-        value.squeeze(0).transpose(0, 1).contiguous(),
-        cu_seq_lens_q,
-        max_length_q,
-        query.shape[3] ** -0.5 if scaling is None else scaling,
-    )
-    return out.unsqueeze(0), None
+    is_one = cu_seq_lens_q.shape[0] == 2
+    call = _causal(query, key, value, scaling) if is_one else _each(query, key, value, cu_seq_lens_q, scaling)
+    return call.transpose(1, 2).contiguous(), None
+
+
+# the number of calls is that of documents, and would be a constant of a graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _each(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scaling: float | None) -> Tensor:
+    lengths = _Lengths.of(borders)
+    parts = [one.split(lengths, dim=2) for one in (query, key, value)]
+    return torch.cat([_causal(q, k, v, scaling) for q, k, v in zip(*parts, strict=True)], dim=2)
+
+
+class _Lengths:
+    """Remembers documents' lengths, as all layers of a pass ask for them, and the answer waits for the GPU."""
+
+    _known = WeakTensorKeyDictionary()
+
+    @classmethod
+    def of(cls, borders: Tensor) -> list[int]:
+        if borders not in cls._known:
+            cls._known[borders] = borders.diff().tolist()
+        lengths: list[int] = cls._known[borders]
+        return lengths
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return [B, H, S, D], in which each token sees those before it."""
+    if query.shape[2] < 2:  # which cuDNN refuses; a token that sees itself alone is its value
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    # under dynamo a comparison of sizes is a symbol, which SDPA does not take
+    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    with sdpa_kernel(BACKEND):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 
 
 def _refuse(
@@ -154,112 +158,3 @@ def _refuse(
             f"cuDNN's attention has no {' and no '.join(lacking)}, which this model needs. "
             "Try: --attention flash, or --attention sdpa"
         )
-
-
-@torch.library.custom_op("micro_replay::cudnn_packed", mutates_args=())
-def _packed(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, borders: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, D], and what the backward needs of the softmax, flattened: its shape is torch's own.
-
-    borders  int32 [N + 1]; documents without tokens are allowed
-    """
-    out_THD, stats, *_ = torch.ops.aten._cudnn_attention_forward(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        None,
-        borders,
-        borders,
-        longest,
-        longest,
-        True,
-        0.0,
-        True,
-        False,
-        scale=scale,
-    )
-    _Stats.num_dims = stats.dim()
-    return out_THD, stats.reshape(-1)
-
-
-class _Stats:
-    """Remembers the shape that this torch gives the softmax's sums: [T, H, 1] in some releases, [H, T] in others."""
-
-    num_dims = 3
-
-
-@_packed.register_fake
-def _packed_shapes(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, borders: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    num_sums = query_THD.shape[0] * query_THD.shape[1]
-    return torch.empty_like(query_THD), query_THD.new_empty(num_sums, dtype=torch.float32)
-
-
-@torch.library.custom_op("micro_replay::cudnn_packed_backward", mutates_args=())
-def _packed_backward(
-    gradient_THD: Tensor,
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    out_THD: Tensor,
-    stats: Tensor,
-    borders: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_heads, _ = query_THD.shape
-    shape = (num_heads, num_tokens) if _Stats.num_dims == 2 else (num_tokens, num_heads, 1)
-    unused = torch.zeros((), dtype=torch.int64, device=query_THD.device)  # the random state of dropout
-    query_gradient, key_gradient, value_gradient = torch.ops.aten._cudnn_attention_backward(
-        gradient_THD.contiguous(),
-        query_THD,
-        key_TKD,
-        value_TKD,
-        out_THD,
-        stats.view(shape),
-        unused,
-        unused,
-        None,
-        borders,
-        borders,
-        longest,
-        longest,
-        0.0,
-        True,
-        scale=scale,
-    )
-    return query_gradient, key_gradient, value_gradient
-
-
-@_packed_backward.register_fake
-def _packed_backward_shapes(
-    gradient_THD: Tensor,
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    out_THD: Tensor,
-    stats: Tensor,
-    borders: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query_THD, key_TKD, value_TKD, borders, longest, scale = inputs
-    ctx.save_for_backward(query_THD, key_TKD, value_TKD, *output, borders)
-    ctx.longest, ctx.scale = longest, scale
-
-
-def _gradients(ctx: Any, gradient_THD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query_THD, key_TKD, value_TKD, out_THD, stats, borders = ctx.saved_tensors
-    gradients = _packed_backward(
-        gradient_THD, query_THD, key_TKD, value_TKD, out_THD, stats, borders, ctx.longest, ctx.scale
-    )
-    return (*gradients, None, None, None)
-
-
-_packed.register_autograd(_gradients, setup_context=_keep)

@@ -2,21 +2,19 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import device
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from actor_init.attention.cudnn import MAX_HEAD_DIM
 from actor_init.attention.kernel_check import is_right
-from actor_init.attention.kernels import NAMES, OWN, RING_FA2, RING_SDPA, is_installed, register
+from actor_init.attention.kernels import NAMES, OWN, RING_FA2, RING_SDPA, WITH_CUDNN, is_installed, register
 from actor_init.attention.ring_attention import has_ring_flash
 from actor_init.custom.config import CustomConfig
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
-# What --attention auto tries in turn where a capture names none: the fastest first, for forward and backward of 8,192
-# tokens in one document and in several on an H200 (benchmarks/RESULTS.md).
-FASTEST_FIRST = (Attention.CUDNN, Attention.FLASH3, Attention.FLASH, Attention.VARLEN)
-RAGGED_CAPABILITIES = (9, 10)  # major ones of the devices that cuDNN has kernels for rows of several documents on
+# What --attention auto tries in turn where a capture names none: the fastest first, for forward and backward of a row
+# of several documents on an H200 (benchmarks/RESULTS.md). cuDNN, a call a document, is faster for long ones alone.
+FASTEST_FIRST = (Attention.FLASH3, Attention.FLASH, Attention.VARLEN, Attention.CUDNN)
 
 
 def has_sdpa(config: PretrainedConfig) -> bool:
@@ -43,20 +41,23 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
     register()
     if spec.parallel.ring > 1:
         return _ring_kernel(spec, where, config)
-    attention = _fastest(spec, where, config) if spec.attention is Attention.AUTO else spec.attention
+    is_chosen = spec.attention is Attention.AUTO
+    attention = _fastest(spec, where, config) if is_chosen else spec.attention
     if reason := lacks(attention, where, spec.dtype):
         raise UsageError(f"{reason.text}. Try: {reason.advice}")
     if attention is Attention.SDPA and config is not None and not has_sdpa(config):
         raise UsageError(f"transformers has no sdpa attention for {config.model_type}. Try: --attention eager")
+    if is_chosen and spec.packs and attention in WITH_CUDNN and _can_take(Attention.CUDNN, spec, where, config):
+        return WITH_CUDNN[attention]
     name = NAMES[attention].packed if spec.packs else NAMES[attention].padded
     assert name is not None  # the spec refuses varlen for padded rows
     return name
 
 
 def default_kernel(where: device) -> str:
-    """Return the word for the kernel that `--attention auto` selects on device `where`."""
-    name = kernel_name(ActorSpec(), where)
-    return next(word.value for word, names in NAMES.items() if names.packed == name)
+    """Return the word for the kernel that `--attention auto` selects for documents on device `where`."""
+    register()
+    return _fastest(ActorSpec(), where, None).value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +92,6 @@ def lacks(attention: Attention, where: device, dtype: Dtype) -> Lack | None:
         if attention is Attention.VARLEN:
             return Lack(text=f"{whose} has no fp32 kernel", advice=advice)
         return Lack(text=f"{whose} has no fp32", advice=advice)
-    if (
-        attention is Attention.CUDNN
-        and (major := torch.cuda.get_device_capability(where)[0]) not in RAGGED_CAPABILITIES
-    ):
-        text = f"{whose} for packed rows needs a GPU of compute capability 9 or 10, and this one has {major}"
-        return Lack(text=text, advice="--attention flash, or --attention sdpa")
     return None
 
 
@@ -121,12 +116,13 @@ def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) ->
     # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces
     if plain is not Attention.SDPA or where.type != "cuda":
         return plain
-    for attention in FASTEST_FIRST:
-        has_form = spec.packs or NAMES[attention].padded is not None
-        can_run = has_form and lacks(attention, where, spec.dtype) is None and _suits(attention, config)
-        if can_run and is_right(attention, where):
-            return attention
-    return plain
+    return next((attention for attention in FASTEST_FIRST if _can_take(attention, spec, where, config)), plain)
+
+
+def _can_take(attention: Attention, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
+    has_form = spec.packs or NAMES[attention].padded is not None
+    can_run = has_form and lacks(attention, where, spec.dtype) is None and _suits(attention, config)
+    return can_run and is_right(attention, where)
 
 
 def _suits(attention: Attention, config: PretrainedConfig | None) -> bool:

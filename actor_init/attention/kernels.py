@@ -1,5 +1,6 @@
 """Name the attention kernels as transformers does, and give it this project's: flash-attn, cuDNN, torch's varlen."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from actor_init.attention.cudnn import cudnn_packed, cudnn_padded
+from actor_init.attention.cudnn import MAX_HEAD_DIM, cudnn_dense, cudnn_packed, cudnn_padded
 from actor_init.attention.ring_attention import ring_flash_attn, ring_sdpa
 from actor_init.spec import Attention, UsageError
 
@@ -22,9 +23,13 @@ FLASH4_PACKED = "packed_fa4"
 CUDNN_PACKED = "packed_cudnn"
 CUDNN_PADDED = "padded_cudnn"
 TORCH_PACKED = "torch_varlen_attn"
+FLASH_OR_CUDNN = "packed_fa2_or_cudnn"
+FLASH3_OR_CUDNN = "packed_fa3_or_cudnn"
+TORCH_OR_CUDNN = "torch_varlen_attn_or_cudnn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_gathered"
 OWN = "of its own"  # of a model that a user's function builds
+Kernel = Callable[..., tuple[Tensor, None]]  # with transformers' signature
 PLAIN = (Attention.SDPA.value, Attention.EAGER.value)  # also in fp32, and on every device
 
 
@@ -46,9 +51,39 @@ NAMES = {
     Attention.SDPA: Names(packed="sdpa", padded="sdpa"),
     Attention.EAGER: Names(packed="eager", padded="eager"),
 }
-HALF_PRECISION = {RING_FA2} | {  # bf16 and fp16 alone
+# What --attention auto may take for packed rows: a kernel for documents, and cuDNN for a row of one long document.
+WITH_CUDNN = {
+    Attention.FLASH3: FLASH3_OR_CUDNN,
+    Attention.FLASH: FLASH_OR_CUDNN,
+    Attention.VARLEN: TORCH_OR_CUDNN,
+}
+# cuDNN takes 90 ms for a new length, once. From here on it saves a millisecond a layer and more on an H200: 2.9 of 6.7
+# for 8,192 tokens.
+LONG = 4096
+HALF_PRECISION = {RING_FA2, *WITH_CUDNN.values()} | {  # bf16 and fp16 alone
     name for names in NAMES.values() for name in (names.packed, names.padded) if name and name not in PLAIN
 }
+
+
+def described(name: str) -> str:
+    """Return a kernel's name for a reader: of two that are chosen from by row, both."""
+    first = next((NAMES[attention].packed for attention, both in WITH_CUDNN.items() if both == name), None)
+    return name if first is None else f"{first}, {CUDNN_PACKED} for rows of one document of {LONG:,} tokens or more"
+
+
+def cudnn_calls(name: str, rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tuple[int, int]]:
+    """Return rows and tokens of cuDNN's attention calls in a pass under the kernel `name`; cuDNN plans each kind once.
+
+    rows, num_tokens  of what the model is fed
+    lengths           of the documents of a packed row
+    """
+    if name == CUDNN_PADDED:
+        return {(rows, num_tokens)}
+    if name == CUDNN_PACKED:
+        return {(1, length) for length in lengths if length > 1}
+    if name in WITH_CUDNN.values() and len(lengths) == 1 and num_tokens >= LONG:
+        return {(1, num_tokens)}
+    return set()
 
 
 def register() -> None:
@@ -60,6 +95,9 @@ def register() -> None:
         (CUDNN_PACKED, cudnn_packed),
         (CUDNN_PADDED, cudnn_padded),
         (TORCH_PACKED, torch_varlen_attn),
+        (FLASH_OR_CUDNN, _or_cudnn(flash_attn_varlen)),
+        (FLASH3_OR_CUDNN, _or_cudnn(flash_attn_3_varlen)),
+        (TORCH_OR_CUDNN, _or_cudnn(torch_varlen_attn)),
         (RING_FA2, ring_flash_attn),
         (RING_SDPA, ring_sdpa),
     ):
@@ -90,6 +128,20 @@ def _has_distribution(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def _or_cudnn(kernel: Kernel) -> Kernel:
+    """Return a kernel for one packed row: cuDNN's where it is one document of LONG tokens or more, else `kernel`."""
+
+    def chosen(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        is_long = more["cu_seq_lens_q"].shape[0] == 2 and query.shape[2] >= LONG
+        # a config does not say the heads of latent attention, whose queries are wider than values
+        takes = is_long and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
+        return (cudnn_dense if takes else kernel)(module, query, key, value, attention_mask, **more)
+
+    return chosen
 
 
 def flash_attn_varlen(

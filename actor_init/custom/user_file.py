@@ -1,4 +1,4 @@
-"""Run the file that `--model FILE.py:function` names, and call its function.
+"""Run a file that the user names, by `--model FILE.py:function` or `--loss FILE.py:FUNCTION`, and find its function.
 
 No other file of a capture or of a model folder is ever run. What the file imports from its own folder is found.
 """
@@ -24,26 +24,30 @@ from actor_init.spec import UsageError
 
 CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
 _NO_OP = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
-_EXAMPLE = "Try: --model FILE.py:function, where function() returns the module"
+MODEL = "--model"
+_EXAMPLES = {MODEL: "Try: --model FILE.py:function, where function() returns the module"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A function in a user's file that builds the model."""
+    """A function in a user's file, such as one that builds the model."""
 
     file: Path
     function: str
     sha256: str  # of the file
+    option: str = MODEL  # that names it
 
     @classmethod
-    def open(cls, file: Path, function: str) -> Self:
+    def open(cls, file: Path, function: str, option: str = MODEL) -> Self:
         """Run the file. Raises UsageError if there is no such file or function, or if the file raises."""
         try:
             source = file.read_bytes()
         except OSError as error:
-            raise UsageError(f"--model {file}:{function}: {file.absolute()}: {error.strerror}. {_EXAMPLE}") from None
-        opened = cls(file=file.absolute(), function=function, sha256=hashlib.sha256(source).hexdigest())
-        opened._callable()
+            example = _EXAMPLES.get(option, f"Give {option} FILE.py:FUNCTION")
+            raise UsageError(f"{option} {file}:{function}: {file.absolute()}: {error.strerror}. {example}") from None
+        sha256 = hashlib.sha256(source).hexdigest()
+        opened = cls(file=file.absolute(), function=function, sha256=sha256, option=option)
+        opened.found()
         return opened
 
     def __str__(self) -> str:
@@ -54,7 +58,7 @@ class UserFunction:
 
         Raises UsageError if it raises, asks for more, or returns something else.
         """
-        function = self._callable()
+        function = self.found()
         arguments = [deepcopy(dict(captured))] if self._takes(function, captured) and captured is not None else []
         with self._guarded(f"{self.function} raised"), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -72,14 +76,15 @@ class UserFunction:
             )
         return module
 
-    def _callable(self) -> Any:
+    def found(self) -> Any:
+        """Run the file, unless it ran before, and return what it has by that name. Raises what `open` does."""
         with self._guarded("it raised"):
             module = _run(self.file, self.sha256)
         found = getattr(module, self.function, None)
         if not callable(found):
             own = [name for name, value in vars(module).items() if _is_own(value, module)]
             known = f"It has {', '.join(own[:8])}" if own else "It defines no function"
-            raise UsageError(f"--model {self}: {self.file} has no function {self.function}. {known}")
+            raise UsageError(f"{self.option} {self}: {self.file} has no function {self.function}. {known}")
         return found
 
     def _takes(self, function: Any, captured: Mapping[str, Any] | None) -> bool:
@@ -115,7 +120,7 @@ class UserFunction:
             line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else place.lineno
             file = self.file if isinstance(error, SyntaxError) else place.filename
             raise UsageError(
-                f"--model {self}: {what} {' '.join(last.split())}, at {file}:{line}. With --traceback: all of it"
+                f"{self.option} {self}: {what} {' '.join(last.split())}, at {file}:{line}. With --traceback: all of it"
             ) from error
 
 
@@ -125,7 +130,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 @cache
 def _run(file: Path, sha256: str) -> ModuleType:
     """Run a file, once in this process while it does not change."""
-    name = f"micro_replay_model_{sha256[:12]}_{file.stem}"
+    name = f"micro_replay_user_{sha256[:12]}_{file.stem}"
     spec = spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -11,8 +11,15 @@ from torch import Tensor
 
 # Relative to the norm of the module's own result. fp32: sums in another order. bf16: the fused form rounds a product
 # once where the module rounds its factors first, 2**-8 each time. A form that is not the module's is off by 0.01.
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+FP32_BOUND = 1e-5
+BF16_BOUND = 2**-7
+DTYPES = (torch.float32, torch.bfloat16)
 TRIED = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, AssertionError, NotImplementedError)
+
+
+def bound_in(dtype: torch.dtype) -> float:
+    """Return the bound in one of DTYPES."""
+    return FP32_BOUND if dtype is torch.float32 else BF16_BOUND
 
 
 def is_equal(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from actor_init.fused.liger import has_liger, liger_norm
-from actor_init.fused.proof import BOUNDS, is_equal, random_numbers
+from actor_init.fused.proof import DTYPES, bound_in, is_equal, random_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def _form_of(module: nn.Module, name: str, where: torch.device) -> Form | None:
     x_RD = random_numbers(3, width, where=where, seed=2) * torch.tensor([[1.0], [1e-3], [0.0]], device=where)
     x_RD[2, 0] = 1e-2
     for form in _candidates(module):
-        if all(_is_form(module, name, form, x_RD.to(dtype), weight_D.to(dtype)) for dtype in BOUNDS):
+        if all(_is_form(module, name, form, x_RD.to(dtype), weight_D.to(dtype)) for dtype in DTYPES):
             return form
     return None
 
@@ -103,7 +103,7 @@ def _is_form(module: nn.Module, name: str, form: Form, x_RD: Tensor, weight_D: T
     copy = deepcopy(module)
     setattr(copy, name, nn.Parameter(weight_D))
     own = _with_weight(copy, name)
-    return is_equal(own, form.of, (x_RD, weight_D), BOUNDS[x_RD.dtype])
+    return is_equal(own, form.of, (x_RD, weight_D), bound_in(x_RD.dtype))
 
 
 def _with_weight(copy: nn.Module, name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from actor_init.fused.liger import has_liger, liger_rotary
-from actor_init.fused.proof import BOUNDS, TRIED, is_equal, random_numbers
+from actor_init.fused.proof import DTYPES, TRIED, bound_in, is_equal, random_numbers
 
 ARGUMENTS = ["q", "k", "cos", "sin"]  # of transformers' functions of this kind, in this order
 Rotary = Callable[..., tuple[Tensor, Tensor]]
@@ -123,9 +123,12 @@ def _is_rotary(own: Rotary, where: torch.device) -> bool:
 
     return all(
         is_equal(
-            turned(own, width, dtype), turned(partial(_fused, own), width, dtype), (q.to(dtype), k.to(dtype)), bound
+            turned(own, width, dtype),
+            turned(partial(_fused, own), width, dtype),
+            (q.to(dtype), k.to(dtype)),
+            bound_in(dtype),
         )
-        for dtype, bound in BOUNDS.items()
+        for dtype in DTYPES
         for width in (16, 8)
         if width == 16 or _takes(turned(own, width, dtype), q.to(dtype), k.to(dtype))
     )

@@ -8,7 +8,7 @@ comes from one of three ways:
            backward multiplies. Three matrix multiplications, as with whole logits
     AGAIN  else: backward computes the logits again. Four matrix multiplications
 
-The weight's gradient is summed over chunks in fp32, and rounded once.
+The weight's gradient is summed over chunks in fp32, and rounded once, when it is multiplied.
 
 Shape letters: T tokens that the head was fed, N of them with a log-prob that is wanted, C of these in a chunk, H hidden
 size, V vocabulary, or a rank's share of it.
@@ -111,7 +111,8 @@ class _LogProbs(torch.autograd.Function):
             kept_NV = _run_chunk(head, chunk, found, gradients, keeps=way is Way.KEPT)
         ctx.way, ctx.needs, ctx.form, ctx.wanted = way, needs, form, wanted
         if gradients is not None:
-            ctx.save_for_backward(*gradients.taken())
+            ctx.save_for_backward(*gradients.sums())
+            ctx.dtypes = (hidden_TH.dtype, weight_VH.dtype, weight_VH.dtype)
         elif way is not None:
             statistics = (found.max_N, found.log_sum_N, found.entropy_N)
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, kept_NV, *statistics)
@@ -120,7 +121,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor, of_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.way is Way.AHEAD:
-            return (*_scaled(ctx.saved_tensors, gradient_N), None, None)
+            return (*_scaled(ctx.saved_tensors, ctx.dtypes, gradient_N), None, None)
         hidden_TH, weight_VH, bias_V, kept_NV, max_N, log_sum_N, entropy_N = ctx.saved_tensors
         head = _Head(hidden_TH, weight_VH, bias_V, ctx.form, ctx.wanted)
         gradients = _Gradients(head, ctx.needs)
@@ -268,8 +269,8 @@ class _Gradients:
             of_bias_V = gradient_CV.sum(dim=0, dtype=torch.float32)
             self._bias_V = of_bias_V if self._bias_V is None else self._bias_V.add_(of_bias_V)
 
-    def taken(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the dtypes of what they are of."""
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients; those of weight and bias in the dtype that they were summed in."""
         head = self._head
         weight_VH, self._weight_VH = self._weight_VH, None
         if self._needs[1] and weight_VH is None:  # no token has a log-prob
@@ -277,10 +278,16 @@ class _Gradients:
         bias_V = self._bias_V
         if self._needs[2] and bias_V is None:
             bias_V = torch.zeros_like(head.weight_VH[:, 0])
+        return self._hidden_TH, weight_VH, bias_V
+
+    def taken(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients in the dtypes of what they are of."""
+        hidden_TH, weight_VH, bias_V = self.sums()
+        dtype = self._head.weight_VH.dtype
         return (
-            self._hidden_TH,
-            None if weight_VH is None else weight_VH.to(head.weight_VH.dtype),
-            None if bias_V is None else bias_V.to(head.weight_VH.dtype),
+            hidden_TH,
+            None if weight_VH is None else weight_VH.to(dtype),
+            None if bias_V is None else bias_V.to(dtype),
         )
 
 
@@ -303,12 +310,24 @@ def _has_fp32_products() -> bool:
     return TorchVersion(torch.__version__) >= FP32_PRODUCTS
 
 
-def _scaled(gradients: tuple[Tensor | None, ...], gradient_N: Tensor) -> tuple[Tensor | None, ...]:
-    """Multiply the gradients for 1 by the one gradient that all log-probs have; by NaN if they differ."""
+def _scaled(
+    gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...], gradient_N: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Multiply the gradients for 1 by the one gradient that all log-probs have, by NaN if they differ, and round."""
     least, most = gradient_N.aminmax()
     scale = torch.where(least == most, least, math.nan)
+    return tuple(
+        None if one is None else _times(one, scale, dtype) for one, dtype in zip(gradients, dtypes, strict=True)
+    )
+
+
+def _times(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient.device.type == "cuda":
+        from actor_init.head.softmax_kernels import scaled
+
+        return scaled(gradient, scale, dtype)
     # a tensor with dims: one without would be rounded to the gradient's dtype first
-    return tuple(None if one is None else one.mul_(scale.view([1] * one.ndim)) for one in gradients)
+    return gradient.mul_(scale.view([1] * gradient.ndim)).to(dtype)
 
 
 def _row_sums(shown_CV: Tensor, target_C: Tensor, entropies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -56,7 +56,8 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     """Prepare `batch` (on the host) for one forward.
 
     Without an action mask the labelled tokens are the action tokens; without labels too, every token after a row's
-    first. The target is the label if there is one, else the token itself. Raises CaptureError if no token is real, for
+    first. The target is the label if there is one, else the token itself. Of `shift_labels`, which are the next tokens,
+    each row has S, and A is S. Raises CaptureError if no token is real, for
     documents that `documents_of` refuses, and for rows of several documents that are not to be packed.
     """
     real_BS = batch.attention_mask_BS
@@ -71,17 +72,23 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         )
     has_log_prob_BS = _have_log_probs(batch, documents)
     num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
+    next_BS = _next_labels(batch)
+    if next_BS is not None:
+        num_actions = num_tokens
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
     flat_T = flat_BS[real_BS]  # original index of each packed token
     packed_of_flat = torch.full((real_BS.numel(),), -1)
     packed_of_flat[flat_T] = torch.arange(flat_T.numel())
-    predictor_N = packed_of_flat[flat_BS[row_N, token_N]] - 1  # the previous real token, as a packed index
+    predictor_N = packed_of_flat[flat_BS[row_N, token_N]]
+    if next_BS is None:
+        predictor_N -= 1  # the previous real token, as a packed index
 
     targets_BS = batch.sequences_BS
     if batch.labels_BS is not None:
         targets_BS = torch.where(batch.labels_BS == IGNORED_LABEL, targets_BS, batch.labels_BS)
+    targets_BS = targets_BS if next_BS is None else next_BS
     effective_BA = has_log_prob_BS[:, num_tokens - num_actions :]
     shared: dict[str, Any] = {
         "target_ids_N": targets_BS[row_N, token_N],
@@ -147,14 +154,36 @@ def unpacked(inputs: ActorInputs) -> ActorInputs:
 
 
 def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
-    """Return [B, S], True at the action tokens that follow a real token of their own document."""
+    """Return [B, S], True at the action tokens that follow a real token of their own document.
+
+    With `shift_labels` it is True at the real tokens that predict one.
+    """
     real_BS = batch.attention_mask_BS
+    if (next_BS := _next_labels(batch)) is not None:
+        return real_BS & (next_BS != IGNORED_LABEL)
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
         labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
         action_mask_BA = labelled_BS[:, 1:]
     is_action_BS = F.pad(action_mask_BA, (real_BS.shape[1] - action_mask_BA.shape[1], 0))
     return is_action_BS & real_BS & ~documents.is_first_BS
+
+
+def _next_labels(batch: MicroBatch) -> Tensor | None:
+    """Return `shift_labels` [B, S] where they say what is predicted: without an action mask."""
+    return batch.shift_labels if batch.action_mask_BA is None else None
+
+
+def predicts_own_tokens(batch: MicroBatch) -> tuple[Tensor, int]:
+    """Return [B, A], True where the target is the row's own token, and the column of the first of A."""
+    ids_BS, num_tokens = batch.sequences_BS, batch.sequences_BS.shape[1]
+    if (next_BS := _next_labels(batch)) is not None:
+        return F.pad(next_BS[:, :-1] == ids_BS[:, 1:], (0, 1)), 1
+    first = 1 if batch.action_mask_BA is None else num_tokens - batch.action_mask_BA.shape[1]
+    is_own_BS = torch.ones_like(batch.attention_mask_BS)
+    if batch.labels_BS is not None:
+        is_own_BS = (batch.labels_BS == ids_BS) | (batch.labels_BS == IGNORED_LABEL)
+    return is_own_BS[:, first:], first
 
 
 def num_action_tokens(batch: MicroBatch) -> int:

@@ -97,7 +97,7 @@ class _Search:
                 return f"{kind} does not run packed: {_line(reason)}"
             if error <= bound_of(kernel):
                 return ""
-        return f"packed documents of {kind} see each other: the probe's numbers are {error:.2g} off"
+        return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
 
 
 def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
@@ -140,11 +140,11 @@ def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
         try:
             probe = Probe.of(config, world.device, seed, ring=True)
             error = probe.error(kernel, Layout(packs=True), ring=world.ring_group)
-            why = "" if error <= bound_of(kernel) else f"the probe's numbers are {error:.2g} off"
+            why = "" if error <= bound_of(kernel) else _meets_elsewhere(error)
         except NotProvedError as reason:
             why = f"that could not be proved: {_line(reason)}"
         except Exception as reason:  # of the model, its kernel or its layers, of any type
-            why = _line(reason)
+            why = why_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
             return Layout(packs=True)
@@ -152,6 +152,22 @@ def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
         f"--ring {ring} slices packed rows, and {config.model_type} does not keep its slices right: {why}. "
         f"Try: no --ring"
     )
+
+
+def _meets_elsewhere(error: float) -> str:
+    return (
+        "its tokens meet elsewhere than in the attention that a ring replaces, as in a recurrent state or a mask of "
+        f"its own (log-probs or gradients of a small copy are {error:.2g} off)"
+    )
+
+
+def why_no_slice(error: Exception, kernel: str) -> str:
+    """Say in words why a small copy could not run on slices."""
+    if isinstance(error, KeyError) and error.args == (kernel,):
+        return "its layers have no attention that a ring can replace"
+    if isinstance(error, TypeError) and "argument: 'ring'" in str(error).replace('"', "'"):
+        return "its layers do not tell their attention of the slice"
+    return _line(error) if isinstance(error, UsageError) else f"its layers cannot run on a slice ({_line(error)})"
 
 
 def _line(error: Exception) -> str:

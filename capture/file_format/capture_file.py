@@ -144,13 +144,11 @@ class Call:
 
         Raises CaptureError for a call without token ids.
         """
-        return micro_batch_from_call(
-            with_noted_mask(self.tensors, self.notes),
-            self.call_facts,
-            trains=self.trains,
-            origin=self.origin,
-            left_out=self.left_out,
+        tensors = with_noted_mask(self.tensors, self.notes)
+        batch = micro_batch_from_call(
+            tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
+        return replace(batch, has_noted_mask=ACTION_MASK not in self.tensors and ACTION_MASK in tensors)
 
     def counts(self) -> Counts | None:
         """Count rows and tokens; None for a call with embeddings in the place of token ids. Raises CaptureError."""

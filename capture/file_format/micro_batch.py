@@ -20,6 +20,7 @@ BY_EMBEDDINGS = (
 )
 ID_NAMES = ("sequences", "input_ids")
 EMBEDDINGS_NAME = "inputs_embeds"
+SHIFT_LABELS = "shift_labels"
 
 
 class CaptureError(ValueError):
@@ -55,6 +56,7 @@ class MicroBatch:
     call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
     left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
     trains            whether autograd was on
+    has_noted_mask    the action mask was noted beside the call, whose arguments were the model's own
 
     Raises CaptureError where these do not fit together.
     """
@@ -68,6 +70,7 @@ class MicroBatch:
     left_out: Mapping[str, str] = field(default_factory=dict)
     trains: bool
     origin: Origin
+    has_noted_mask: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.sequences_BS.shape)
@@ -105,6 +108,17 @@ class MicroBatch:
         return self.sequences_BS.shape[0]
 
     @property
+    def shift_labels(self) -> Tensor | None:
+        """Return the ids that the tokens are to predict, int64, -100 where none; None if the model was not given any.
+
+        The last one of a row is no token of the row. They count before `labels_BS`, as in transformers.
+        """
+        given = self.extra_tensors.get(SHIFT_LABELS)
+        if given is None or given.shape != self.sequences_BS.shape or given.dtype not in _ID_DTYPES:
+            return None
+        return given.long().masked_fill(given < 0, IGNORED_LABEL)  # nanoGPT's are -1 where there is none
+
+    @property
     def num_padded_tokens(self) -> int:
         """Count real and padding tokens together: rows x the longest row."""
         return self.sequences_BS.numel()
@@ -120,6 +134,15 @@ class MicroBatch:
         }
         extra = {name: tensor.to(device) for name, tensor in self.extra_tensors.items()}
         return replace(self, extra_tensors=extra, **moved)
+
+
+def with_labels_of_own_tokens(batch: MicroBatch) -> MicroBatch:
+    """Return the same micro-batch with its `shift_labels` as labels, which have no place for a row's last one."""
+    if (next_BS := batch.shift_labels) is None:
+        return batch
+    labels_BS = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
+    extra = {name: tensor for name, tensor in batch.extra_tensors.items() if name != SHIFT_LABELS}
+    return replace(batch, labels_BS=labels_BS, extra_tensors=extra)
 
 
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:

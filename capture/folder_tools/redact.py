@@ -14,7 +14,7 @@ from torch import Tensor
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import listed, segment_files
-from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError
+from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
 
@@ -96,6 +96,8 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
     redacted[named] = ids_BS.to(call.tensors[named].dtype)
     if labels_BS is not None:
         redacted["labels"] = labels_BS.to(call.tensors["labels"].dtype)
+    if (next_BS := batch.shift_labels) is not None:  # how many there are is kept, as of labels
+        redacted[SHIFT_LABELS] = next_BS.clamp(IGNORED_LABEL, 0).to(call.tensors[SHIFT_LABELS].dtype)
     return replace(
         call,
         tensors=redacted,

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +24,36 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import load_plain
 
 SHARED_MEMORY = Path("/dev/shm")
+POSITION_FILE, STACKS_FILE = "position", "stacks.txt"  # beside the passes
 MAX_SPOOL_BYTES = 256 * 2**20
 _SHARE_OF_FREE = 8  # what a job's data loaders and collectives need is theirs
 _own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
 
 
+class SharedFolder:
+    """One recording's directory in shared memory, locked until `close`. Raises OSError where it cannot be made."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.directory.mkdir(mode=0o700)
+        _own[self.directory] = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(_own[self.directory], fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove it. A second call does nothing."""
+        if (lock := _own.pop(self.directory, None)) is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(lock)
+
+
 class Spool:
-    """One recording's directory in shared memory; a full one deletes its oldest pass.
+    """One recording's passes in shared memory; a full one deletes its oldest pass.
 
     It is for one thread. Every method raises OSError.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._directory.mkdir(mode=0o700)
-        _own[self._directory] = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(_own[self._directory], fcntl.LOCK_EX)
+    def __init__(self, shared: SharedFolder) -> None:
+        self._directory = shared.directory
         status = os.statvfs(SHARED_MEMORY)
         self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _SHARE_OF_FREE)
         self._num_bytes_of: dict[str, int] = {}  # by name, the oldest first
@@ -69,9 +83,10 @@ class Spool:
         os.unlink(os.path.join(self._directory, name))
 
     def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if (lock := _own.pop(self._directory, None)) is not None:
-            os.close(lock)
+        while self._num_bytes_of:
+            name = self._num_bytes_of.popitem()[0]
+            with suppress(OSError):
+                os.unlink(os.path.join(self._directory, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +116,8 @@ def dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
                 continue
             calls, num_cut_short = [], 0
             for path in sorted(directory.iterdir()):
+                if path.name in (POSITION_FILE, STACKS_FILE):
+                    continue
                 try:
                     calls.append(_encoded(path))
                 except CaptureError:

@@ -8,8 +8,9 @@ value of an environment variable whose name sounds like a secret. Recordings of 
 import json
 import os
 import re
+import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, utc_time
 from capture.file_format.folder_layout import homes_in, make_home
 from capture.file_format.micro_batch import CaptureError
+from capture.record.stacks import (
+    Place,
+    all_stacks,
+    collectives_entered,
+    last_collective,
+    main_stack,
+    refined,
+    traceback_frames,
+)
 
 MAX_INCIDENT_BYTES = 8 * 2**20
 _MAX_TEXT = 20_000
@@ -30,6 +40,8 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _LIBRARY_FOLDER = re.compile(r"[^\s\"']*/(?:site|dist)-packages/")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")  # its files keep `python3.11/`, so they are not taken for the job's
+_OWN_PARENT = str(Path(__file__).resolve().parents[2])
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./-])(?:/[\w.@+~%-]+)+/([\w.@+~%-]*)")
 
 
@@ -42,6 +54,14 @@ class Incident:
     forward         number of the forward that had begun last, or of the one whose numbers they are
     files           names of the files that were written for it
     num_not_copied  passes whose copy did not reach the host in time
+    place           where in or behind the pass `forward` the rank was (`capture.record.stacks.Place`); empty: not known
+    last_backward   the pass whose loss was differentiated last; None: none was seen
+    stacks          every thread's stack, as `capture.record.stacks` writes it
+    collectives     how many collectives the rank had entered, by process group
+    last_collective what torch's flight recorder of collectives had last, by group
+    world_size      ranks of the job; None: not known
+    opened          when the recording began
+    last_moved      when the rank came to `place`, of a process that was killed
     """
 
     what: str
@@ -52,10 +72,23 @@ class Incident:
     traceback: str = ""
     files: Sequence[str] = ()
     num_not_copied: int = 0
+    place: str = ""
+    last_backward: int | None = None
+    stacks: str = ""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    last_collective: str = ""
+    world_size: int | None = None
+    opened: str = ""
+    last_moved: str = ""
 
     @property
     def is_signal(self) -> bool:
         return self.what == "signal"
+
+    @property
+    def ends_job(self) -> bool:
+        """Tell whether the process ends with it, unless the job goes on."""
+        return self.what in ("exception", "out of memory") or (self.is_signal and self.where != "SIGUSR1")
 
     @property
     def follows_another(self) -> bool:
@@ -78,6 +111,25 @@ def incident_of(error: BaseException, where: str, forward: int | None) -> Incide
     return replace(made, traceback=scrubbed("".join(lines)))
 
 
+def placed(happened: Incident, place: Place, *, last_backward: int, world_size: int, opened: str) -> Incident:
+    """Add to an incident that happens now where the rank is, what every thread does, and its last collectives.
+
+    place, last_backward  what the hooks saw last; -1: no backward
+    """
+    stacks = scrubbed(all_stacks())
+    frames = [*main_stack(stacks), *traceback_frames(happened.traceback)]
+    return replace(
+        happened,
+        place=refined(place, frames),
+        last_backward=last_backward if last_backward >= 0 else None,
+        stacks=stacks,
+        collectives=collectives_entered(),
+        last_collective=last_collective(),
+        world_size=world_size,
+        opened=opened,
+    )
+
+
 def is_news_to(listener: int, error: BaseException) -> bool:
     """Tell whether `listener` hears of this exception for the first time: on its way up it passes several hooks."""
     heard_by: set[int] = error.__dict__.setdefault("_heard_by_capture", set())
@@ -93,6 +145,9 @@ def scrubbed(text: str) -> str:
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET_LENGTH and _SECRET_NAMES.search(name):
             text = text.replace(value, "***")
+    text = text.replace(f"{_STANDARD_LIBRARY}/site-packages/", "").replace(f"{_STANDARD_LIBRARY}/dist-packages/", "")
+    text = text.replace(f"{_STANDARD_LIBRARY}/", f"{Path(_STANDARD_LIBRARY).name}/")
+    text = text.replace(f"{_OWN_PARENT}/capture/", "capture/")
     return _ABSOLUTE_PATH.sub(r"\1", _LIBRARY_FOLDER.sub("", text))
 
 
@@ -143,7 +198,17 @@ _KINDS: dict[str, Any] = {
     "files": list,
     "num_not_copied": int,
 }
-assert _KINDS.keys() == {f.name for f in fields(Incident)}
+_LATER_KINDS: dict[str, Any] = {  # not in files of earlier versions
+    "place": str,
+    "last_backward": int | None,
+    "stacks": str,
+    "collectives": dict,
+    "last_collective": str,
+    "world_size": int | None,
+    "opened": str,
+    "last_moved": str,
+}
+assert _KINDS.keys() | _LATER_KINDS.keys() == {f.name for f in fields(Incident)}
 
 
 def _read(path: Path) -> IncidentRecord:
@@ -175,8 +240,9 @@ def _incidents_in(content: Any) -> list[Incident] | None:
             return None
     is_whole = all(
         isinstance(item, dict)
-        and item.keys() == _KINDS.keys()
-        and all(isinstance(item[name], kind) for name, kind in _KINDS.items())
+        and _KINDS.keys() <= item.keys() <= _KINDS.keys() | _LATER_KINDS.keys()
+        and all(isinstance(item[name], kind) for name, kind in {**_KINDS, **_LATER_KINDS}.items() if name in item)
+        and all(isinstance(count, int) for count in item.get("collectives", {}).values())
         for item in items
     )
     return [Incident(**item) for item in items] if is_whole else None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class Listener(Protocol):
@@ -30,6 +30,9 @@ class Listener(Protocol):
     def steps(self, optimizer: Optimizer) -> None:
         """The optimizer will step."""
 
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
 
 class OptimizerHooks:
     """Tells `listener` of clipping and steps from `attach` to `remove`; those of a forked child are not seen."""
@@ -38,9 +41,11 @@ class OptimizerHooks:
         self.listener = listener
         self._process = os.getpid()
         self._handle: Any = None
+        self._handle_after: Any = None
 
     def attach(self) -> None:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handle_after = register_optimizer_step_post_hook(self._after_step)
         _listening.append(self)
         if len(_listening) == 1:
             _wrap_clipping()
@@ -50,6 +55,7 @@ class OptimizerHooks:
         if self._handle is None:
             return
         self._handle.remove()
+        self._handle_after.remove()
         self._handle = None
         _listening.remove(self)
         if not _listening:
@@ -64,27 +70,73 @@ class OptimizerHooks:
         """Tell of the step, or if it is given a closure, which is the pass, have the closure tell when it returns."""
         if not self.hears():
             return None
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._telling(optimizer, kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._telling(optimizer, args[1]), *args[2:]), kwargs
+        if (given := _with_closure(args, kwargs, lambda: self._tell(optimizer))) is not None:
+            return given
         self.listener.steps(optimizer)
         return None
 
-    def _telling(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that tells of the step after its first call: LBFGS makes several."""
+    def _tell(self, optimizer: Optimizer) -> None:
+        if self.hears():
+            self.listener.steps(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.hears():
+            self.listener.stepped()
+
+
+class LateHooks:
+    """Tells those who attach inside a step's closure of that step, until `remove`.
+
+    A closure is the pass, so a recording that is opened by the first pass has not seen that its step began.
+    """
+
+    def __init__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """A second call does nothing; a closure under way still tells."""
+        self._handle.remove()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        before = tuple(_listening)
+
+        def tell() -> None:
+            for hooks in _listening:
+                if hooks.hears() and not any(hooks is one for one in before):
+                    hooks.listener.steps(optimizer)
+
+        return None if torch.compiler.is_compiling() else _with_closure(args, kwargs, tell)
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tell: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return a step's arguments with a closure that calls `tell` after its first call: LBFGS makes several.
+
+    Returns None where the step is given no closure.
+    """
+
+    def telling(closure: Callable[[], Any]) -> Callable[[], Any]:
         has_told = False
 
         @functools.wraps(closure)
-        def telling() -> Any:
+        def called() -> Any:
             nonlocal has_told
             loss = closure()
-            if not has_told and self.hears():
+            if not has_told:
                 has_told = True
-                self.listener.steps(optimizer)
+                tell()
             return loss
 
-        return telling
+        return called
+
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": telling(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], telling(args[1]), *args[2:]), kwargs
+    return None
 
 
 _listening: list[OptimizerHooks] = []

@@ -8,20 +8,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from capture.file_format.capture_file import EncodedCall, encode_call
+from capture.file_format.capture_file import EncodedCall, encode_call, utc_time
+from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.folder_layout import home_of
 from capture.file_format.manifest import stamp_of
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
 from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.flight_recorder import SHARED_MEMORY, Spool
+from capture.record.flight_recorder import SHARED_MEMORY, SharedFolder, Spool
 from capture.record.incidents import Incident, incident, write_incidents
 from capture.record.retention import Keep
 from capture.record.rng_and_outputs import environment, plain_outputs
@@ -36,6 +37,31 @@ _POLL_SECONDS = 0.01
 _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The recording of a rank of several was closed."""
+
+    num_passes: int
+    num_steps: int | None
+    world_size: int
+    place: str
+    opened: str
+
+    def record(self, rank: int) -> EndRecord:
+        return EndRecord(
+            rank=rank,
+            world_size=self.world_size,
+            num_passes=self.num_passes,
+            num_steps=self.num_steps,
+            place=self.place,
+            opened=self.opened,
+            time=utc_time(),
+        )
+
+
+Item = Pass | Outputs | Notes | StepPart | Opened | Incident | Ended
+
+
 class Store:
     """Counts the passes that were handed in and did not fail.
 
@@ -44,7 +70,9 @@ class Store:
     num_lost      passes that could not be written at the end
     """
 
-    def __init__(self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event) -> None:
+    def __init__(
+        self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event, shared: SharedFolder | None = None
+    ) -> None:
         self.num_lost = 0
         self.is_full = False
         self._folder = folder
@@ -52,10 +80,9 @@ class Store:
         self._opened = opened
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
+        self._shared = shared
         self._spool: Spool | None = None
-        self._to_spool: dict[
-            int, EncodedCall
-        ] = {}  # by number of the forward: those that are not there as they are now
+        self._to_spool: dict[int, EncodedCall] = {}  # by number of the forward: it is not there as it is now
         self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
         self._place = 0, folder  # the rank, and the folder of its files
         self._files: dict[tuple[int, Path], RankWriter] = {}  # by place
@@ -82,7 +109,7 @@ class Store:
     def _num_given_up(self) -> int:
         return sum(files.num_given_up for files in list(self._files.values()))
 
-    def handle(self, item: Pass | Outputs | Notes | StepPart | Opened | Incident) -> None:
+    def handle(self, item: Item) -> None:
         """Take one item. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
         match item:
             case Pass():
@@ -97,6 +124,8 @@ class Store:
                 self._settle(item.rank, item.world_size)
             case Incident():
                 self.note_incident(item)
+            case Ended():
+                write_end(self._place[1], item.record(self._place[0]), stamp=stamp_of(self._opened))
 
     def note_incident(self, incident: Incident) -> None:
         """Write the passes that are held, and the incident beside them."""
@@ -122,8 +151,8 @@ class Store:
         finally:
             self.num_lost += len(self._held)
             self._held.clear()
-            if self._spool is not None:
-                self._spool.close()
+            if self._shared is not None:
+                self._shared.close()
             for files in self._files.values():
                 files.close()
 
@@ -279,8 +308,10 @@ class Store:
         while self._to_spool and self._wants_spool:
             encoded = self._to_spool.pop(next(iter(self._to_spool)))
             try:
+                if self._shared is None:
+                    self._shared = SharedFolder(self._folder, self._place[0])
                 if self._spool is None:
-                    self._spool = Spool(self._folder, self._place[0])
+                    self._spool = Spool(self._shared)
                 self._spool.put(encoded)
             except OSError as error:
                 self._do_without_spool(error)

@@ -26,22 +26,25 @@ from capture.file_format.listing import ranges_of
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import checked_names
 from capture.record.child_end import at_end_of_child
+from capture.record.flight_recorder import SHARED_MEMORY, SharedFolder
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
-from capture.record.incidents import Incident, incident, incident_of, is_news_to
+from capture.record.incidents import Incident, incident, incident_of, is_news_to, placed
 from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import TakenSamples
-from capture.record.pass_store import Store
+from capture.record.pass_store import Ended, Item, Store
+from capture.record.position import PositionPage
 from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
 from capture.record.signal_handlers import listen, unlisten
 from capture.record.slow_step import StepWatch
-from capture.record.snapshot import Clock, Notes, Opened, Outputs, Pass, Taker
+from capture.record.snapshot import Clock, Notes, Opened, Outputs, Taker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
 _OPEN: "list[Recorder]" = []
+_held: dict[str, Any] | None = None  # what was noted for the next pass while there is no recording; None: not held
 MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
 
 
@@ -57,7 +60,7 @@ def recording(
     max_bytes: int | None = None,
     keep: WhichEnd = "first",
     flight_recorder: int | None = None,
-    slow_step: float | None = None,
+    slow_step: float | str | None = None,
     reproduce: bool | None = None,
     segment: str | int | None = None,
     max_queued: int = 64,
@@ -78,7 +81,8 @@ def recording(
     flight_recorder  the last N passes stay in memory, and only an incident writes them: an exception, a loss or
                 gradient norm that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on),
                 a slow step
-    slow_step   a step, from one forward to the next, of more than this many times the median is an incident
+    slow_step   a step, from one forward to the next, of more than this many times the median is an incident; as `60s`,
+                one of more than 60 seconds, also before there is a median
     reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
                 samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
                 default on with a flight recorder. A pass is then complete, and without a flight recorder written,
@@ -125,9 +129,27 @@ def note(**values: Any) -> None:
 
 
 def note_next(**tensors: Any) -> None:
-    """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing."""
+    """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing.
+
+    Exception: while `capture run` searches for the model, what is noted goes to its first pass.
+    """
+    if not _OPEN and _held is not None:
+        _held.update(tensors)
     for recorder in _OPEN:
         recorder.note_next(**tensors)
+
+
+def hold_notes() -> None:
+    """Begin to hold what `note_next` is given without a recording, until `take_held_notes`."""
+    global _held
+    _held = {}
+
+
+def take_held_notes() -> dict[str, Any]:
+    """Return what was noted, and hold no more."""
+    global _held
+    held, _held = _held, None
+    return held or {}
 
 
 class Recorder:
@@ -167,10 +189,13 @@ class Recorder:
         self._choice = Choice(keep)
         self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
-        self._watch = None if keep.slow_step is None else StepWatch(keep.slow_step)
+        is_watched = keep.slow_step is not None or keep.slow_seconds is not None
+        self._watch = StepWatch(keep.slow_step, max_seconds=keep.slow_seconds) if is_watched else None
         is_urgent, clock = threading.Event(), Clock()
-        self._store = Store(folder, keep, opened=clock.at(time.monotonic_ns()), is_urgent=is_urgent)
-        self._writer: BackgroundWriter[Pass | Outputs | Notes | StepPart | Opened | Incident] = BackgroundWriter(
+        self._opened = clock.at(time.monotonic_ns())
+        self._position = PositionPage()
+        self._store = Store(folder, keep, opened=self._opened, is_urgent=is_urgent, shared=self._share_position(folder))
+        self._writer: BackgroundWriter[Item] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             rest=self._store.spool,
@@ -184,6 +209,8 @@ class Recorder:
         try:
             model_name = prepare_folder(folder, model)
             self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            if self._taker.window is not None:
+                self._taker.window.on_backward = self._backward_begins
             self.rank, self.world_size = rank_and_world_size()
             self._writer.tell(Opened(rank=self.rank, world_size=self.world_size))
         except Exception as error:  # the job is worth more than its record
@@ -194,6 +221,17 @@ class Recorder:
         self._forward_hooks.attach(model)
         if keep.reproduce:
             self._optimizer_hooks.attach()
+
+    def _share_position(self, folder: Path) -> SharedFolder | None:
+        """Keep the position in shared memory, where there is some."""
+        if not SHARED_MEMORY.is_dir():
+            return None
+        shared = None
+        with suppress(OSError):
+            self._position.rank, self._position.world_size = rank_and_world_size()
+            shared = SharedFolder(folder, self._position.rank)
+            self._position.open(shared, opened=self._opened)
+        return shared
 
     @property
     def num_written(self) -> int:
@@ -276,6 +314,18 @@ class Recorder:
         atexit.unregister(self.close)
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
+        if self.world_size > 1 and self.num_seen:
+            window = self._taker.window
+            self._writer.tell(
+                Ended(
+                    num_passes=self.num_seen,
+                    num_steps=None if window is None else window.number,
+                    world_size=self.world_size,
+                    place="after backward" if self._position.place == "in backward" else self._position.place,
+                    opened=self._opened,
+                )
+            )
+        self._position.close()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         unlisten(self)
         if missing := self._missing_ranks():
@@ -304,12 +354,24 @@ class Recorder:
         return sorted(missing)
 
     def hear_signal(self, number: int) -> None:
-        self._writer.tell(incident("signal", signal.Signals(number).name, self._forward), is_urgent=True)
+        self._tell_incident(incident("signal", signal.Signals(number).name, self._forward))
 
     def hear_exception(self, error: BaseException, where: str) -> None:
         is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
         if not is_ordinary and is_news_to(id(self), error):
-            self._writer.tell(incident_of(error, where, self._forward), is_urgent=True)
+            self._tell_incident(incident_of(error, where, self._forward))
+
+    def _tell_incident(self, happened: Incident) -> None:
+        with suppress(Exception):  # an incident without its stacks is better than none
+            happened = placed(
+                happened,
+                self._position.place,
+                last_backward=self._position.last_backward,
+                world_size=self.world_size,
+                opened=self._opened,
+            )
+        self._position.was_told = happened.ends_job
+        self._writer.tell(happened, is_urgent=True)
 
     def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
         self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
@@ -321,6 +383,17 @@ class Recorder:
         part = self._watch_steps(lambda window: window.steps(optimizer))
         if part is not None:
             self._writer.tell(part)
+        if self._taker.window is not None and self._taker.window.has_stepped:
+            self._position.at("in the optimizer's step")
+
+    def stepped(self) -> None:
+        if self._position.place == "in the optimizer's step":
+            self._position.at("after the optimizer's step")
+
+    def _backward_begins(self, forward: int) -> None:
+        self._position.last_backward = forward
+        if forward == self._position.forward and self._position.place == "after forward":
+            self._position.at("in backward")
 
     def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
         """Call `look`, and give up optimizer steps if it fails: the passes are still recorded."""
@@ -340,6 +413,7 @@ class Recorder:
 
     def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_seen += 1
+        self._position.begins(self.num_seen - 1)
         try:
             if self._watch is not None and self._watch.begin(self.num_seen - 1):
                 self._tell_slow_step()
@@ -351,8 +425,11 @@ class Recorder:
         """A job may join a process group after the recording was opened, or leave it."""
         self._is_in_group = is_in_group()
         self.rank, self.world_size = rank_and_world_size()
+        self._position.rank, self._position.world_size = self.rank, self.world_size
 
     def _pass_ends(self, output: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._position.at("after forward")
         if self.failure is not None:
             return
         try:
@@ -408,4 +485,4 @@ class Recorder:
     def _tell_slow_step(self) -> None:
         assert self._watch is not None
         while (late := self._watch.take()) is not None:
-            self._writer.tell(incident("slow step", "step", late[0], late[1]), is_urgent=True)
+            self._tell_incident(incident("slow step", "step", late[0], late[1]))

@@ -3,6 +3,7 @@
 The settings are plain values, checked once. Every rank decides for itself, by its own numbers: ranks never talk.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Keep:
     keep             what a full folder does: take no further passes, or delete its oldest
     flight_recorder  this many passes stay in memory, and an incident writes them; None: every pass is written at once
     slow_step        a step that takes this many times the median is an incident; None: no step is
+    slow_seconds     a step that takes this many seconds is an incident; None: no step is
     reproduce        keep random states, outputs and environment with each pass
     segment          bytes of a segment, a file of many passes; None: each pass is a file
     """
@@ -45,6 +47,7 @@ class Keep:
     keep: WhichEnd = "first"
     flight_recorder: int | None = None
     slow_step: float | None = None
+    slow_seconds: float | None = None
     reproduce: bool = False
     segment: int | None = None
 
@@ -82,12 +85,12 @@ def keep_of(
     max_bytes: int | None = None,
     keep: WhichEnd = "first",
     flight_recorder: int | None = None,
-    slow_step: float | None = None,
+    slow_step: float | str | None = None,
     reproduce: bool | None = None,
     segment: str | int | None = None,
     **unknown: NoReturn,
 ) -> Keep:
-    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, a segment as `64MB`.
+    """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, `64MB` a segment, `60s` a step.
 
     Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
     had another one.
@@ -103,8 +106,7 @@ def keep_of(
     for name, chosen, allowed in (("passes", passes, ("all", "train", "rollout")), ("keep", keep, ("first", "last"))):
         if chosen not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
-    if slow_step is not None and not slow_step > 1:
-        raise ValueError(f"slow_step must be more than 1, as in 3.0 for three times the median, not {slow_step!r}")
+    slow_factor, slow_seconds = _slow_step(slow_step)
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
     first_forward, end_forward = _first_and_end(forwards)
@@ -126,7 +128,8 @@ def keep_of(
         max_bytes=max_bytes,
         keep=keep,
         flight_recorder=flight_recorder,
-        slow_step=slow_step,
+        slow_step=slow_factor,
+        slow_seconds=slow_seconds,
         reproduce=flight_recorder is not None if reproduce is None else reproduce,
         segment=segment_bytes,
     )
@@ -142,6 +145,24 @@ def num_bytes_of(segment: str | int) -> int:
     if num_bytes < 1:
         raise ValueError(f"segment must be a size, such as 64MB, 1GiB or a number of bytes, not {segment!r}")
     return num_bytes
+
+
+def _slow_step(given: float | str | None) -> tuple[float | None, float | None]:
+    """Read `3`, times the median, or `60s`. Returns the factor and the seconds, one of them or none."""
+    if given is None:
+        return None, None
+    text = str(given).strip()
+    try:
+        number = float(text.removesuffix("s"))
+    except ValueError:
+        number = math.nan
+    if text.endswith("s") and 0 < number < math.inf:
+        return None, number
+    if not text.endswith("s") and number > 1:
+        return number, None
+    raise ValueError(
+        f"slow_step must be more than 1, as in 3.0 for three times the median, or seconds, as in 60s, not {given!r}"
+    )
 
 
 def _first_and_end(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:

@@ -121,9 +121,13 @@ def environment() -> dict[str, str]:
 
 
 def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
-    """Find `loss` in a forward's result, and `output` if the result is a row of numbers for each row."""
+    """Find `loss` in a forward's result, and `output` if the result is a row of numbers for each row.
+
+    In a tuple, the loss is the only number; what is no number is looked for in its first place.
+    """
     if isinstance(output, tuple) and output:
-        output = output[0]
+        numbers = [one for one in output if isinstance(one, Tensor) and one.ndim == 0 and one.is_floating_point()]
+        output = numbers[0] if len(numbers) == 1 else output[0]
     if isinstance(output, dict):
         loss = output.get("loss")
         return {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 and can_encode(loss) else {}

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from capture.file_format.capture_file import utc_time
@@ -10,9 +11,14 @@ from capture.file_format.manifest import stamp_of
 from capture.file_format.segment import segments_in
 from capture.file_format.segment_writer import repair_segments
 from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.flight_recorder import DeadSpool, dead_spools
-from capture.record.incidents import incident, write_incidents
+from capture.record.flight_recorder import STACKS_FILE, DeadSpool, dead_spools
+from capture.record.incidents import Incident, incident, scrubbed, write_incidents
+from capture.record.nccl_dump import last_collective_in_dump
+from capture.record.position import LastPosition, read_position
 from capture.record.retention import Keep
+from capture.record.stacks import main_stack, refined, with_main_thread_named
+
+STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faulthandler writes"
 
 
 def salvage(folder: Path, keep: Keep) -> int:
@@ -22,11 +28,13 @@ def salvage(folder: Path, keep: Keep) -> int:
     """
     num_saved = 0
     for spool in dead_spools(folder):
+        position = read_position(spool.directory)
+        rank = spool.rank if position is None else position.rank
         stamp = utc_time()
         world_size = max((encoded.world_size or 1 for encoded in spool.calls), default=None)
-        files = rank_writer(folder, keep, rank=spool.rank, world_size=world_size, stamp=stamp)
+        files = rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
         try:
-            num_saved += _write(spool, files, stamp=stamp)
+            num_saved += _write(spool, position, files, rank=rank, stamp=stamp)
         finally:
             files.close()
         shutil.rmtree(spool.directory)
@@ -42,12 +50,57 @@ def repair_folder(folder: Path) -> int:
     )
 
 
-def _write(spool: DeadSpool, files: RankWriter, *, stamp: str) -> int:
+def _write(spool: DeadSpool, position: LastPosition | None, files: RankWriter, *, rank: int, stamp: str) -> int:
     """Write what a dead process had, and return how many passes there was room for."""
     names = [path.name for encoded in spool.calls if (path := files.write(encoded)) is not None]
-    if spool.calls or spool.num_cut_short:
+    if spool.calls or spool.num_cut_short or (position is not None and not position.was_told):
         last = max((encoded.step for encoded in spool.calls), default=None)
-        died = replace(incident("died", "without a word", last), files=names, num_not_copied=spool.num_cut_short)
-        write_incidents(files.home, [died], num_others=0, rank=spool.rank, stamp=stamp_of(stamp))
+        died = incident("died", "without a word", last)
+        if position is not None:
+            died = _placed(died, spool.directory, position)
+        died = replace(died, files=names, num_not_copied=spool.num_cut_short)
+        write_incidents(files.home, [died], num_others=0, rank=rank, stamp=stamp_of(stamp))
         files.commit()
     return len(names)
+
+
+def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident:
+    """Add where the process was, and what faulthandler wrote if it crashed."""
+    try:
+        text = (directory / STACKS_FILE).read_text(errors="replace")
+    except OSError:
+        text = ""
+    text = text.partition("\nExtension modules:")[0]
+    stacks = scrubbed(with_main_thread_named(text, position.main_thread))
+    begun = datetime.fromisoformat(position.opened).timestamp()
+    return replace(
+        died,
+        forward=died.forward if position.forward is None else position.forward,
+        message=scrubbed(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
+        place=refined(position.place, main_stack(stacks)),
+        last_backward=position.last_backward,
+        stacks=stacks,
+        last_collective=last_collective_in_dump(position.rank, position.trace_file, after=begun),
+        world_size=position.world_size,
+        opened=position.opened,
+        last_moved=position.time,
+    )
+
+
+def salvage_for_reading(folder: Path) -> str | None:
+    """Write what killed processes left into `folder`; if that fails, return what to type as which user."""
+    try:
+        ranks = sorted({spool.rank for spool in dead_spools(folder)})
+    except OSError:
+        return None
+    if not ranks:
+        return None
+    try:
+        salvage(folder, Keep())
+    except OSError as error:
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return (
+            f"{named} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
+            f"Try, as a user who may write there: capture salvage {folder}"
+        )
+    return None

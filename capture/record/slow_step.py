@@ -1,4 +1,4 @@
-"""Notice a step that takes many times the median, also one that never ends."""
+"""Notice a step that takes many times the median, or more than so many seconds, also one that never ends."""
 
 import time
 from collections import deque
@@ -9,14 +9,17 @@ _MIN_REMEMBERED = 8  # steps before a median means something: the first ones com
 
 
 class StepWatch:
-    """Times steps, each from one forward to the next, and compares them with the median.
+    """Times steps, each from one forward to the next, and compares them with the median, or with a limit in seconds.
+
+    A median needs eight steps; a limit holds from the first one.
 
     `begin` belongs to the job's thread, the rest to the writer's. There is no lock: a signal's handler may stop the
     job's thread anywhere and wait for the writer's.
     """
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float | None = None, *, max_seconds: float | None = None) -> None:
         self._factor = factor
+        self._max_seconds = max_seconds
         self._seconds: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._running: tuple[int, float, float | None] | None = None  # forward, when it began, how long it may take
         self._late: deque[tuple[int, float, float]] = deque()
@@ -30,9 +33,15 @@ class StepWatch:
             if limit is not None and now - began > limit:
                 self._late.append((before, now - began, limit))
             self._seconds.append(now - began)
-        enough = len(self._seconds) >= _MIN_REMEMBERED
-        self._running = forward, now, self._factor * median(self._seconds) if enough else None
+        self._running = forward, now, self._limit()
         return bool(self._late)
+
+    def _limit(self) -> float | None:
+        if self._max_seconds is not None:
+            return self._max_seconds
+        if self._factor is None or len(self._seconds) < _MIN_REMEMBERED:
+            return None
+        return self._factor * median(self._seconds)
 
     def seconds_left(self) -> float | None:
         """Return how long the running step may still take; None if there is no limit yet, or it was reported."""
@@ -51,5 +60,6 @@ class StepWatch:
             forward, seconds, limit = self._late.popleft()
             if forward != self._told:
                 self._told = forward
-                return forward, f"{seconds:.3g} s and more; {self._factor:g} times the median are {limit:.3g} s"
+                of = "the limit is" if self._factor is None else f"{self._factor:g} times the median are"
+                return forward, f"{seconds:.3g} s and more; {of} {limit:.3g} s"
         return None

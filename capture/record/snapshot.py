@@ -164,6 +164,7 @@ class Taker:
         self._ids_BS: Tensor | None = None
         self._begins_window: bool | None = None  # of a pass whose weights are sampled when it has ended
         self._wants_log_probs = reproduce
+        self._vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
         self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
 
     def take(
@@ -221,7 +222,7 @@ class Taker:
         if ids_BS is None or not self._wants_log_probs:
             return None
         try:
-            logits = logits_of(output, ids_BS)
+            logits = logits_of(output, ids_BS, self._vocabularies)
             if logits is None or is_capturing_graph({"logits": logits}):
                 return None
             return token_log_probs(logits, ids_BS)

@@ -6,7 +6,7 @@ A step may have several parts: several optimizers step, or one is called for its
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,7 @@ class StepWindow:
 
     def __init__(self, sampler: ParameterSampler) -> None:
         self.number = 0
+        self.on_backward: Callable[[int], None] = lambda number: None  # is told as a loss is differentiated
         self._sampler = sampler
         # for each optimizer that was seen: whether it is the model's, and DeepSpeed's optimizer around it
         self._related: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
@@ -122,7 +123,10 @@ class StepWindow:
             return
         self._watched.add(number)
 
-        def differentiated(gradient: Tensor) -> None:
+        def differentiated(gradient: Tensor | None) -> None:
+            if gradient is None:  # DDP passes all outputs through one function, also a loss that nobody differentiates
+                return
+            self.on_backward(number)
             share, before = gradient.detach().reshape(1), self._shares.get(number)
             self._shares[number] = share.clone() if before is None else before + share
 
@@ -222,6 +226,11 @@ class StepWindow:
             has_state=bool(optimizer.state),
         )
         return _part_of(step, gradients, tensors)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Tell whether an optimizer of the model has begun to step since the latest pass with autograd on."""
+        return self._has_stepped
 
     @property
     def _is_up_to_date(self) -> bool:

@@ -4,6 +4,7 @@ Shapes: B rows, S tokens, V vocabulary, N tokens that are looked at.
 """
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,9 +17,16 @@ _CPU_ELEMENTS = 2**18  # computed at once: what a cache holds
 _indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
 
 
-def logits_of(output: Any, ids_BS: Tensor) -> Tensor | None:
-    """Find logits for each token id in a forward's output; None if there are none in a plain tensor."""
+def logits_of(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -> Tensor | None:
+    """Find logits for each token id in a forward's output; None if there are none in a plain tensor.
+
+    Those that have no name are as wide as one of `vocabularies`: hidden states have their shape, too.
+    """
     logits = output.get("logits") if isinstance(output, dict) else None
+    if not isinstance(output, dict):
+        several = output if isinstance(output, tuple | list) else (output,)
+        wide = (one for one in several if isinstance(one, Tensor) and one.ndim == 3 and one.shape[2] in vocabularies)
+        logits = next(wide, None)
     if type(logits) is not Tensor or logits.ndim != 3 or not logits.is_floating_point() or not logits.numel():
         return None
     is_of_ids = type(ids_BS) is Tensor and not ids_BS.is_floating_point() and logits.shape[:2] == ids_BS.shape

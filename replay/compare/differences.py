@@ -6,9 +6,10 @@ counts, so that no rank's number hides behind another's.
 """
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
 
 from actor_init.dropout_settings import acting_dropouts
@@ -102,6 +103,12 @@ class Comparison:
         return max(quantity.max_relative for quantity in self.results)
 
 
+def _without_name(command: str) -> str:
+    """Leave out `--name`: each run has its own."""
+    words = shlex.split(command)
+    return shlex.join(word for before, word in pairwise(["", *words]) if "--name" not in (before, word))
+
+
 def compare(reference: PastRun, other: PastRun) -> Comparison:
     """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work."""
     passes, windows = passes_and_windows(reference.records)
@@ -110,7 +117,7 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
     if reasons := reasons_to_refuse(reference, other, pairs, windows, other_windows):
         raise UsageError(
             f"{other.folder} did not do the work of {reference.folder}: {'; '.join(reasons)}. "
-            f"Try: {reference.command}, changed in nothing but what is to be compared"
+            f"Try: {_without_name(reference.command)}, changed in nothing but what is to be compared"
         )
     places = {id(one): place for place, one in enumerate(passes)}
     placed = [(places[id(one)], one, partner) for one, partner in pairs]

@@ -128,7 +128,7 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
 def _kernel(kernel: str, case: Case) -> Check:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
     is_chosen = case.spec.attention is not Attention.AUTO or case.spec.is_custom
-    if "fa2" in kernel or "flash" in kernel or is_chosen:
+    if is_chosen or any(word in kernel for word in ("fa2", "fa3", "flash", "packed_cudnn", "padded_cudnn")):
         return Check(name="attention kernel", status=Status.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"

@@ -27,7 +27,7 @@ from actor_init.spec import ActorSpec, OptimizerName, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.micro_batch import CaptureError, MicroBatch
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.diagnose.checks import Case, examined
 from replay.diagnose.row_batches import rows_of
 from replay.loss import tokens_for
@@ -191,7 +191,8 @@ def _check_writable(path: Path) -> None:
 def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
-        batch = tokens_for(run.measure.loss, with_own_positions(read_micro_batch(path), source.config))
+        read = with_labels_of_own_tokens(read_micro_batch(path))
+        batch = tokens_for(run.measure.loss, with_own_positions(read, source.config))
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:

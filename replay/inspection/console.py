@@ -26,10 +26,12 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     Incidents of the recording come first:
 
     incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
+
+    Of several ranks that did not end well, the one that was behind is named, as `replay hang` does.
     """
     out = open_console(file)
     if facts.incidents or facts.in_memory is not None:
-        print_pairs(out, wording.incidents(facts))
+        print_pairs(out, wording.incidents(facts) + facts.hang)
         print_line(out)
     print_pairs(out, wording.folder_facts(facts))
     if facts.kinds:

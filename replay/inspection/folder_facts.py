@@ -9,11 +9,12 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
-from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import Incident, read_incidents
-from capture.record.retention import Keep
-from capture.record.salvage import salvage
+from capture.record.salvage import salvage_for_reading
+from replay.hang.last_seen import last_seen
+from replay.hang.text import post_mortem
 from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
+from replay.report.text import Pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class FolderFacts:
     missing_ranks: list[int] = field(default_factory=list)  # of the job's world, of which there is no pass
     world_size: int = 0
     incidents: list[RankIncident] = field(default_factory=list)
+    hang: Pairs = field(default_factory=list)  # which rank was behind, and a line for each rank
     in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
     longest: list[Odd] = field(default_factory=list)
     odd: list[Odd] = field(default_factory=list)  # the first ones
@@ -54,11 +56,13 @@ def inspect_folder(folder: Path) -> FolderFacts:
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
-    in_memory = _salvage(folder)
+    in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents: list[RankIncident] = []
+    hang: Pairs = []
     try:
         records = read_incidents(folder)
+        hang = post_mortem(last_seen(folder))
     except CaptureError as error:
         records = []
         damaged.append((folder, str(error)))
@@ -95,30 +99,12 @@ def inspect_folder(folder: Path) -> FolderFacts:
         missing_ranks=totals.missing_ranks(),
         world_size=totals.world_size,
         incidents=incidents,
+        hang=hang,
         in_memory=in_memory,
         longest=totals.longest(),
         odd=totals.odd,
         num_odd=totals.num_odd,
     )
-
-
-def _salvage(folder: Path) -> str | None:
-    """Write the flight recorders of killed ranks into `folder`; if that fails, return what to type as which user."""
-    try:
-        ranks = sorted({spool.rank for spool in dead_spools(folder) if spool.calls or spool.num_cut_short})
-    except OSError:
-        return None
-    if not ranks:
-        return None
-    try:
-        salvage(folder, Keep())
-    except OSError as error:
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        return (
-            f"{named} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
-            f"Try, as a user who may write there: capture salvage {folder}"
-        )
-    return None
 
 
 def describe_model(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from actor_init.spec import Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
-from capture.file_format.micro_batch import CaptureError, MicroBatch
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.mismatch.statistics import Mismatch, mismatch_of
 from replay.mismatch.text import distances_table, replays_table, worst_table
 from replay.mismatch.tokens import Tokens, WorstToken, tokens_of, worst_tokens
@@ -112,7 +112,7 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
-        batch = with_own_positions(call.micro_batch(), source.config)
+        batch = with_own_positions(with_labels_of_own_tokens(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(str(error)) from error
     recorded = Recorded.of(call, batch)

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actor_init.custom.user_file import UserFunction
 from replay.objective import names
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.objective.policy import policy_loss
-from replay.objective.user_file import load
-from replay.spec import LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
+from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
 
 ON_POLICY = "where the samples are the policy's own, --on-policy"
 
@@ -40,8 +41,10 @@ class Objective:
                 return cls(loss=loss, spec=settings, function=lambda inputs: policy_loss(inputs, settings))
             case LossName.DPO:
                 return cls(loss=loss, spec=settings, function=lambda inputs: dpo_loss(inputs, settings))
-        function, sha256 = load(loss)
-        return cls(loss=loss, spec=settings, function=function, sha256=sha256)
+        named = USER_LOSS.fullmatch(loss)
+        assert named is not None
+        own = UserFunction.open(Path(named["file"]), named["function"], option="--loss")
+        return cls(loss=loss, spec=settings, function=own.found(), sha256=own.sha256)
 
     @property
     def needs_logits(self) -> bool:
@@ -64,6 +67,11 @@ class Objective:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ObjectiveError(f"--loss {self.loss} returned {kind}; it must return a tensor of one number")
+        if inputs.log_probs_BA.requires_grad and not loss.requires_grad:
+            raise ObjectiveError(
+                f"--loss {self.loss} returned a number without a gradient. Compute it from inputs.log_probs_BA, "
+                "inputs.logits() or inputs.entropies(), not detached. Try: --no-backward"
+            )
         return loss.reshape(())
 
     def check(self, recorded: Recorded) -> None:
@@ -85,7 +93,10 @@ class Objective:
             return [] if has_pairs else [(names.REF_LOG_PROBS, "")]
         needs: list[tuple[tuple[str, ...], str]] = [(names.ADVANTAGES, "")]
         needs += [] if self.spec.on_policy else [(names.OLD_LOG_PROBS, ON_POLICY)]
-        return needs + ([(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else [])
+        needs += [(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else []
+        has_divisor = self.spec.divisor or any(name in recorded.numbers for name in names.DIVISOR)
+        lacks_divisor = self.spec.reduction is Reduction.DIVISOR and not has_divisor
+        return needs + ([(names.DIVISOR, "or --divisor X")] if lacks_divisor else [])
 
     def described(self) -> str:
         """Describe it for the header."""

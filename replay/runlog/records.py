@@ -14,6 +14,7 @@ class FirstUse(StrEnum):
     TRITON = "Triton kernel"  # compiled or loaded
     AUTOTUNED = "autotuned"  # by Triton, kernels that may have been compiled before
     GPU_CODE = "GPU code"  # kernels or workspaces loaded: memory in use outside torch's allocator grew
+    PLAN = "cuDNN plan"  # its attention was called for a number of tokens for which it had no plan
     RETRY = "cudaMalloc retry"  # the allocator gave memory back to get other memory
     LIBRARY = "library"  # a shared library was loaded
     IMPORT = "import"  # a Python module was imported

@@ -16,6 +16,7 @@ FIRST_USES: Mapping[str, str] = {
     FirstUse.TRITON: "compiled or loaded a Triton kernel",
     FirstUse.AUTOTUNED: "autotuned",
     FirstUse.GPU_CODE: "loaded GPU code",
+    FirstUse.PLAN: "planned cuDNN's attention",
     FirstUse.RETRY: "retried cudaMalloc",
     FirstUse.LIBRARY: "loaded a library",
     FirstUse.IMPORT: "imported a module",

@@ -130,14 +130,21 @@ class Logbook:
         *,
         exit_code: int,
         verdict: Any = None,
+        profile: Any = None,
+        memory: Any = None,
         first_non_finite: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite run.json for a run that has ended; `verdict` is a dataclass of plain data. Rank 0 only."""
+        """Rewrite run.json for a run that has ended. Rank 0 only.
+
+        `verdict`, `profile` and `memory` are dataclasses of plain data.
+        """
         assert self._run, "begin() comes first"
         self._run |= {
             "status": {0: "finished", INTERRUPTED: "interrupted"}.get(exit_code, "failed"),
             "statistics": to_json(statistics),
             "verdict": verdict and to_json(verdict),
+            "profile": profile and to_json(profile),
+            "memory": memory and to_json(memory),
             "first_non_finite": first_non_finite,
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import IO
 
 from capture.progress_bar import ProgressBar
+from replay.profiling.records import MemoryPeak, Profile
+from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
@@ -72,6 +74,8 @@ class Console:
         memory_kind: str,
         verdict: Pairs,
         saved: Pairs,
+        profile: Profile | None = None,
+        memory: MemoryPeak | None = None,
     ) -> None:
         """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary."""
         out = self._out
@@ -80,7 +84,8 @@ class Console:
             self._bar.clear() if out.is_terminal else print_line(out)
         print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
-        print_pairs(out, wording.failures(records) + damaged_files(selection.damaged))
+        print_pairs(out, wording.failures(records, holders_are_known=memory is not None))
+        print_pairs(out, damaged_files(selection.damaged))
         print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
         if shows_passes:
             print_line(out)
@@ -91,6 +96,16 @@ class Console:
             print_table(out, wording.phase_table(statistics))
         summary = wording.summary(statistics, memory_kind) + wording.left_behind(selection)
         print_pairs(out, [(name, self._named(text)) for name, text in summary])
+        if profile is not None:
+            print_line(out)
+            print_table(out, share_table(profile))
+            print_line(out)
+            print_table(out, kernel_table(profile))
+            print_pairs(out, [(name, self._named(text)) for name, text in remarks(profile)])
+        if memory is not None:
+            print_line(out)
+            print_table(out, holder_table(memory))
+            print_pairs(out, [(name, self._named(text)) for name, text in memory_remarks(memory)])
         print_pairs(out, [*saved, ("log", str(log_folder))])
 
     def _named(self, text: str) -> str:

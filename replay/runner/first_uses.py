@@ -1,7 +1,7 @@
 """Notice what a pass does for the first time in this process: compiling, autotuning, loading.
 
     first_uses = FirstUses(device)
-    first_uses.begin()
+    first_uses.begin(cudnn_calls)
     ...  # the pass
     first_uses.end()  # ["Triton kernel", "GPU code"]
 
@@ -11,7 +11,7 @@ cuBLAS and cuDNN work out, a cache of the job's own) is noticed by running a pas
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -34,9 +34,15 @@ class FirstUses:
             self._counters[FirstUse.RETRY] = lambda: _allocator(device, "num_alloc_retries")
             self._counters[FirstUse.GPU_CODE] = lambda: _bytes_outside_allocator(device)
         self._before: dict[FirstUse, int] = {}
+        self._planned: set[Hashable] = set()
+        self._calls: set[Hashable] = set()
 
-    def begin(self) -> None:
-        """Read the counters before a pass."""
+    def begin(self, cudnn_calls: Iterable[Hashable] = ()) -> None:
+        """Read the counters before a pass.
+
+        cudnn_calls  kinds of calls of cuDNN's attention in it; cuDNN has no counter, and plans each kind once
+        """
+        self._calls = set(cudnn_calls)
         _triton.watch()
         self._before = {use: counter() for use, counter in self._counters.items()}
 
@@ -45,7 +51,11 @@ class FirstUses:
         after = {use: counter() for use, counter in self._counters.items()}
         if after[FirstUse.COMPILED] < self._before[FirstUse.COMPILED]:
             self._before[FirstUse.COMPILED] = 0  # dynamo was reset, and its clock with it
-        return [use.value for use in FirstUse if use in after and after[use] > self._before[use]]
+        uses = {use for use in after if after[use] > self._before[use]}
+        if self._calls - self._planned:
+            uses.add(FirstUse.PLAN)
+        self._planned |= self._calls
+        return [use.value for use in FirstUse if use in uses]
 
 
 def _nanoseconds_compiling() -> int:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.profiler import record_function
 
+from replay.profiling.shares import PHASE
 from replay.runlog.records import PhaseCost
 
 
@@ -137,16 +139,17 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time inside the block to `name`, also if it raises."""
+        """Charge the time inside the block to `name`, also if it raises. A profiler sees it as a range."""
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
-        start, began = self._instrument.mark(), time.perf_counter()
-        try:
-            yield
-        finally:
-            host_seconds = time.perf_counter() - began
-            end = self._instrument.mark()
-            self._phases[name] = (start, end, self._instrument.memory(), host_seconds)
+        with record_function(PHASE + name):
+            start, began = self._instrument.mark(), time.perf_counter()
+            try:
+                yield
+            finally:
+                host_seconds = time.perf_counter() - began
+                end = self._instrument.mark()
+                self._phases[name] = (start, end, self._instrument.memory(), host_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -4,20 +4,21 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.kernels import CUDNN_PADDED
+from actor_init.attention.kernels import CUDNN_PADDED, cudnn_calls
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
-from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, sliced
+from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, predicts_own_tokens, sliced
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
 from actor_init.spec import ActorSpec, PadTo
@@ -87,6 +88,13 @@ class ReopenedActor:
             raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
 
 
+class PassObserver(Protocol):
+    """Is told how far a pass has come."""
+
+    def forward_ended(self) -> None: ...
+    def backward_ended(self, model: PreTrainedModel) -> None: ...  # before its gradients are cleared
+
+
 class PassRunner:
     """Run one pass after another through the actor, and track the accumulation window."""
 
@@ -118,6 +126,7 @@ class PassRunner:
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
         self._first_uses = FirstUses(world.device)
+        self._kernel = kernel_name(spec.actor, world.device, source.config)
         self._expectations = Expectations()
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._num_in_window = 0
@@ -128,6 +137,7 @@ class PassRunner:
         self._reverses = spec.inputs.reverse_rows
         self._objective = Objective.of(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
+        self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     def mend(self) -> None:
@@ -183,6 +193,15 @@ class PassRunner:
         seconds = self.world.gather(sum(cost.seconds for cost in phases.values()))
         self._expectations.learn(ranks, max(seconds))
         return with_second_run(record, seconds, ranks)
+
+    def _cudnn_calls(self, inputs: ActorInputs, *, backward: bool) -> set[tuple[int, int, bool]]:
+        """Return what tells the calls of cuDNN's attention in a pass from each other."""
+        if "cudnn" not in self._kernel:
+            return set()
+        lengths = [] if inputs.cu_seq_lens is None else inputs.cu_seq_lens.diff().tolist()
+        rows, num_tokens = inputs.input_ids.shape
+        calls = cudnn_calls(self._kernel, rows, num_tokens, lengths)
+        return {(*call, backward) for call in calls}
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""
@@ -308,7 +327,7 @@ class PassRunner:
         )
         named: str | None = None
         graphs_before = num_graphs()
-        self._first_uses.begin()
+        self._first_uses.begin(self._cudnn_calls(inputs, backward=backward))
         compilations.begin()
         if self.trace:
             self.trace.begin(inputs)
@@ -327,6 +346,8 @@ class PassRunner:
                 if loss_of is not None:
                     with self.meter.paused():
                         loss_gain = gain(loss, log_probs_BA)
+                if self.observer is not None:
+                    self.observer.forward_ended()
                 self.tracker.at(Phase.WAITING)
                 if self.world.world_size > 1:
                     with self.meter.phase("wait"):
@@ -336,6 +357,8 @@ class PassRunner:
                     with self.meter.phase("backward"):
                         self.actor.backend.backward(loss if weight == 1 else loss * weight)
                 grad_norm = None
+                if self.observer is not None:
+                    self.observer.backward_ended(self.actor.backend.model)
                 if self.trace and last_of_window:
                     self.trace.end_window()
                 if last_of_window and self._samples_gradients(index):
@@ -363,9 +386,14 @@ class PassRunner:
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         order = -1 if self._reverses else 1
+        own_BA, first = predicts_own_tokens(batch)
         self.replayed = Replayed(
             token_log_probs=sampled_log_probs(
-                log_probs_BA, inputs.action_mask_BA, batch.sequences_BS.shape[1], is_reversed=self._reverses
+                log_probs_BA,
+                inputs.action_mask_BA & own_BA.to(self.world.device),
+                batch.sequences_BS.shape[1],
+                first=first,
+                is_reversed=self._reverses,
             ),
             action_log_probs=action_log_probs(log_probs_BA, inputs.action_mask_BA, is_reversed=self._reverses)
             if self._wants_tokens or self.details_folder is not None

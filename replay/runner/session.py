@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from actor_init.attention.kernels import described
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -28,9 +29,10 @@ from capture.record.rng_and_outputs import environment
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.profiling.records import MemoryPeak, Profile
 from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import summarize
+from replay.runlog.summary import peak_bytes, summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
@@ -76,22 +78,21 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
     )
+    if spec.measure.memory_snapshot and world.device.type != "cuda":
+        raise UsageError(
+            "--memory-snapshot reads the history of CUDA's allocator, and this is a CPU, whose peaks are the process's "
+            "resident memory. Try: without --memory-snapshot"
+        )
     first = _first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
-    packing_is_given = spec.actor.packing is not None
-    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    resolved = resolve(spec, world, selection, first, objective)
+    spec, original = resolved.spec, resolved.source
     states = states or FolderStates.of(spec.state)
     refuse_folders(spec.state, world, states)
     latest = states.latest(world) if states is not None and spec.state.resume else None
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
-    original = source_of_all(spec, world)
-    kernel = world.from_first(job_kernel(spec.actor, first, world.device, original.config))
-    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     state = earlier.folder or state_to_load(spec.state)
-    actor_spec, layout = choose_layout(spec.actor, original.config, world, is_given=packing_is_given)
-    head = choose_head(actor_spec, original, world, wants_logits=_wants_logits(spec, objective))
-    spec, original = replace(spec, actor=actor_spec), replace(original, layout=layout, head=head)
     source = loaded_source(spec, original, world, state)
     measure = spec.measure
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
@@ -119,7 +120,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             objective=objective,
             begun_with=source if earlier.folder is None else original,
         )
-        session.describe(actor, first, kernel.why)
+        session.describe(actor, first, resolved.why_kernel)
         session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
@@ -130,6 +131,34 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         if done.ended is not None:
             raise done.ended
         return exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What a run does where its options leave it open."""
+
+    spec: RunSpec
+    source: ModelSource  # with the layout of rows and the form of the head
+    why_kernel: str  # why the attention kernel was taken; empty where it was asked for
+
+
+def resolve(
+    spec: RunSpec, world: World, selection: Selection, first: Call | None, objective: Objective | None
+) -> Resolved:
+    """Resolve the dtype, kernels, layout and head that options leave to the job, the model or the machine.
+
+    All ranks must call this. Raises UsageError for what cannot run here.
+    """
+    packing_is_given = spec.actor.packing is not None
+    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    source = source_of_all(spec, world)
+    kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
+    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
+    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
+    head = choose_head(actor_spec, source, world, wants_logits=_wants_logits(spec, objective))
+    return Resolved(
+        spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
+    )
 
 
 def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
@@ -174,6 +203,8 @@ class Done:
     passes: Sequence[Pass]
     saved: Pairs
     ended: BaseException | None
+    profile: Profile | None = None  # of --profile
+    memory: MemoryPeak | None = None  # of --memory-snapshot
     earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
 
     @property
@@ -237,7 +268,7 @@ class Session:
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
-                header["attention"] = f"{facts['attention_kernel']}: {kernel_reason}"
+                header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
@@ -270,6 +301,8 @@ class Session:
         )
         passes: list[Pass] = []
         saved: Pairs = []
+        profile: Profile | None = None
+        memory: MemoryPeak | None = None
         begin = runner.num_settled = self.earlier.num_passes
         num_steps = num_kept = self.earlier.num_steps
         try:
@@ -293,12 +326,78 @@ class Session:
                     self.saver.keep(actor.backend, num_steps, runner.num_settled)
                 num_passes = begin + len(passes) // world.world_size
                 saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
+            if spec.measure.profile:
+                profile = self._profiled(runner, [record for record, _, _ in passes])
+            if spec.measure.memory_snapshot:
+                memory = self._memory(runner, [record for record, _, _ in passes])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
                 raise  # the other ranks wait for this one
             return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
-        return Done(passes=passes, saved=saved, ended=None, earlier=self.earlier.records)
+        return Done(
+            passes=passes, saved=saved, ended=None, profile=profile, memory=memory, earlier=self.earlier.records
+        )
+
+    def _profiled(self, runner: PassRunner, records: Sequence[PassRecord]) -> Profile | None:
+        """Run the slowest pass that counts, else the last, once more under the profiler; None if there was none.
+
+        All ranks must call this.
+        """
+        from replay.profiling.profiler import profiled
+
+        place = summarize(records).slowest
+        last = max((record.index for record in records), default=None)
+        index = place.index if place is not None else last
+        if index is None:
+            return None
+        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
+        path = self.selection.inputs[index]
+        errors: list[Exception | None] = []
+        rank = profiled(
+            lambda: errors.append(runner.replay(len(self.selection.inputs), path)[1]),
+            runner.actor.backend.model,
+            self.spec.actor,
+            self.world.device,
+            self.folder / f"rank{self.world.rank}.profile.json.gz",
+        )
+        if errors[0] is not None:
+            if self.world.world_size > 1:
+                self.watch.stop_all(errors[0])
+            raise errors[0]
+        ranks = self.world.gather(rank)
+        return Profile(index=index, source=path.name, device=self.world.device.type, ranks=ranks)
+
+    def _memory(self, runner: PassRunner, records: Sequence[PassRecord]) -> MemoryPeak | None:
+        """Run the pass that ran out of memory, else that with the highest peak, once more with the allocator's history.
+
+        None if there was no pass. All ranks must call this.
+        """
+        from replay.profiling.memory import History, held_at_peak
+
+        place = summarize(records).highest_peak
+        ran_out = next((record.index for record in records if record.error_type == "OutOfMemoryError"), None)
+        index = ran_out if ran_out is not None else place.index if place is not None else None
+        if index is None:
+            return None
+        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
+        path = self.selection.inputs[index]
+
+        def run(history: History) -> Exception | None:
+            runner.observer = history
+            record, error = runner.replay(len(self.selection.inputs), path)
+            history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
+            history.peak = peak_bytes(record) or torch.cuda.max_memory_allocated(self.world.device)
+            if error and self.world.world_size > 1:
+                self.watch.stop_all(error)
+            return error
+
+        file = self.folder / f"rank{self.world.rank}.memory.pickle"
+        model = runner.actor.backend.model
+        rank = held_at_peak(run, model, self.spec.actor, self.world.device, file)
+        runner.observer = None
+        ranks = self.world.gather(rank)
+        return MemoryPeak(index=index, source=path.name, ranks=ranks)
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
         every = self.spec.state.save_every
@@ -365,6 +464,8 @@ class Session:
                 statistics,
                 exit_code=exit_code,
                 verdict=conclusion.verdict,
+                profile=done.profile,
+                memory=done.memory,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
@@ -375,6 +476,8 @@ class Session:
                 memory_kind=self.meter.memory_kind,
                 verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
                 saved=done.saved or not_saved(self.spec.state),
+                profile=done.profile,
+                memory=done.memory,
             )
         self.logbook.close()
         return exit_code

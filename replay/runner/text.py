@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
 from replay.runlog.records import FirstUse, PassRecord
-from replay.runlog.summary import TRACED, Place, Statistics
+from replay.runlog.summary import FIRST_USES, TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
 MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
@@ -68,12 +68,16 @@ def progress(ranks: Sequence[PassRecord]) -> str:
     return ", ".join([*parts, ranks[0].source])
 
 
-def failures(records: Sequence[PassRecord]) -> Pairs:
-    return [
+def failures(records: Sequence[PassRecord], *, holders_are_known: bool = False) -> Pairs:
+    """Name each failed pass. `holders_are_known`: what held the memory of one that ran out of it is said elsewhere."""
+    pairs: Pairs = [
         ("failed", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.error_type}: {r.error}")
         for r in records
         if r.error is not None
     ]
+    if any(r.error_type == "OutOfMemoryError" for r in records) and not holders_are_known:
+        pairs.append(("memory", "--memory-snapshot says what held it, and which options would need less"))
+    return pairs
 
 
 def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
@@ -84,6 +88,8 @@ def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
         way_out = "more inputs, or --warmup 0"
         if all_damaged:
             way_out = "other inputs; `capture check FOLDER` says which files can be read"
+        elif FIRST_USES[FirstUse.PLAN] in statistics.left_out:
+            way_out = "--epochs 2: the second time, cuDNN has its plan for each length"
         elif TRACED in statistics.left_out:
             way_out = "the run without --trace"
         text += f". No pass counted, so there are no statistics. Try: {way_out}"

@@ -8,9 +8,11 @@ something, and different ones prove nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from actor_init.inputs.packing import num_action_tokens
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
+from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.loss import tokens_for
 from replay.spec import LossName, is_objective
@@ -118,16 +120,16 @@ def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     computes the job's objective, the loss that the loop noted is claimed instead.
     """
     if is_objective(loss):
-        return _losses_of_objective(call, loss)
+        return _losses_of_objective(call, batch, loss)
     claims: list[Claim] = []
     if isinstance(value := call.outputs.get("loss"), float):
         doubt, tokens = _doubt_of_loss(call, batch, loss), None
         if doubt is None:
-            assert batch.labels_BS is not None
-            tokens = int((batch.labels_BS[:, 1:] != IGNORED_LABEL).sum())
+            tokens = _num_labels(batch)
             if not tokens:  # the model's is nan, the replay's 0
                 return []
             value *= _divisor(call, tokens) / tokens
+            doubt = _doubt_of_shift(batch)
         counted = None if tokens is None else [tokens]
         stored = call.outputs.get("loss_dtype")
         stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
@@ -138,21 +140,52 @@ def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     return claims
 
 
-def _losses_of_objective(call: Call, loss: str) -> list[Claim]:
+def _losses_of_objective(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     if isinstance(value := call.outputs.get("noted_loss"), float):
-        return [Claim(name=LOSS, values=[value])]
+        return [Claim(name=LOSS, values=[value], doubt=_doubt_of_action_mask(batch))]
     if isinstance(value := call.outputs.get("loss"), float):
         why = f"it is the model's own, not of --loss {loss}. Try: recorder.note(loss=...) in the job"
         return [Claim(name=LOSS, values=[value], doubt=why)]
     return []
 
 
+def _doubt_of_action_mask(batch: MicroBatch) -> str | None:
+    if batch.action_mask_BA is None:
+        return None
+    count, predicted = int(batch.action_mask_BA.sum()), num_action_tokens(batch)
+    if count == predicted:
+        return None
+    return f"{count - predicted} of the job's {count} action tokens are padding or follow no token: no log-prob here"
+
+
+def _num_labels(batch: MicroBatch) -> int:
+    next_BS = batch.shift_labels
+    if next_BS is None:
+        assert batch.labels_BS is not None
+        next_BS = batch.labels_BS[:, 1:]
+    return int((next_BS != IGNORED_LABEL).sum())
+
+
+def _doubt_of_shift(batch: MicroBatch) -> str | None:
+    """Say so where the labels are the next tokens, which a model that shifts them itself would not be given."""
+    labels_BS, ids_BS = batch.labels_BS, batch.sequences_BS
+    if labels_BS is None or batch.shift_labels is not None:
+        return None
+    given = labels_BS[:, :-1] != IGNORED_LABEL
+    are_next = torch.equal(labels_BS[:, :-1][given], ids_BS[:, 1:][given])
+    are_own = torch.equal(labels_BS[:, :-1][given], ids_BS[:, :-1][given])
+    if not are_next or are_own:
+        return None
+    return "the labels are the next tokens already. Try: record them as shift_labels (--arguments targets=shift_labels)"
+
+
 def _doubt_of_loss(call: Call, batch: MicroBatch, loss: str) -> str | None:
-    if batch.labels_BS is None:
+    if batch.labels_BS is None and batch.shift_labels is None:
         return "the model was given no labels, so its loss is of an objective that the replay does not compute"
     if loss == LossName.STAND_IN and batch.action_mask_BA is not None:
         return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
-    if "shift_labels" in call.tensors or call.call_facts.get("output_router_logits"):
+    is_other = SHIFT_LABELS in call.tensors and batch.shift_labels is None  # of another shape
+    if is_other or call.call_facts.get("output_router_logits"):
         return "the model's loss is not the mean over its labels alone"
     return None
 

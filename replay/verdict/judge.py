@@ -75,15 +75,26 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
     weights = _weights([(record, recorded) for record, recorded, _ in known])
     if setting.steps is not None:
         weights = _after_steps(weights, members, grouped, setting)
-    judged = [
-        _verdict_on(one.record, _outcome(one.findings, one, weights[id(one.recorded)], setting), one.findings)
-        for one in members
-    ]
+    same_masks: set[int] = set()
+    for _ in range(2 if setting.dropout else 1):  # again, once it is known whether masks are the job's anywhere
+        judged = [
+            _verdict_on(
+                one.record,
+                _outcome(one.findings, one, weights[id(one.recorded)], setting, has_masks=bool(same_masks)),
+                one.findings,
+            )
+            for one in members
+        ]
+        same_masks |= {
+            id(one.recorded)
+            for one, verdict in zip(members, judged, strict=True)
+            if verdict.outcome is Outcome.REPRODUCED and one.recorded.trains
+        }
     judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
     windows = [
         one
         for number, window in enumerate(grouped)
-        if (one := _of_window(window, number, members, weights, setting)) is not None
+        if (one := _of_window(window, number, members, weights, setting, same_masks)) is not None
     ]
     windows = _none_judged(windows) or windows
     everything = [*judged, *windows]
@@ -164,14 +175,20 @@ def _of_window(
     members: Sequence[Member],
     weights: Mapping[int, WeightComparison],
     setting: Setting,
+    same_masks: Set[int],
 ) -> PassVerdict | None:
-    """Judge the gradient of one window; None where the job recorded nothing of it."""
+    """Judge the gradient of one window; None where the job recorded nothing of it.
+
+    same_masks  the recorded passes of a model with dropout whose numbers are the job's: so are their gradient's masks
+    """
     findings = [*window_findings(window, setting, number), *_staying(window, members, weights)]
     if not findings:
         return None
     last = window[-1]
     same = _merged([weights[id(one.recorded)] for one in window])
-    outcome = _outcome(findings, last, same, setting)
+    if all(id(one.recorded) in same_masks for one in window):
+        setting = replace(setting, dropout=())
+    outcome = _outcome(findings, last, same, setting, has_masks=bool(same_masks))
     return replace(_verdict_on(last.record, outcome, findings), optimizer_step=last.recorded.optimizer_step or 0)
 
 
@@ -259,8 +276,9 @@ def _merged(members: Sequence[WeightComparison]) -> WeightComparison:
 
 
 def _outcome(
-    findings: Sequence[Finding], of: Member, weights: WeightComparison, setting: Setting
+    findings: Sequence[Finding], of: Member, weights: WeightComparison, setting: Setting, *, has_masks: bool
 ) -> tuple[Outcome, str | None]:
+    """Decide on a pass or window. `has_masks`: other passes have shown that dropout masks are the job's here."""
     record, recorded = of.record, of.recorded
     if record.error is not None:
         return Outcome.CANNOT_TELL, FAILED
@@ -272,10 +290,11 @@ def _outcome(
     wrong = [one for one in findings if one.status is Status.DIFFERS]
     unsettled = [one for one in findings if one.status is Status.UNSETTLED]
     if (wrong or unsettled) and setting.dropout and recorded.trains:
-        return (
-            Outcome.CANNOT_TELL,
-            f"the model trains with {', '.join(setting.dropout)}, so its numbers differ by chance",
-        )
+        trains_with = f"the model trains with {', '.join(setting.dropout)}"
+        if not has_masks:
+            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance"
+        if wrong:
+            return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
     if wrong and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         return Outcome.UNSETTLED, f"{wrong[0].name} is off by {wrong[0].difference:.2g}, but {doubt}"

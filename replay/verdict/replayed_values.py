@@ -53,17 +53,18 @@ def action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool)
 
 
 def sampled_log_probs(
-    log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, is_reversed: bool
+    log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, first: int, is_reversed: bool
 ) -> list[float | None]:
     """List the log-probs of the sampled tokens of rows of `num_tokens`; None for those that have none.
 
+    has_BA       where the log-prob is that of the row's own token
+    first        the column of the first of A
     is_reversed  the rows are the captured ones from the last to the first
     """
-    rows, num_actions = log_probs_BA.shape
+    rows = len(log_probs_BA)
     values, has = log_probs_BA.detach().double().cpu(), has_BA.cpu()
     if is_reversed:
         values, has = values.flip(0), has.flip(0)
-    first = num_tokens - num_actions
     places = [(row, token - first) for row, token in sampled_tokens(rows, num_tokens)]
     return [float(values[row, column]) if column >= 0 and bool(has[row, column]) else None for row, column in places]
 

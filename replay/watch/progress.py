@@ -33,6 +33,7 @@ class Phase(StrEnum):
     LOOKING = "looking for what is not finite"
     OUT_OF_INPUTS = "out of inputs"
     SAVING = "saving"
+    PROFILING = "profiling a pass"
     CLOSING = "closing"
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
+from torch.nn.attention import SDPBackend
+from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from actor_init.attention import cudnn, kernel_check, kernel_choice
-from actor_init.attention.cudnn import cudnn_packed, refuse_holes
-from actor_init.attention.kernel_choice import default_kernel, kernel_name, lacks
-from actor_init.attention.kernels import CUDNN_PACKED, CUDNN_PADDED
-from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
+from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
+from actor_init.attention.kernel_choice import default_kernel, kernel_name
+from actor_init.attention.kernels import CUDNN_PADDED, NAMES, flash_attn_3_varlen
+from actor_init.compiling import num_graphs
+from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = LlamaConfig(num_hidden_layers=1)
@@ -33,13 +34,6 @@ def each_document(
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
             outs.append(out.transpose(0, 1))
     return torch.cat(outs)
-
-
-def cudnn_operator(
-    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    assert (borders.dtype, int(borders.diff().max()) <= longest) == (torch.int32, True)
-    return each_document(query, key, value, borders, scale), torch.empty(0)
 
 
 def flash_3(
@@ -84,7 +78,7 @@ def flash_4(
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cudnn, "_packed", cudnn_operator)
+    monkeypatch.setattr(cudnn, "BACKEND", SDPBackend.MATH)
     for name, function in (("flash_attn_interface", flash_3), ("flash_attn.cute", flash_4)):
         module = ModuleType(name)
         module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
@@ -115,30 +109,90 @@ def _one_late(borders: Tensor) -> Tensor:
 def test_a_kernel_with_wrong_borders_is_not_right(
     wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def operator(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-        return each_document(q, k, v, wrong(borders), scale), torch.empty(0)
-
-    monkeypatch.setattr(cudnn, "_packed", operator)
+    right = cudnn._each
+    monkeypatch.setattr(cudnn, "_each", lambda q, k, v, borders, scale: right(q, k, v, wrong(borders), scale))
     assert kernel_check.error_of("cudnn", CPU) > 2 * kernel_check.BOUND
     assert not kernel_check.is_right(Attention.CUDNN, CPU)
 
 
+class _WrongInBackward(torch.autograd.Function):
+    """Change the gradient of rows of more than `longest` tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, factor: float, longest: int) -> Tensor:
+        ctx.factor = factor if heads.shape[2] > longest else 1.0
+        return heads.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] * ctx.factor, None, None
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("factor", [0.5, float("nan")])
+@pytest.mark.parametrize(("longest", "is_wrong"), [(100, True), (839, True), (1100, False)])
+def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
+    factor: float, longest: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.register()
+    name = NAMES[Attention.CUDNN].packed
+    right = AttentionInterface()[name]
+
+    def kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
+        return right(module, query, _WrongInBackward.apply(key, factor, longest), value, *args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel_check, "register", lambda: None)
+        patched.setitem(AttentionInterface._global_mapping, name, kernel)
+        assert kernel_check.is_right(Attention.CUDNN, CPU) is not is_wrong
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cudnn._borders
-    monkeypatch.setattr(cudnn, "_borders", lambda is_real_BS: right(torch.ones_like(is_real_BS)))
+    right = cudnn._turned
+    monkeypatch.setattr(cudnn, "_turned", lambda tensor, dim, place: right(tensor, dim, place + (dim == 2)))
     assert kernel_check.error_of("cudnn", CPU) > 2 * kernel_check.BOUND
 
 
-def test_padding_on_either_side_is_a_document_of_its_own() -> None:
-    is_real_BS = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
-    assert cudnn._borders(is_real_BS).tolist() == [0, 1, 3, 4, 4, 8, 8, 11, 12, 12]
+@pytest.mark.usefixtures("stand_ins")
+def test_rows_padded_on_either_side_are_as_each_document_by_itself() -> None:
+    lengths, starts, num_tokens = (3, 7, 1, 4), (0, 0, 6, 2), 7
+    heads_BHSD = torch.randn(4, 4, num_tokens, 8, requires_grad=True)
+    place_S = torch.arange(num_tokens)
+    is_real_BS = torch.stack([(place_S >= s) & (place_S < s + n) for s, n in zip(starts, lengths, strict=True)])
+    module = torch.nn.Identity()
+    out_BSHD, _ = cudnn_padded(module, heads_BHSD, heads_BHSD[:, :2], heads_BHSD[:, 2:], is_real_BS)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        own = heads_BHSD[row, :, start : start + length].transpose(0, 1)
+        wanted = each_document(own, own[:, :2], own[:, 2:], torch.tensor([0, length]))
+        found = out_BSHD[row, start : start + length]
+        torch.testing.assert_close(found, wanted)
+        gradients = [
+            torch.autograd.grad(one.square().sum(), heads_BHSD, retain_graph=True)[0] for one in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients)
 
 
 def test_rows_with_padding_between_their_tokens_are_refused() -> None:
     refuse_holes(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
     with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: --attention sdpa"):
         refuse_holes(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
+
+
+def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
+    query, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    out_BSHD, _ = cudnn_dense(torch.nn.Identity(), query, value, value, None)
+    assert torch.equal(out_BSHD[0, 0], value[0, [0, 0, 1, 1], 0])
+    with pytest.raises(RuntimeError, match=r"No available kernel|No viable backend"):
+        cudnn_dense(
+            torch.nn.Identity(), query.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), None
+        )
+
+
+@pytest.mark.parametrize("typed", [one for one in Attention if one not in ("auto", "flash", "sdpa")])
+def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
+    with pytest.raises(UsageError, match=f"^--attention {typed} has no ring. Try: --ring 2 --attention flash, or sdpa"):
+        ActorSpec(attention=typed, parallel=ParallelSpec(ring=2))
 
 
 @pytest.mark.parametrize(
@@ -157,17 +211,74 @@ def test_what_cudnn_lacks_is_refused(given: dict[str, Any], says: str) -> None:
         cudnn_packed(torch.nn.Identity(), heads, heads, heads, None, cu_seq_lens_q=borders, max_length_q=10, **given)
 
 
-def test_a_compiled_block_has_no_break_at_cudnn_s_operator() -> None:
-    def attended(heads: Tensor, borders: Tensor) -> Tensor:
-        module = torch.nn.Identity()
-        return cudnn_packed(module, heads * 2, heads, heads, None, cu_seq_lens_q=borders, max_length_q=256)[0] * 2
+@pytest.mark.usefixtures("stand_ins")
+def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LONG", 10)
+    kernel = kernels._or_cudnn(flash_attn_3_varlen)
 
-    heads = torch.rand(1, 4, 10, 16, device="meta", requires_grad=True)
-    borders = torch.zeros(3, dtype=torch.int32, device="meta")
-    out = torch.compile(attended, fullgraph=True, backend="aot_eager")(heads, borders)
-    assert out.shape == (1, 10, 4, 16)
-    (gradient,) = torch.autograd.grad(out, heads, torch.empty_like(out))
-    assert gradient.shape == heads.shape
+    def attended(heads: Tensor, borders: Tensor) -> Tensor:
+        out: Tensor = kernel(torch.nn.Identity(), heads * 2, heads[:, :2], heads[:, 2:], None, **of(borders))[0]
+        return out * 2
+
+    def of(borders: Tensor) -> dict[str, Any]:
+        return {"cu_seq_lens_q": borders, "max_length_q": 256}
+
+    compiled = torch.compile(attended, fullgraph=True, backend="eager", dynamic=True)
+    for num_tokens in (10, 17):
+        heads = torch.randn(1, 4, num_tokens, 16, requires_grad=True)
+        borders = torch.tensor([0, num_tokens], dtype=torch.int32)
+        out = compiled(heads, borders)
+        own = (heads * 2)[0].transpose(0, 1), heads[0, :2].transpose(0, 1), heads[0, 2:].transpose(0, 1)
+        wanted = each_document(*own, borders)[None] * 2
+        torch.testing.assert_close(out, wanted)
+        gradients = [torch.autograd.grad(one.square().sum(), heads)[0] for one in (out, wanted)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_compiled_row_of_other_documents_needs_no_new_graph() -> None:
+    def attended(heads: Tensor, borders: Tensor) -> Tensor:
+        own = heads[:, :2], heads[:, 2:]
+        return cudnn_packed(torch.nn.Identity(), heads * 2, *own, None, cu_seq_lens_q=borders, max_length_q=256)[0] * 2
+
+    compiled = torch.compile(attended, backend="eager", dynamic=True)
+    graphs: list[int] = []
+    for lengths in ([3, 1, 6], [5, 9], [2, 2, 2, 2, 9], [4, 1, 1]):
+        heads = torch.randn(1, 4, sum(lengths), 16)
+        borders = torch.tensor([0, *lengths]).cumsum(0).int()
+        own = (heads * 2)[0].transpose(0, 1), heads[0, :2].transpose(0, 1), heads[0, 2:].transpose(0, 1)
+        torch.testing.assert_close(compiled(heads, borders), each_document(*own, borders)[None] * 2)
+        graphs.append(num_graphs())
+    assert len(set(graphs[1:])) == 1  # what was a constant in the first became a symbol in the second
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LONG", 10)
+    taken: list[str] = []
+
+    def flash(module: Any, query: Tensor, *args: Any, **more: Any) -> tuple[Tensor, None]:
+        taken.append("flash")
+        return query, None
+
+    def dense(module: Any, query: Tensor, *args: Any, **more: Any) -> tuple[Tensor, None]:
+        taken.append("cudnn")
+        return query, None
+
+    monkeypatch.setattr(kernels, "cudnn_dense", dense)
+    both = kernels._or_cudnn(flash)
+    for lengths, width, of_values in (
+        ([10], 16, 16),
+        ([9], 16, 16),
+        ([11], 128, 128),
+        ([10, 1], 16, 16),
+        ([11], 136, 136),
+        ([11], 96, 64),
+    ):
+        heads, values = torch.randn(1, 2, sum(lengths), width), torch.randn(1, 2, sum(lengths), of_values)
+        borders = torch.tensor([0, *lengths]).cumsum(0).int()
+        both(torch.nn.Identity(), heads, heads, values, None, cu_seq_lens_q=borders, max_length_q=256)
+    assert taken == ["cudnn", "flash", "cudnn", "flash", "flash", "flash"]
 
 
 @pytest.mark.parametrize(
@@ -185,30 +296,46 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> No
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
-    """Stands for a GPU of capability 9.0; the kernels in `installed` are there, and those in `right` are right."""
-    kernels = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}}
-    kernels["right"] = {*kernels["installed"], Attention.FLASH3}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
-    monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in kernels["installed"])
-    monkeypatch.setattr(kernel_choice, "is_right", lambda one, where: one in kernels["right"])
-    return kernels
+    """Stands for a GPU; the kernels in `installed` are there, and those in `right` are right."""
+    known = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}}
+    known["right"] = {*known["installed"], Attention.FLASH3}
+    monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in known["installed"])
+    monkeypatch.setattr(kernel_choice, "is_right", lambda one, where: one in known["right"])
+    return known
 
 
 def test_auto_takes_the_first_that_is_installed_and_right(hopper: dict[str, set[Attention]]) -> None:
-    assert default_kernel(CUDA) == "cudnn"
-    hopper["right"].discard(Attention.CUDNN)
-    assert default_kernel(CUDA) == "flash"
+    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
     hopper["installed"].add(Attention.FLASH3)
-    assert default_kernel(CUDA) == "flash3"
+    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("flash3", "packed_fa3_or_cudnn")
+    hopper["right"].discard(Attention.CUDNN)
+    assert kernel_name(ActorSpec(), CUDA) == "packed_fa3"
+    hopper["right"] = {Attention.CUDNN, Attention.VARLEN}
+    assert kernel_name(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
+    hopper["right"] = {Attention.CUDNN}
+    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("cudnn", "packed_cudnn")
     hopper["right"].clear()
     assert default_kernel(CUDA) == "sdpa"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
+    assert kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
+    assert kernel_name(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
+
+
+def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
+    assert kernels.described("packed_fa2_or_cudnn") == (
+        "packed_fa2, packed_cudnn for rows of one document of 4,096 tokens or more"
+    )
+    assert kernels.described("packed_fa2") == "packed_fa2"
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("config", "kernel"),
     [
-        (LLAMA, CUDNN_PACKED),
+        (LLAMA, "packed_fa2_or_cudnn"),
         (LlamaConfig(attention_dropout=0.1), "packed_fa2"),
         (LlamaConfig(head_dim=256), "packed_fa2"),
         (MistralConfig(sliding_window=64), "packed_fa2"),
@@ -222,18 +349,11 @@ def test_auto_takes_what_knows_all_that_the_model_needs(config: PretrainedConfig
 @pytest.mark.usefixtures("hopper")
 def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> None:
     assert kernel_name(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
-    assert kernel_name(ActorSpec(packing=False), CUDA, LLAMA) == CUDNN_PADDED
-    assert kernel_name(replace(ActorSpec(), attention=Attention.FLASH, packing=False), CUDA, LLAMA) == (
-        "flash_attention_2"
-    )
+    assert kernel_name(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
+    assert kernel_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == CUDNN_PADDED
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_not_installed_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_refused_in_a_line() -> None:
     with pytest.raises(UsageError, match=r"^flash-attn 4 is not installed. Try: --attention auto, or docs/replay.md"):
         kernel_name(ActorSpec(attention=Attention.FLASH4), CUDA, LLAMA)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (8, 0))
-    lack = lacks(Attention.CUDNN, CUDA, Dtype.BF16)
-    assert lack is not None
-    assert "needs a GPU of compute capability 9 or 10, and this one has 8" in lack.text
-    assert default_kernel(CUDA) == "flash"

@@ -48,3 +48,14 @@ def test_graphs_serve_the_lengths_they_are_to_and_have_constants_for_heads(
     assert len(graphs) == num_graphs
     sizes = [node.args[2] for graph in graphs for node in graph.graph.nodes if node.target == "unflatten"]
     assert sizes == [(-1, 4)] * len(graphs)
+
+
+def test_inductor_puts_no_condition_on_the_number_of_tokens_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("torch._inductor.config").triton
+    if not hasattr(triton, "mix_order_reduction"):
+        pytest.skip("this torch has no such fusion")
+    monkeypatch.setattr(triton, "mix_order_reduction_non_strict_mode", False)
+    compile_blocks([], lengths=CompileLengths.STATIC)
+    assert not triton.mix_order_reduction_non_strict_mode
+    compile_blocks([])
+    assert triton.mix_order_reduction_non_strict_mode

@@ -77,6 +77,7 @@ def test_a_file_that_does_not_run_is_one_line(text: str | None, said: str, tmp_p
         ({"parallel": ParallelSpec(ring=2)}, "--ring 2 slices attention"),
         ({"packing": True}, "--packing needs attention that stays within a document"),
         ({"attention": Attention.SDPA}, "--attention sdpa chooses transformers' kernels"),
+        ({"adapter": "x"}, "--adapter x goes into transformers' models, not into --model mine.py:build. Leave it out"),
         ({"weights": Path("x.pt"), "random_weights": True}, "--weights x.pt and --random-weights exclude each other"),
     ],
 )

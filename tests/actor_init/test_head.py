@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,17 @@ def test_no_log_prob_is_wanted_of_a_rank(is_even: bool) -> None:
     log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), wanted)
     gradients = torch.autograd.grad(log_probs_N.sum(), case.leaves)
     assert [float(one.abs().sum()) for one in gradients] == [0.0] * 3
+
+
+@pytest.mark.parametrize(("memory_gib", "chunk_mib"), [(140, 2048), (79, 2048), (63, 1024), (24, 512), (7, 128)])
+def test_a_chunk_takes_a_32nd_of_a_gpu_s_memory_at_most(
+    memory_gib: int, chunk_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(total_memory=memory_gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert HeadForm().bytes_on(torch.device("cuda")) == chunk_mib << 20
+    assert HeadForm(chunk_bytes=5).bytes_on(torch.device("cuda")) == 5
+    assert HeadForm().bytes_on(torch.device("cpu")) == 64 << 20
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129, 1000, 4096, 4097, 16384, 100_003])

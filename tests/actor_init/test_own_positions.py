@@ -97,4 +97,8 @@ def test_positions_that_were_given_and_a_trainer_s_own_actor_are_left_as_they_ar
     actor_s = replace(batch, labels_BS=None, action_mask_BA=batch.attention_mask_BS[:, 1:])
     for one in (given, actor_s):
         assert with_own_positions(one, config_of("gpt2")) is one
-    assert with_own_positions(batch, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
+    noted = replace(actor_s, has_noted_mask=True)  # the model itself was called, and the mask is the loop's
+    for one in (batch, noted):
+        assert (
+            with_own_positions(one, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
+        )

@@ -1,7 +1,6 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
 import subprocess
-import sys
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +15,7 @@ from actor_init.layout import Borders, Layout
 from actor_init.model import count_parameters
 from actor_init.own_positions import with_own_positions
 from actor_init.probe import packing_probe
-from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_not_packed
+from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_no_slice, why_not_packed
 from actor_init.probe.small_config import small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -24,6 +23,7 @@ from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.commands import ROOT
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import tiny_config, tiny_model
+from tests.warm import warm_bin
 
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=Borders.MASK)
@@ -138,7 +138,7 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
+        [str(warm_bin() / "python"), *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -154,3 +154,18 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
     spec, _ = choose_layout(spec_of(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
     assert spec.attention is Attention.EAGER
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("ring_gathered"), "its layers have no attention that a ring can replace"),
+        (TypeError("forward() got an unexpected keyword argument 'ring'"), "its layers cannot run on a slice"),
+        (TypeError("attention() missing 1 required argument: 'ring'"), "its layers do not tell their attention of the"),
+        (UsageError("--attention flash needs CUDA. Try: sdpa"), "--attention flash needs CUDA"),
+        (KeyError("other"), "its layers cannot run on a slice (KeyError: 'other')"),
+    ],
+    ids=str,
+)
+def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, said: str) -> None:
+    assert why_no_slice(error, "ring_gathered").startswith(said)

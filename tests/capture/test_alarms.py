@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import capture
 from capture import capture_files, read_micro_batch, recording
+from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from capture.record.incidents import read_incidents
 from tests.helpers.small_jobs import TinyModel, steps_in
@@ -45,9 +46,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         ("SIGUSR1", "exit 0", "SIGUSR1", [2, 3, 4, 5]),
         ("child", "exit 0", None, []),
         ("uncaught", "exit 1", "main thread", [2, 3, 4, 5]),
-        ("os._exit", "exit 5", None, [0, 1, 2, 3, 4, 5]),
+        ("os._exit", "exit 5", "without a word", [0, 1, 2, 3, 4, 5]),
         ("SIGABRT", "signal 6", "without a word", [2, 3, 4, 5]),
         ("SIGKILL", "signal 9", "without a word", [2, 3, 4, 5]),
+        ("SIGKILL soon in a forward", "signal 9", "without a word", [2, 3, 4, 5]),
+        ("SIGKILL in a forward", "signal 9", "without a word", [3, 4, 5, 6]),
+        ("SIGKILL after a step", "signal 9", "without a word", [3, 4, 5, 6]),
         ("left open", "exit 0", None, [0, 1, 2, 3, 4, 5]),
     ],
 )
@@ -63,6 +67,23 @@ def test_a_job_ends_as_it_would_have_and_leaves_its_last_passes(
     assert checked.is_whole
     assert job == "os._exit" or checked.uncommitted == []
     assert [path for path in (folder / job).iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize(
+    ("job", "has_outputs", "has_steps"),
+    [
+        ("SIGKILL soon in a forward", [True, True, True, False], [True, True, True, False]),
+        ("SIGKILL in a forward", [True] * 3 + [False], [True] * 3 + [False]),
+        ("SIGKILL after a step", [True] * 4, [True] * 4),
+    ],
+)
+def test_a_kill_costs_what_the_thread_was_not_roused_for(
+    job: str, has_outputs: list[bool], has_steps: list[bool], ended: tuple[Path, dict[str, str]]
+) -> None:
+    calls = sorted(map(read_call, capture_files(ended[0] / job)), key=lambda call: call.origin.step or 0)
+    assert ["loss" in call.outputs for call in calls] == has_outputs
+    assert [call.weights is not None for call in calls] == has_outputs
+    assert [call.step is not None for call in calls] == has_steps
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expec
         ({"keep": "best"}, "keep must be one of first, last"),
         ({"keep": "last"}, "keep='last' needs a limit"),
         ({"slow_step": 1.0}, "slow_step must be more than 1"),
+        ({"slow_step": "0s"}, "or seconds, as in 60s, not '0s'"),
+        ({"slow_step": "soon"}, "slow_step must be more than 1, as in 3.0 for three times the median, or seconds"),
+        ({"slow_step": "infs"}, "slow_step must be"),
     ],
 )
 def test_settings_that_are_none_are_refused_with_what_is_allowed(settings: dict[str, Any], message: str) -> None:
@@ -279,6 +282,30 @@ def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatc
     assert watch.seconds_left() is None
 
 
+@pytest.mark.parametrize(
+    ("typed", "factor", "seconds"), [(3, 3.0, None), ("2.5", 2.5, None), ("60s", None, 60.0), ("0.5s", None, 0.5)]
+)
+def test_a_slow_step_is_so_many_times_the_median_or_seconds(
+    typed: Any, factor: float | None, seconds: float | None
+) -> None:
+    keep = keep_of(slow_step=typed)
+    assert (keep.slow_step, keep.slow_seconds) == (factor, seconds)
+
+
+def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("capture.record.slow_step.time.monotonic", lambda: now[0])
+    watch = StepWatch(max_seconds=60.0)
+    assert watch.seconds_left() is None
+    assert not watch.begin(0)
+    now[0] += 59.0
+    assert watch.seconds_left() == pytest.approx(1.0)
+    assert watch.take() is None
+    now[0] += 2.0
+    assert watch.take() == (0, "61 s and more; the limit is 60 s")
+    assert watch.take() is None
+
+
 def test_outputs_settings_and_random_states_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy
 
@@ -448,11 +475,11 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
         recorder.flush()
         [spool] = shared.iterdir()
         assert spool.stat().st_mode & 0o777 == 0o700
-        assert len(list(spool.iterdir())) == 3
+        assert len(list(spool.glob("*.pkl"))) == 3
         assert list(dead_spools(folder)) == []
         copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
         shutil.copytree(spool, copy)
-        torn = max(copy.iterdir())
+        torn = max(copy.glob("*.pkl"))
         torn.write_bytes(torn.read_bytes()[:-9])
     assert list(shared.iterdir()) == [copy]
     with recording(model, folder) as recorder:
@@ -460,7 +487,7 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
     assert list(shared.iterdir()) == []
     assert steps_in(folder) == [0, 2, 3]
     [found] = read_incidents(folder)[0].incidents
-    assert (found.what, found.forward, len(found.files), found.num_not_copied) == ("died", 3, 2, 1)
+    assert (found.what, found.forward, len(found.files), found.num_not_copied) == ("died", 4, 2, 1)
     assert read_call(folder / found.files[0]).outputs["grad_norm"] == 0.5
     assert check_folder(folder).uncommitted == []
     assert recorder.num_written == 1

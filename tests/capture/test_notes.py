@@ -1,6 +1,7 @@
 """Tensors that a job notes for a pass: which are kept, with which pass, and what is said of the others."""
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.notes import misfit
 from capture.folder_tools.redact import Tokens, redact_folder
+from capture.record.recorder import take_held_notes
+from capture.run import ModelSearch, Order
+from tests.helpers.causal_lms import lm
 
 IDS_BS = torch.arange(12).view(3, 4)
 
@@ -109,6 +113,7 @@ def test_a_noted_mask_of_whole_rows_is_the_action_mask_without_their_first_token
     action_mask_BA = call.micro_batch().action_mask_BA
     assert action_mask_BA is not None
     assert action_mask_BA.tolist() == [[False, True, True]] * 3
+    assert call.micro_batch().has_noted_mask
 
 
 def test_the_modules_functions_note_to_what_is_open_and_else_do_nothing(tmp_path: Path) -> None:
@@ -123,6 +128,27 @@ def test_the_modules_functions_note_to_what_is_open_and_else_do_nothing(tmp_path
     [call] = calls_in(tmp_path)
     assert {name: one.item() for name, one in call.notes.items()} == {"first": 1.0, "second": 2.0}
     assert call.outputs["noted_loss"] == 0.5
+
+
+def test_what_is_noted_before_the_first_pass_of_a_search_is_that_passs(tmp_path: Path) -> None:
+    """Under `capture run` no recording is open before it. Notes for a rollout before it are not the pass's."""
+    model = lm()
+    order = Order(
+        folder=str(tmp_path / "kept"), module_name=None, arguments={}, settings={"reproduce": True}, marks=str(tmp_path)
+    )
+    with ExitStack() as stack:
+        search = ModelSearch(order, stack.enter_context)
+        stack.callback(search.end)
+        capture.note_next(stale=1.0)
+        with torch.no_grad():
+            model(IDS_BS)
+        capture.note_next(first=1.0)
+        model(IDS_BS)
+        capture.note_next(second=2.0)
+        model(IDS_BS)
+    capture.note_next(late=1.0)
+    assert [set(one.notes) for one in calls_in(tmp_path / "kept")] == [{"first"}, {"second"}]
+    assert not take_held_notes()
 
 
 def test_a_loss_noted_before_its_backward_tells_its_share_once(tmp_path: Path) -> None:

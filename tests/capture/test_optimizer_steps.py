@@ -25,8 +25,9 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
 from capture.file_format.parameter_samples import Sample
 from capture.folder_tools.redact import Tokens, redact_folder
-from capture.record.optimizer_hooks import OptimizerHooks
+from capture.record.optimizer_hooks import LateHooks, OptimizerHooks
 from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
+from capture.record.recorder import Recorder
 from capture.record.step_window import own_norm
 from tests.helpers.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
@@ -138,6 +139,83 @@ def test_a_step_that_is_given_its_pass_as_a_closure_has_that_pass(given: str, tm
     assert [(step.number, step.passes, step.max_norm) for step in (first, second)] == [(0, (0,), 0.01), (1, (1,), 0.01)]
     assert_are(first, gradients(loss_of), rel=0)
     assert losses == [call.outputs["loss"] for call in calls(tmp_path)]
+
+
+def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) -> None:
+    """As under `capture run`, which opens it in the first pass."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late, opened = LateHooks(), list[Recorder]()
+
+    def closure() -> Tensor:
+        if not opened:
+            opened.append(recording(model, tmp_path, reproduce=True))
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    late.remove()
+    optimizer.step(closure)
+    opened[0].close()
+    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0,)), (1, (1,))]
+    assert_are(steps(tmp_path)[0], gradients(loss_of), rel=0)
+
+
+class Both(torch.autograd.Function):
+    """Passes two tensors through, as DDP does: the gradient of one that nobody differentiates is None."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return loss.clone(), logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+class AsTuple(Model):
+    """Answers as nanoGPT does, after DDP."""
+
+    def forward(self, input_ids: Tensor, scale: float = 1.0) -> Any:
+        output = super().forward(input_ids, scale)
+        loss, logits = Both.apply(output["loss"], output["logits"])
+        return logits, loss, torch.tensor(3)
+
+
+def test_loss_and_logits_in_a_tuple_are_found(tmp_path: Path) -> None:
+    named, model = Model(), AsTuple()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(named, tmp_path / "named", reproduce=True), recording(model, tmp_path / "tuple", reproduce=True):
+        named(IDS_BS)
+        (0.5 * model(IDS_BS)[1]).backward()
+        optimizer.step()
+    [expected], [found] = calls(tmp_path / "named"), calls(tmp_path / "tuple")
+    assert found.outputs["loss"] == expected.outputs["loss"]
+    assert found.outputs["token_log_probs"] == expected.outputs["token_log_probs"]
+    assert found.step is not None
+    assert found.step.shares == (0.5,)
+
+
+def test_a_loss_that_nobody_differentiates_has_no_share_and_ends_nothing(tmp_path: Path) -> None:
+    model = AsTuple()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        model(IDS_BS)[0].square().mean().backward()
+        optimizer.step()
+    [step] = steps(tmp_path)
+    assert step.shares == (None,)
+
+
+def test_hidden_states_are_no_logits(tmp_path: Path) -> None:
+    """Without a name they are told apart by the size of the vocabulary."""
+    model = nn.Sequential(nn.Embedding(16, 6))
+    with recording(model, tmp_path, reproduce=True, arguments={"input": "input_ids"}):
+        model(IDS_BS)
+    [call] = calls(tmp_path)
+    assert "token_log_probs" not in call.outputs
 
 
 @pytest.mark.parametrize("clipping", CLIPPING)
@@ -481,7 +559,9 @@ def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True) as recorder:
         loss_of(model).backward()
         told = threading.Event()
-        recorder._optimizer_hooks.listener = type("", (), {"steps": lambda self, _: told.set()})()
+        recorder._optimizer_hooks.listener = type(
+            "", (), {"steps": lambda self, _: told.set(), "stepped": lambda self: None}
+        )()
         child = os.fork()
         if child == 0:
             optimizer.step()
@@ -631,6 +711,7 @@ def test_hooks_that_are_removed_twice_are_removed() -> None:
         def clips(self, *_: Any) -> None: ...
         def clipped(self, *_: Any) -> None: ...
         def steps(self, *_: Any) -> None: ...
+        def stepped(self) -> None: ...
 
     hooks = [OptimizerHooks(Nobody()), OptimizerHooks(Nobody())]
     for one in hooks:

@@ -26,6 +26,7 @@ from replay.loss import negated_mean
 from replay.runner.selection import select
 from replay.runner.session import find_source
 from tests.helpers.reference import Reference
+from tests.helpers.replay_worker import graphs_alone
 
 reference_of = cache(Reference)
 
@@ -80,7 +81,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    with World.from_env(ParallelSpec(tp=2)) as world:
+    with World.from_env(ParallelSpec(tp=2)) as world, graphs_alone():
         found = [world.gather(compare(world, *case)) for case in json.loads(Path(sys.argv[1]).read_text())]
         if world.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(found))

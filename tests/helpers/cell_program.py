@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if what == "hang":
         signal.pause()
     if what == "worker lost":
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(int(os.environ.get("WARM_PARENT", os.getppid())), signal.SIGKILL)
         signal.pause()
     if what.startswith("wait "):
         time.sleep(float(what.removeprefix("wait ")))

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -15,14 +16,19 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch._dynamo  # an optimizer's first step imports it: here once for all jobs
 from torch import Tensor, nn
 
 from capture import Recorder, recording
+from capture.file_format.capture_file import EncodedCall
+from capture.record import background_writer
+from capture.record.flight_recorder import Spool
 from capture.record.incidents import read_incidents
 from capture.record.retention import Keep
 from capture.record.salvage import salvage
 
 NUM_PASSES = 6
+MAX_SECONDS = 60
 
 
 class TinyModel(nn.Module):
@@ -126,6 +132,88 @@ def aborts(folder: Path, ready: Callable[[], None]) -> None:
     os.abort()
 
 
+class Spooled:
+    """What has come into shared memory, from here on: the parts of each pass, by its number."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, set[str]] = {}
+        self._changed = threading.Condition()
+        put = Spool.put
+
+        def noted(spool: Spool, encoded: EncodedCall) -> None:
+            put(spool, encoded)
+            with self._changed:
+                self._parts[encoded.step] = set(encoded.body)
+                self._changed.notify_all()
+
+        Spool.put = noted  # type: ignore[method-assign, assignment]
+
+    def wait_for(self, number: int, parts: set[str]) -> None:
+        with self._changed:
+            came = self._changed.wait_for(lambda: parts <= self._parts.get(number, set()), MAX_SECONDS)
+        assert came, (number, parts, self._parts)
+
+
+class HangingModel(nn.Module):
+    """Calls `hang` in its forward number NUM_PASSES."""
+
+    def __init__(self, hang: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.hang = hang
+        self.num_forwards = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards > NUM_PASSES:
+            self.hang()
+        loss: Tensor = (self.weight * input_ids).sum()
+        return loss
+
+
+def train(model: HangingModel, folder: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording(model, folder, flight_recorder=4)
+    while True:
+        model(torch.ones(2, 4, dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dies_soon_in_a_forward(folder: Path, ready: Callable[[], None]) -> None:
+    """The writer's thread has done what the forward before roused it for, and is not roused again."""
+    background_writer.MAX_LULL_SECONDS = 10.0**6
+    spooled = Spooled()
+
+    def hang() -> None:
+        spooled.wait_for(NUM_PASSES - 1, {"tensors"})
+        wait_for_a_signal(ready)
+
+    train(HangingModel(hang), folder)
+
+
+def hangs_in_a_forward(folder: Path, ready: Callable[[], None]) -> None:
+    spooled = Spooled()
+
+    def hang() -> None:
+        spooled.wait_for(NUM_PASSES, {"tensors"})
+        wait_for_a_signal(ready)
+
+    train(HangingModel(hang), folder)
+
+
+def hangs_after_a_step(folder: Path, ready: Callable[[], None]) -> None:
+    spooled, model = Spooled(), HangingModel(lambda: None)
+
+    def hang(*_: object) -> None:
+        if model.num_forwards > NUM_PASSES:
+            spooled.wait_for(NUM_PASSES, {"outputs", "weights", "step"})
+            wait_for_a_signal(ready)
+
+    torch.optim.Optimizer.zero_grad = hang  # type: ignore[method-assign, assignment]
+    train(model, folder)
+
+
 def leaves_without_closing(folder: Path, ready: Callable[[], None]) -> None:
     model = TinyModel()
     recording(model, folder)
@@ -146,6 +234,9 @@ JOBS = {
     "os._exit": (leaves_at_once, None),
     "SIGABRT": (aborts, None),
     "SIGKILL": (waits_for_the_disk, signal.SIGKILL),
+    "SIGKILL soon in a forward": (dies_soon_in_a_forward, signal.SIGKILL),
+    "SIGKILL in a forward": (hangs_in_a_forward, signal.SIGKILL),
+    "SIGKILL after a step": (hangs_after_a_step, signal.SIGKILL),
     "left open": (leaves_without_closing, None),
 }
 

@@ -6,13 +6,17 @@ Parity itself starts processes for every run; here all runs of one kind of world
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 from transformers import AutoConfig
 
+from replay.compare.differences import compare
 from replay.option_parsing import command_line
 from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.parity.plan import Cell, Here, plan
@@ -20,13 +24,17 @@ from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
 from replay.parity.state import Row, State
 from replay.runlog.reader import PastRun
 from replay.shipped_inputs import edge_folder
+from replay.tracing.distances import distances
 from replay.tracing.first_difference import FirstDifference, first_difference
+from replay.tracing.reader import TracedRun
 from tests.helpers.commands import ROOT
 from tests.helpers.faults import Fault
 from tests.helpers.sharded import MODELS, SIZES
 from tests.warm import warm_bin
 
 World = tuple[int, int, int]  # processes, tp, ring
+Log = TypeVar("Log", PastRun, TracedRun)
+Found = TypeVar("Found")
 
 NUM_INPUTS = 4
 OF_MODEL = {
@@ -122,6 +130,30 @@ def run_command(arguments: Sequence[str], fault: str) -> None:
     """A command of `replay` in one process, with the fault."""
     program = ["-m", "tests.helpers.faulty_command", fault or "none"]
     subprocess.run([sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@contextmanager
+def comparing_once() -> Iterator[None]:
+    """Read each run once, and compare each pair once: clean runs are in the answer about every fault."""
+
+    def once(compared: Callable[[Log, Log], Found]) -> Callable[[Log, Log], Found]:
+        known: dict[tuple[Path, Path], Found] = {}
+
+        def remembered(one: Log, other: Log) -> Found:
+            pair = one.folder, other.folder
+            if pair not in known:
+                known[pair] = compared(one, other)
+            return known[pair]
+
+        return remembered
+
+    with (
+        patch.object(PastRun, "read", cache(PastRun.read)),
+        patch.object(TracedRun, "read", cache(TracedRun.read)),
+        patch("replay.parity.results.compare", once(compare)),
+        patch("replay.tracing.first_difference.distances", once(distances)),
+    ):
+        yield
 
 
 @dataclass(slots=True)

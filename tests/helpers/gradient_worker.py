@@ -2,10 +2,11 @@
 
     torchrun ... -m tests.helpers.gradient_worker JOBS.json [TP [RING]]
 
-JOBS.json is a list of {"arguments": [of replay], "gradients": "FILE.pt", "sabotage": NAME, "shapes": "FILE.json"}; the
-last two may be left out. FILE.pt is a list with a dict for each accumulation window: parameter name to whole gradient,
-fp32, as it was before clipping and stepping. FILE.json lists the shapes of all plain floating tensors that forward and
-backward made on rank 0. NAME is one of tests.helpers.sabotage.
+JOBS.json is a list of {"arguments": [of replay], "gradients": "FILE.pt", "sabotage": NAME, "shapes": "FILE.json",
+"inductor": true}; the last three may be left out. Without the last, what is compiled has graphs alone. FILE.pt is a
+list with a dict for each accumulation window: parameter name to whole gradient, fp32, as it was before clipping and
+stepping. FILE.json lists the shapes of all plain floating tensors that forward and backward made on rank 0. NAME is
+one of tests.helpers.sabotage.
 """
 
 import json
@@ -27,7 +28,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
 from replay.runner.session import run_in
-from tests.helpers.replay_worker import PATIENCE
+from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -83,6 +84,8 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "sabotage" in job:
             stack.enter_context(rows_unproved())
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
+        if "inductor" not in job:
+            stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.pass_runner.open_backend", opened))
         spec = app([*job["arguments"], *PATIENCE], standalone_mode=False).args[0]
         code = run_in(world, spec, show_traceback=True)
@@ -96,7 +99,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
 def main() -> int:
     torch.set_num_threads(1)
     tp, ring = (int(text) for text in [*sys.argv[2:], "1", "1"][:2])
-    with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world:
+    with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world, proved_once():
         return max([_replay(job, world) for job in json.loads(Path(sys.argv[1]).read_text())])
 
 

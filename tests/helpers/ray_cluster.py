@@ -6,12 +6,16 @@ Where that is not allowed, its disk has another path. What tells the path on eac
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from tests.warm import warm_bin
 
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -59,6 +63,13 @@ def cluster_with_head(*, num_cpus: int, **head: Any) -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def warm_cluster(*, num_cpus: int) -> Iterator[Any]:
+    """Start one whose workers have imported already what a replay imports; until its end so has `sys.executable`."""
+    with patch.object(sys, "executable", str(warm_bin() / "python")), cluster_with_head(num_cpus=num_cpus) as cluster:
+        yield cluster
 
 
 @contextmanager

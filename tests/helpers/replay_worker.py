@@ -5,11 +5,19 @@ COMMANDS.json is a list of lists of `replay` arguments. Starting a process for e
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from transformers import PretrainedConfig
 
-from actor_init.spec import ParallelSpec
+from actor_init.head_form import HeadForm
+from actor_init.probe import head_probe, layout_choice
+from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
 from replay.cli import app, leave
 from replay.runner.session import run_in
@@ -17,10 +25,38 @@ from replay.runner.session import run_in
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
 
 
+def graphs_alone() -> AbstractContextManager[Any]:
+    """Let `--compile` make graphs, forward and backward, and run them without kernels, which take seconds each."""
+    return patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@contextmanager
+def proved_once() -> Iterator[None]:
+    """Prove once in this process, and not in each replay, what a model's rows and its head allow."""
+    chosen, form_of = layout_choice._chosen, head_probe.form_of
+    choices: dict[object, layout_choice.Choice] = {}
+    forms: dict[object, HeadForm] = {}
+
+    def choose(spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_given: bool) -> layout_choice.Choice:
+        key = spec.packs, spec.attention, spec.dtype, spec.backend, spec.parallel, repr(config), where, is_given
+        if key not in choices:
+            choices[key] = chosen(spec, config, where, is_given)
+        return choices[key]
+
+    def form(config: PretrainedConfig, device: torch.device) -> HeadForm:
+        key = repr(config), device
+        if key not in forms:
+            forms[key] = form_of(config, device)
+        return forms[key]
+
+    with patch.object(layout_choice, "_chosen", choose), patch.object(head_probe, "form_of", form):
+        yield
+
+
 def main() -> int:
     torch.set_num_threads(1)
     tp = int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    with World.from_env(ParallelSpec(tp=tp)) as world:
+    with World.from_env(ParallelSpec(tp=tp)) as world, proved_once():
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()

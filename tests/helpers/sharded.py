@@ -61,6 +61,7 @@ class Job(NamedTuple):
     sabotage: str = ""
     shapes: bool = False
     backend: str = "fsdp2"
+    inductor: bool = False  # compile to kernels, and not to graphs alone
 
     @property
     def parallel(self) -> tuple[int, int]:
@@ -161,6 +162,7 @@ def replay_jobs(jobs: Sequence[Job], folders: Mapping[str, Path], home: Path) ->
             {"arguments": arguments, "gradients": str(outcome.gradients)}
             | ({"sabotage": job.sabotage} if job.sabotage else {})
             | ({"shapes": str(outcome.home / "shapes.json")} if job.shapes else {})
+            | ({"inductor": True} if job.inductor else {})
         )
     for number, ((num_processes, parallel), table) in enumerate(worlds.items()):
         replay_all(table, home / f"jobs{number}.json", num_processes=num_processes, parallel=parallel)

@@ -134,9 +134,11 @@ def main() -> int:
         from replay.cli import main as replay
 
         return replay(sys.argv[2:])
+    from tests.helpers.replay_worker import graphs_alone
     from tests.helpers.replay_worker import main as replays
 
-    return replays()
+    with graphs_alone():
+        return replays()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from replay.processes.launch import visible_gpus
 from replay.processes.pool import Task, _Running, run_child, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
+from tests.warm import warm_bin
 
 WAIT = "time.sleep(0.01)"
 
@@ -243,7 +244,7 @@ def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Pat
     task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=300)
     child = run_child(task)
     assert child.exit_code == 0, child.output.read_text()
-    by_hand = [sys.executable, "replay", *arguments, "--log-folder", str(tmp_path / "b")]
+    by_hand = [str(warm_bin() / "python"), "replay", *arguments, "--log-folder", str(tmp_path / "b")]
     subprocess.run(by_hand, cwd=ROOT, check=True, capture_output=True)
 
     def numbers(logs: Path) -> list[Any]:

@@ -142,7 +142,7 @@ def test_help_needs_neither_torch_nor_rich() -> None:
 def test_what_was_not_the_same_work_is_refused(
     tmp_path: Path, capsys: Captured, changes: dict[str, Any], says: str
 ) -> None:
-    a = write_log(tmp_path / "a", ONE)
+    a = write_log(tmp_path / "a", ONE, typed="--name reference")
     b = write_log(tmp_path / "b", changes.pop("records", ONE), **changes)
     line = refusal(capsys, a, b)
     assert line.startswith(f"{b} did not do the work of {a}: {says}")

@@ -26,6 +26,8 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.sharded import SIZES
 from tests.warm import warm_bin
 
+pytestmark = pytest.mark.usefixtures("proofs_once")
+
 EVERY = [
     "attention kernel",
     "loss, four ways",

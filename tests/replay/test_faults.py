@@ -4,11 +4,13 @@ Those of one model without `--step`: `benchmarks/thirty_faults.py` has the other
 its own.
 """
 
+from collections.abc import Iterator
+
 import pytest
 
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
-from tests.helpers.fault_campaign import Campaign, grounds_for, is_traceable
+from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for, is_traceable
 from tests.helpers.faults import FAULTS, Fault
 
 OF_PARITY = [
@@ -17,11 +19,12 @@ OF_PARITY = [
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     home = tmp_path_factory.mktemp("faults")
     campaign = Campaign(home=home, grounds=grounds_for(OF_PARITY, home), faults=OF_PARITY)
     campaign.replay()
-    return campaign
+    with comparing_once():
+        yield campaign
 
 
 @pytest.mark.parametrize("fault", OF_PARITY, ids=lambda fault: fault.name)

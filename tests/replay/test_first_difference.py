@@ -21,6 +21,8 @@ from tests.helpers.made_logs import passed, write_log
 from tests.helpers.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.helpers.tracing_faults import FAULTS, change_border, in_module
 
+pytestmark = pytest.mark.usefixtures("proofs_once")
+
 Run = Callable[..., Path]
 
 

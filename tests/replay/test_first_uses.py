@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actor_init.attention import kernels
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
 from replay.loss import negated_mean
@@ -214,3 +215,43 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
     uses.begin()
     assert Autotuner()._bench(config="b") == "b"
     assert uses.end() == [FirstUse.AUTOTUNED]
+
+
+@pytest.mark.usefixtures("one_world")
+def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.runner.pass_runner.kernel_name", lambda *_: kernels.CUDNN_PACKED)
+    folder = captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
+    records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor")
+    marked = [one.index for one in records if FirstUse.PLAN in one.first_uses]
+    assert marked == [0, 1, 4]
+    assert statistics.left_out == {WARMUP: 1, FIRST_USES[FirstUse.PLAN]: 2}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lengths", "calls"),
+    [
+        (kernels.CUDNN_PACKED, [5, 1, 7, 5], {(1, 5), (1, 7)}),
+        (kernels.CUDNN_PADDED, [], {(2, 5000)}),
+        (kernels.FLASH_OR_CUDNN, [5000], {(1, 5000)}),
+        (kernels.FLASH_OR_CUDNN, [2500, 2500], set()),
+        (kernels.FLASH_PACKED, [5000], set()),
+        ("sdpa", [], set()),
+    ],
+)
+def test_what_cudnns_attention_is_called_for(kernel: str, lengths: list[int], calls: set[tuple[int, int]]) -> None:
+    assert kernels.cudnn_calls(kernel, 1 if lengths else 2, 5000, lengths) == calls
+
+
+def test_a_short_row_of_one_document_is_not_for_cudnn() -> None:
+    assert kernels.cudnn_calls(kernels.FLASH_OR_CUDNN, 1, kernels.LONG - 1, [kernels.LONG - 1]) == set()
+
+
+def test_a_pass_that_failed_leaves_its_plan_to_the_next() -> None:
+    uses = FirstUses(CPU)
+    uses.begin([1])
+    uses.begin([1])
+    assert uses.end() == [FirstUse.PLAN]
+    uses.begin([1])
+    assert uses.end() == []

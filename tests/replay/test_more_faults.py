@@ -3,13 +3,15 @@
 Those that one process shows, one for each kind: `benchmarks/more_faults.py` has all fifteen.
 """
 
+from collections.abc import Iterator
+
 import pytest
 
 from actor_init.spec import Attention
 from replay.parity.matrix import edges, quick
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Role
-from tests.helpers.fault_campaign import Campaign, grounds_for
+from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for
 from tests.helpers.faults import Fault
 from tests.helpers.more_faults import MORE_FAULTS
 
@@ -18,12 +20,13 @@ OF_EDGES = ("short_documents_go_on", "empty_rows_counted")
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     home = tmp_path_factory.mktemp("faults")
     faults = [MORE_FAULTS[name] for name in (*HERE, *OF_EDGES)]
     campaign = Campaign(home=home, grounds=grounds_for(faults, home), faults=faults, traced=False)
     campaign.replay()
-    return campaign
+    with comparing_once():
+        yield campaign
 
 
 @pytest.mark.parametrize("name", [*HERE, *OF_EDGES])

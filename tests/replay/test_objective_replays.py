@@ -164,6 +164,19 @@ def test_what_was_not_noted_is_named_before_the_model_is_opened(
     assert not logs.exists()
 
 
+def test_action_tokens_without_a_log_prob_are_counted_where_the_loss_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that gives padding an advantage has another loss, and the reason is said."""
+    rollouts = [one | {"action_mask": torch.ones_like(one["action_mask"])} for one in make_rollouts()]
+    monkeypatch.setattr("tests.helpers.policy_job.make_rollouts", lambda _: rollouts)
+    job = train(tmp_path / "job")
+    _, run = replayed(job, tmp_path / "logs", "--loss", "policy")
+    verdict = run["verdict"]
+    assert verdict["outcome"] == "UNSETTLED"
+    assert "3 of the job's 12 action tokens are padding or follow no token" in verdict["open"][0]["doubt"]
+
+
 def test_diagnose_refuses_an_objective(capsys: pytest.CaptureFixture[str]) -> None:
     assert replay_main(["diagnose", "--loss", "policy"]) == 2
     assert "diagnose learns its inputs, so --loss policy is not for it. Try: --loss stand-in" in capsys.readouterr().err

@@ -224,6 +224,11 @@ def test_what_is_missing_is_named() -> None:
     refused = Recorded(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
+    by_divisor = Objective.of(run_spec({"loss": "policy", "reduction": "divisor"}))
+    assert by_divisor is not None
+    with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or --divisor X"):
+        by_divisor.check(inputs.recorded)
+    by_divisor.check(Recorded(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
     with pytest.raises(ObjectiveError, match="no action mask, no labels"):
         policy.check(Recorded(**{**fields_of(inputs.recorded), "has_action_mask": False}))
     with pytest.raises(ObjectiveError, match="3 sequences are no pairs"):
@@ -251,6 +256,9 @@ def halved(inputs):
 
 def wrong(inputs):
     return inputs.log_probs_BA
+
+def constant(inputs):
+    return torch.tensor(1.0)
 """
 
 
@@ -266,6 +274,19 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
     assert wrong is not None
     with pytest.raises(ObjectiveError, match=r"returned a tensor of shape \[4, 7\]; it must return a tensor of one"):
         wrong(made())
+    constant = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:constant"}))
+    assert constant is not None
+    with pytest.raises(ObjectiveError, match=r"own.py:constant returned a number without a gradient. Compute it from"):
+        constant(made())
+
+
+def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_loss.py").write_text("factor = 3.0")
+    text = "from beside_the_loss import factor\ndef loss(inputs):\n    return factor * inputs.log_probs_BA.sum()\n"
+    (tmp_path / "own.py").write_text(text)
+    objective, inputs = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
+    assert objective is not None
+    assert objective(inputs).item() == pytest.approx(3 * inputs.log_probs_BA.sum().item())
 
 
 @pytest.mark.parametrize(
@@ -288,8 +309,9 @@ def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: s
     ("text", "name", "said"),
     [
         (None, "loss", "No such file or directory"),
-        ("def other(inputs): ...", "loss", "has no function loss; it has other"),
-        ("1 / 0", "loss", "raised ZeroDivisionError"),
+        ("def other(inputs): ...", "loss", r"--loss own.py:loss: .*own.py has no function loss. It has other"),
+        ("1 / 0", "loss", r"--loss own.py:loss: it raised ZeroDivisionError: division by zero, at .*own.py:1"),
+        ("raise SystemExit(0)", "loss", "it raised SystemExit: 0"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None, name: str, said: str) -> None:

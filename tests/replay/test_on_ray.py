@@ -6,6 +6,7 @@ Needs the extra `ray`. The cluster has two nodes on this machine.
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -31,9 +32,9 @@ from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, read_log
 from replay.shipped_inputs import default_folder
 from replay.spec import MeasureSpec, RunSpec
-from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_with
-from tests.helpers.ray_cluster import cluster_with_head
+from tests.helpers.ray_cluster import warm_cluster
 
 Captured = pytest.CaptureFixture[str]
 Fds = pytest.CaptureFixture[str]  # of file descriptors
@@ -95,7 +96,7 @@ def test_a_cluster_that_cannot_be_had_is_one_line(
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    with cluster_with_head(num_cpus=2) as cluster:
+    with warm_cluster(num_cpus=2) as cluster:
         cluster.add_node(num_cpus=2)
         yield cluster
 
@@ -103,6 +104,17 @@ def ray_cluster() -> Iterator[Any]:
 @pytest.fixture
 def address(ray_cluster: Any) -> str:
     return str(ray_cluster.address)
+
+
+def test_what_is_bound_is_killed_with_the_process_that_started_it() -> None:
+    sleeper = [str(BIN / "python"), "-m", "replay.on_ray.bound", "tests.helpers.sleeping"]
+    starts = f"import subprocess, signal; subprocess.Popen({sleeper!r}); signal.pause()"
+    with subprocess.Popen([str(BIN / "python"), "-c", starts], cwd=ROOT, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == b"asleep\n"
+        starter.kill()
+        assert select.select([starter.stdout], [], [], LIMIT)[0]
+        assert starter.stdout.read() == b""  # nobody has it open any more
 
 
 def on_ray(address: str, typed: str, logs: Path) -> int:
@@ -126,7 +138,8 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     inputs, logs = tmp_path / "inputs", tmp_path / "ray"
     inputs.mkdir()
     options = "--dtype fp32 --backend fsdp2"
-    command = on_ray_command(address, f"--workers 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
+    _, *arguments = on_ray_command(address, f"--workers 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
+    command = [str(BIN / "python"), *arguments]  # a warm one would be outside of the namespace
     copy = f"cp {shlex.quote(str(default_folder()))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
     done = subprocess.run(

@@ -28,7 +28,7 @@ from replay.runlog.reader import PastRun
 from replay.spec import StateSpec
 from tests.helpers import doomed_training
 from tests.helpers.commands import LIMIT, ROOT
-from tests.helpers.ray_cluster import cluster_with_head
+from tests.helpers.ray_cluster import warm_cluster
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -69,7 +69,7 @@ def when(cluster: Cluster, is_time: Callable[[], object], *deeds: Callable[[], N
 def nodes() -> Iterator[TwoNodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # for nodes: a state counts when Ray Train has looked
-        with cluster_with_head(num_cpus=1) as cluster:
+        with warm_cluster(num_cpus=1) as cluster:
             yield TwoNodes(cluster)
 
 

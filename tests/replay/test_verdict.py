@@ -368,6 +368,21 @@ def test_a_model_with_dropout_differs_by_chance() -> None:
     assert judged(rollout, setting=replace(SETTING, dropout=["attention_dropout"])).outcome is Outcome.DIFFERS
 
 
+def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
+    """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
+    dropout = replace(SETTING, dropout=["attention_dropout"])
+    verdict = judged(recorded(RIGHT), recorded(WRONG, step=1), setting=dropout)
+    assert (verdict.outcome, verdict.counts) == (Outcome.UNSETTLED, {Outcome.REPRODUCED: 1, Outcome.UNSETTLED: 1})
+    assert "in other passes its masks are the job's" in str(verdict.reason)
+    assert judged(recorded(RIGHT, trains=False), recorded(WRONG, step=1), setting=dropout).outcome is Outcome.REPRODUCED
+    right_norm, wrong_norm = (Claim(name=GRAD_NORM, values=[value]) for value in (4.0, 8.0))
+    for norm, outcome in ((right_norm, Outcome.REPRODUCED), (wrong_norm, Outcome.DIFFERS)):
+        passes = recorded(RIGHT, right_norm), recorded(RIGHT, norm, step=1)
+        assert judged(*passes, setting=dropout).outcome is outcome
+    by_chance = recorded(WRONG, wrong_norm), recorded(WRONG, wrong_norm, step=1)
+    assert judged(*by_chance, setting=dropout).outcome is Outcome.CANNOT_TELL
+
+
 def test_a_row_of_few_tokens_has_a_wider_bound_and_is_named() -> None:
     rows = Claim(name=LOG_PROBS, values=[-30.0, -100.1], num_tokens=[30, 50])
     verdict = judged(recorded(rows))

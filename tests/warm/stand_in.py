@@ -1,16 +1,23 @@
 """A process that looks from outside like the program that a fork of the server runs for it. Standard library only."""
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
 
+BOUND = "replay.on_ray.bound"  # it ends with its parent; the fork's own parent is the server's
+PR_SET_PDEATHSIG = 1
+
 
 def main(address: str, first: list[str]) -> None:
+    if BOUND in sys.argv:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
+    environment = {**os.environ, "WARM_PARENT": str(os.getppid())}
+    request = json.dumps([[*first, *sys.argv[1:]], os.getcwd(), environment]).encode()
     socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
     connection.sendall(request)
     replies = connection.makefile()

@@ -1,0 +1,93 @@
+"""Compare replays of the same inputs under several options, in one process, in blocks that alternate.
+
+    python benchmarks/side_by_side.py --inputs FOLDER "--backend fsdp2" "--backend deepspeed"
+
+Each argument is one side. The first side once more is the control. A block is a pass over the inputs; the first block
+of each side is not measured. It prints real tokens a second, of forward and backward, and the ratio to the first side.
+"""
+
+import argparse
+import gc
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from actor_init.world import World
+from capture.file_format.capture_file import read_call
+from replay.cli import app
+from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.runner.meter import Meter
+from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.selection import select
+from replay.runner.session import resolve
+from replay.spec import RunSpec
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+Block = Callable[[], tuple[float, int]]  # one pass over the inputs: real tokens a second, peak in bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--common", default="", help="options of all sides")
+    parser.add_argument("--max-inputs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each side")
+    parser.add_argument("sides", nargs="+", metavar="OPTIONS")
+    arguments = parser.parse_args()
+    common = ["--inputs", str(arguments.inputs), "--max-inputs", str(arguments.max_inputs)]
+    common += shlex.split(arguments.common)
+    specs = [app([*common, *shlex.split(side)], standalone_mode=False).args[0] for side in arguments.sides]
+    with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
+        blocks = [_opened(spec, world, Path(folder)) for spec in specs]
+        names = [*arguments.sides, f"{arguments.sides[0]} (again)"]
+        blocks.append(blocks[0])
+        found: list[list[tuple[float, int]]] = [[] for _ in blocks]
+        for index in range(arguments.rounds + 1):
+            for name, block, results in zip(names, blocks, found, strict=True):
+                speed, highest = block()
+                print(f"{index} {name}: {speed:,.0f} real tokens/s", file=sys.stderr, flush=True)
+                if index:
+                    results.append((speed, highest))
+    print("| options | real tokens/s | of the first | peak GiB, all sides' weights included |")
+    print("| --- | --- | --- | --- |")
+    for name, results in zip(names, found, strict=True):
+        ratio = statistics.median(one[0] / first[0] for one, first in zip(results, found[0], strict=True))
+        peak = max(highest for _, highest in results) / 2**30
+        print(f"| {name} | {statistics.median(one for one, _ in results):,.0f} | {ratio:.3f} | {peak:.1f} |")
+    return 0
+
+
+def _opened(spec: RunSpec, world: World, folder: Path) -> Block:
+    selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
+    resolved = resolve(spec, world, selection, read_call(selection.inputs[0]), None)
+    spec, source = resolved.spec, resolved.source
+    actor = ReopenedActor(spec.actor, source, world)
+    meter = Meter.for_device(world.device)
+    runner = PassRunner(spec, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    print(dict(actor.backend.facts()), file=sys.stderr)
+
+    def block() -> tuple[float, int]:
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        seconds, tokens, peak = 0.0, 0, 0
+        for path in selection.inputs:
+            record, error = runner.replay(0, path)
+            if error:
+                raise error
+            seconds += phase_seconds(record)
+            tokens += record.real_tokens
+            peak = max(peak, peak_bytes(record))
+        return tokens / seconds, peak
+
+    return block
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Write every thread's Python stack, and tell from stacks where in a pass a rank is and which collectives it entered.
+
+A stack is text in faulthandler's format, so one reader reads both:
+
+    Thread 0x00007f0e3c1d2740 [MainThread] (most recent call first):
+      File "train.py", line 27 in compute_loss
+      File "torch/nn/modules/module.py", line 1787 in _call_impl
+
+Files of libraries keep their folder (`torch/nn/...`, `python3.11/threading.py`), those of the job are names alone.
+"""
+
+import _thread
+import contextlib
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, get_args
+
+import torch
+
+Place = Literal[
+    "before any forward",
+    "in forward",
+    "after forward",
+    "in backward",
+    "after backward",
+    "in the optimizer's step",
+    "after the optimizer's step",
+]
+PLACES: tuple[Place, ...] = get_args(Place)  # in the order in which a pass goes through them
+MAX_FRAMES = 100  # of a thread, the innermost
+MAX_TRACE_SECONDS = 1.0  # that the flight recorder of the process groups may take to answer
+_OWN_HANDLER = "capture/record/signal_handlers.py", "_handle"  # on top of what the signal interrupted
+_FRAME = re.compile(r'^\s*File "([^"\n]*)", line (\d+|\?\?\?),? in (.+?)\s*$', re.MULTILINE)
+_HEAD = re.compile(
+    r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]\n]*)\])? \(most recent call first\):", re.MULTILINE
+)
+_MAIN = "MainThread"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack: `train.py`, 27, `compute_loss`."""
+
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_of_library(self) -> bool:
+        return "/" in self.file or self.file.startswith("<")
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def all_stacks() -> str:
+    """Write the stacks of all threads, the main thread's last. Paths are those of the host."""
+    threads: Any = getattr(threading, "_active", {})  # enumerate would take a lock that an interrupted thread may hold
+    names = {ident: thread.name for ident, thread in list(threads.items())}
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    own = threading.get_ident()
+    order = sorted((ident for ident in frames if ident != own or ident == main), key=lambda ident: ident == main)
+    return "\n\n".join(
+        f"Thread 0x{ident:016x} [{_MAIN if ident == main else names.get(ident, '?')}] (most recent call first):\n"
+        + "\n".join(_lines(frames[ident]))
+        for ident in order
+    )
+
+
+def _lines(innermost: FrameType) -> Iterator[str]:
+    frames: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        file, function = _OWN_HANDLER
+        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
+            frames.clear()
+        else:
+            frames.append(frame)
+        frame = frame.f_back
+    for one in frames[:MAX_FRAMES]:
+        yield f'  File "{one.f_code.co_filename}", line {one.f_lineno} in {one.f_code.co_name}'
+
+
+def with_main_thread_named(text: str, ident: int | None) -> str:
+    """Mark the main thread in faulthandler's text."""
+    if ident is None:
+        return text
+    return re.sub(rf"^((?:Current thread|Thread) 0x0*{ident:x})(?= \()", rf"\1 [{_MAIN}]", text, flags=re.MULTILINE)
+
+
+def main_stack(stacks: str) -> list[Frame]:
+    """Return the main thread's frames, the innermost first; of the last thread if none is marked as the main one."""
+    heads = list(_HEAD.finditer(stacks))
+    if not heads:
+        return []
+    ends = [head.start() for head in heads[1:]] + [len(stacks)]
+    chosen = next((number for number, head in enumerate(heads) if head[2] == _MAIN), len(heads) - 1)
+    return _frames(stacks[heads[chosen].end() : ends[chosen]])
+
+
+def traceback_frames(traceback: str) -> list[Frame]:
+    """Return the frames of an exception's traceback, the innermost first."""
+    return _frames(traceback)[::-1]
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(*match.groups()) for match in _FRAME.finditer(text)]
+
+
+def refined(place: Place, frames: Sequence[Frame]) -> Place:
+    """Correct what the hooks saw last by the main thread's stack, which alone shows where a backward ends."""
+    if place in ("before any forward", "in forward"):
+        return place
+    if any(frame.function == "_engine_run_backward" for frame in frames):
+        return "in backward"
+    if any(frame.file.startswith("torch/optim/") or "torch/optim/" in frame.file for frame in frames):
+        return "in the optimizer's step"
+    if place == "in backward" and frames:
+        return "after backward"
+    return place
+
+
+def collectives_entered() -> dict[str, int]:
+    """Count the collectives that this rank has entered, by the name of the process group; empty where torch differs."""
+    counted: dict[str, int] = {}
+    with contextlib.suppress(Exception):
+        groups: Any = torch.distributed.distributed_c10d._world.pg_names
+        for group in list(groups):
+            if group.size() > 1:
+                counted[str(group.group_name)] = int(group._get_sequence_number_for_group())
+    return counted
+
+
+def last_collective() -> str:
+    """Ask torch's flight recorder of collectives (NCCL's) for the last one of each process group.
+
+    Empty where it keeps none. It is asked in a thread: a driver that hangs may not let it answer.
+    """
+    found: list[str] = []
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            known: Any = torch._C._distributed_c10d
+            for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+                if not found and hasattr(known, name):
+                    found.append(described_trace(json.loads(getattr(known, name)())))
+                    found[:] = [text for text in found if text]
+        answered.set()
+
+    if "torch._C._distributed_c10d" in sys.modules and torch.distributed.is_initialized():
+        _thread.start_new_thread(ask, ())
+        answered.wait(MAX_TRACE_SECONDS)
+    return "".join(found[:1])
+
+
+def described_trace(trace: Mapping[str, Any]) -> str:
+    """Describe each process group's last collective in a dump: `all_reduce 12 of default_pg, [4] Float, started`."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for entry in trace.get("entries", ()):
+        if not entry.get("is_p2p"):
+            last[":".join(map(str, entry.get("process_group", ())))] = entry
+    return "; ".join(_described_entry(entry) for entry in last.values())[:2000]
+
+
+def _described_entry(entry: Mapping[str, Any]) -> str:
+    group = [str(part) for part in entry.get("process_group", ())]
+    name = str(entry.get("profiling_name", "")).partition(":")[2] or str(entry.get("profiling_name", ""))
+    sizes = " ".join(f"[{', '.join(map(str, size))}]" for size in entry.get("input_sizes", ()))
+    kinds = " ".join(dict.fromkeys(map(str, entry.get("input_dtypes", ()))))
+    parts = [f"{name} {entry.get('collective_seq_id')} of {group[-1] if group else 'a group'}"]
+    parts += [text for text in (f"{sizes} {kinds}".strip(), str(entry.get("state", ""))) if text]
+    return ", ".join(parts)

@@ -1,0 +1,43 @@
+"""Run `replay hang FOLDER`: salvage, read, judge, print."""
+
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from capture.file_format.micro_batch import CaptureError
+from capture.record.salvage import salvage_for_reading
+from replay.hang.last_seen import last_seen
+from replay.hang.partings import partings
+from replay.hang.schedule import read_schedules
+from replay.hang.text import post_mortem, schedule_pairs
+from replay.report.printing import open_console, print_pairs
+from replay.report.text import Pairs
+
+
+def report(folder: Path, *, equal_shapes: bool) -> int:
+    """Print what happened to the folder's last job, and whether its ranks' passes fit together; return the exit code.
+
+    Raises UsageError for a folder that is none, that holds nothing of a recording, or a damaged file.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}. Try: replay hang inputs/sample")
+    in_memory = salvage_for_reading(folder)
+    try:
+        seen = last_seen(folder)
+        schedules = read_schedules(folder)
+    except CaptureError as error:
+        raise UsageError(f"{error}. What is damaged, all of it: capture check {folder}") from None
+    if not seen and not schedules and in_memory is None:
+        raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
+    happened = post_mortem(seen)
+    pairs: Pairs = [("folder", str(folder))]
+    pairs += [] if in_memory is None else [("incident", in_memory)]
+    pairs += happened
+    parts = False
+    for number, schedule in enumerate(schedules):
+        is_last = number == len(schedules) - 1
+        found = partings(schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(seen))
+        pairs += schedule_pairs(schedule, found)
+        parts |= bool(found)
+    print_pairs(open_console(None), pairs)
+    return 1 if happened or parts or in_memory is not None else 0

@@ -1,0 +1,85 @@
+"""Describe what one trial of `replay minimise` replays: parts of captures, options, processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from replay.option_parsing import Toggle, command_line, spec_of, toggles
+from replay.spec import RunSpec
+
+NAMING = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")  # files and folders
+SET_HERE = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")  # by minimise, in every trial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The rows, and the columns from `first` to before `end`, of the capture with the number `source`."""
+
+    source: int
+    rows: tuple[int, ...]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """What a trial replays: `arguments` are those of a replay, without its inputs and its log folder."""
+
+    cuts: tuple[Cut, ...]
+    arguments: tuple[str, ...]
+    num_processes: int = 1
+
+    @classmethod
+    def of(cls, cuts: Sequence[Cut], spec: RunSpec, num_processes: int) -> "Candidate":
+        return cls(cuts=tuple(cuts), arguments=tuple(_words(spec)), num_processes=num_processes)
+
+    @property
+    def spec(self) -> RunSpec:
+        """Return the spec of its replay, without inputs. Raises UsageError if the options contradict each other."""
+        return spec_of(self.arguments)
+
+    @property
+    def given(self) -> list[Toggle]:
+        """Return the options that are given."""
+        return given_in(self.spec)
+
+    def with_cut(self, place: int, **changes: Any) -> "Candidate":
+        cuts = list(self.cuts)
+        cuts[place] = replace(cuts[place], **changes)
+        return replace(self, cuts=tuple(cuts))
+
+    def without(self, dropped: Sequence[Toggle]) -> "Candidate":
+        """Return it without these options. Raises UsageError if the rest contradict each other."""
+        spec = self.spec
+        kept = [toggle for toggle in self.given if toggle not in dropped]
+        words = [word for toggle in kept for word in toggle.as_typed(toggle.value_in(spec))]
+        return replace(self, arguments=tuple(_words(spec_of(words))))
+
+    def with_option(self, flag: str, value: Any) -> "Candidate":
+        """Return it with the option `flag` set. Raises UsageError if that contradicts the others."""
+        toggle = next(one for one in toggles() if one.flag == flag)
+        spec = self.spec
+        words = [word for one in self.given if one != toggle for word in one.as_typed(one.value_in(spec))]
+        return replace(self, arguments=tuple(_words(spec_of([*words, *toggle.as_typed(value)]))))
+
+
+def given_in(spec: RunSpec) -> list[Toggle]:
+    """Return the options of a spec that are not at their default and that minimise does not set itself."""
+    given: dict[tuple[str, str], Toggle] = {}
+    for toggle in toggles():
+        value = toggle.value_in(spec)
+        is_default = value == toggle.default or (toggle.is_switch and toggle.sets != value)
+        if toggle.field not in SET_HERE and not is_default:
+            given.setdefault((toggle.part, toggle.field), toggle)  # a field's own option comes before its switches
+    return list(given.values())
+
+
+def _words(spec: RunSpec) -> list[str]:
+    return command_line(without_inputs(spec))
+
+
+def without_inputs(spec: RunSpec) -> RunSpec:
+    """Return the spec with the defaults of what minimise sets in every trial."""
+    defaults = {toggle.field: toggle.default for toggle in toggles() if toggle.field in SET_HERE}
+    log_folder = defaults.pop("log_folder")
+    return replace(spec, inputs=replace(spec.inputs, **defaults), measure=replace(spec.measure, log_folder=log_folder))

@@ -1,0 +1,114 @@
+"""Declare the options of `replay minimise`: its own, and those of the replay that fails."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.processes.launch import refuse_launcher
+from replay.spec import RunSpec
+
+if TYPE_CHECKING:
+    from replay.minimise.state import Limits
+
+Given = tuple[int | None, float | None, int | None]  # limits that were typed: tries, seconds of a run, runs
+
+TRIES, RUN_SECONDS, NUM_RUNS = 3, 600.0, 40
+
+
+def _serves_minimise(toggle: Toggle) -> bool:
+    """Does the option apply? Nothing is saved, and a trial has a name of its own."""
+    return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
+
+
+@partial(with_options, serves=_serves_minimise)
+def minimise(
+    processes: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help="Processes of the replay that fails, as a launcher would start them. (default: tp x ring)",
+    ),
+    tries: int | None = typer.Option(
+        None, min=1, metavar="N", show_default=False, help=f"Runs to see it fail, at most. (default: {TRIES})"
+    ),
+    run_timeout: float | None = typer.Option(
+        None,
+        min=1.0,
+        metavar="X",
+        show_default=False,
+        help=f"Seconds for one run; what has not ended then hangs. (default: {RUN_SECONDS:.0f})",
+    ),
+    max_runs: int | None = typer.Option(
+        None, min=1, metavar="N", show_default=False, help=f"Runs of the search, at most. (default: {NUM_RUNS})"
+    ),
+    parity: Path | None = typer.Option(  # noqa: B008
+        None, metavar="PATH", help="A folder that parity left: minimise what its --cell differs in."
+    ),
+    cell: str | None = typer.Option(None, metavar="NAME", help="Name of a cell of --parity that DIFFERS."),
+    redact: bool = typer.Option(False, "--redact", help="Take the text out of the inputs, if they still fail so."),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Go on with what a folder of minimise's holds; nothing is run twice."
+    ),
+    **given: Any,
+) -> Action:
+    """Find the fewest files, rows, tokens, layers, ranks and options with which a replay still fails.
+
+    Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
+    processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
+    """
+    limits = (tries, run_timeout, max_runs)
+    own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
+    if go_on is not None:
+        if typed := [name for name, value in {**own, **given}.items() if value is not None]:
+            option = f"--{typed[0].replace('_', '-')}"
+            raise UsageError(f"--continue takes its options from that folder. Leave out {option}")
+        return partial(_go_on, go_on, limits)
+    if parity is not None or cell is not None:
+        if parity is None or cell is None:
+            raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
+        others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
+        if typed := [name for name, value in others.items() if value is not None]:
+            option = f"--{typed[0].replace('_', '-')}"
+            raise UsageError(f"--cell {cell!r} has its options from {parity}. Leave out {option}")
+        return partial(_minimise_cell, parity, cell, run_spec(given).measure.log_folder, limits, redact)
+    return partial(_minimise, run_spec(given), processes, limits, redact)
+
+
+def _minimise(spec: RunSpec, processes: int | None, limits: Given, redact: bool) -> int:
+    from replay.minimise import runs
+
+    refuse_launcher("minimise")
+    return runs.begin(spec, processes, _bounds(limits), redact=redact)
+
+
+def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: bool) -> int:
+    from replay.minimise import runs
+
+    refuse_launcher("minimise")
+    return runs.begin_with_cell(parity, cell, logs, _bounds(limits), redact=redact)
+
+
+def _bounds(limits: Given) -> "Limits":
+    from replay.minimise.state import Limits
+
+    tries, run_timeout, max_runs = limits
+    return Limits(tries=tries or TRIES, run=run_timeout or RUN_SECONDS, num_runs=max_runs or NUM_RUNS)
+
+
+def _go_on(folder: Path, limits: Given) -> int:
+    from replay.minimise import runs
+
+    refuse_launcher("minimise")
+    tries, run_timeout, max_runs = limits
+    return runs.go_on(
+        folder,
+        lambda old: replace(
+            old, tries=tries or old.tries, run=run_timeout or old.run, num_runs=max_runs or old.num_runs
+        ),
+    )

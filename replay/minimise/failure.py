@@ -1,0 +1,232 @@
+"""Tell what failed in a replay that ran in processes of its own, and whether two failures are the same one.
+
+exception    by type, and by message with numbers, paths and file names masked
+not finite   a loss, log-probs or a gradient norm is nan or infinite
+differs      the verdict is DIFFERS, by quantity; unsettled likewise
+hang         no end within the limit, or no progress within --timeout
+died         a process was ended by a signal, such as the system's for memory
+"""
+
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from replay.processes.pool import Child
+from replay.report.text import one_line
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import RUN_FILE, read_log
+from replay.verdict.findings import Status
+from replay.verdict.job_values import LOG_PROBS
+from replay.verdict.judge import Outcome
+
+_PLACE = re.compile(r"row (\d+), token (\d+)")
+_ROW = re.compile(r"row (\d+)")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
+_FILE = re.compile(r"[^\s:,;'\"()\[\]]*(?:/[^\s:,;'\"()\[\]]*|\.pkl)")
+_TYPED = re.compile(r"(?:rank \d+: )?(\w*(?:Error|Exception|Interrupt|Exit|Warning)\w*): (.*)")
+ADVICE = ". --traceback shows where"
+
+
+class Kind(StrEnum):
+    EXCEPTION = "exception"
+    NOT_FINITE = "not finite"
+    DIFFERS = "differs"
+    UNSETTLED = "unsettled"
+    HANG = "hang"
+    DIED = "died"
+    PARITY = "parity"
+
+
+OF_THE_JOB = (Kind.DIFFERS, Kind.UNSETTLED)  # a difference from what the job recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What failed. The fields above `said` tell one failure from another.
+
+    error_type  of an exception, or the name of the signal that ended a process
+    message     of an exception, masked; empty of out of memory, whose numbers and words vary
+    quantities  that are not finite, or that differ
+    said        what was printed or recorded
+    index       the pass, from 0; None: not known
+    source      its capture
+    row, token  place in that capture, where the replay named one
+    bound       of sums of log-probs that differ; None of other quantities
+    """
+
+    kind: Kind
+    error_type: str = ""
+    message: str = ""
+    quantities: tuple[str, ...] = ()
+    said: str = ""
+    index: int | None = None
+    source: str | None = None
+    row: int | None = None
+    token: int | None = None
+    bound: float | None = None
+
+    def is_same_as(self, other: "Failure") -> bool:
+        """Is it the same failure? Of quantities one in common is enough."""
+        if (self.kind, self.error_type, self.message) != (other.kind, other.error_type, other.message):
+            return False
+        return not self.quantities or bool({*self.quantities} & {*other.quantities})
+
+    @property
+    def text(self) -> str:
+        """Say it in one line."""
+        where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
+        if self.kind is Kind.EXCEPTION:
+            return f"{self.error_type}{where}: {self.said}"
+        what = " and ".join(self.quantities)
+        return f"{self.kind}{f' ({what})' if what else ''}{where}: {self.said}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """The log of a replay that has ended; empty if it did not get that far."""
+
+    run: Mapping[str, Any] = field(default_factory=dict)
+    records: Sequence[PassRecord] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> "Log":
+        """Read the only log below `folder`."""
+        found = sorted(folder.glob(f"*/{RUN_FILE}"))
+        if not found:
+            return cls()
+        run, records = read_log(found[0].parent)
+        return cls(run=run, records=records)
+
+
+def failure_of(child: Child) -> Failure | None:
+    """Return what failed first in a replay; None if nothing did, or if it refused its options."""
+    if child.is_refusal:
+        return None
+    log = Log.of(child.logs)
+    ways = (_hang, _of_ranks, _in_a_pass, _died, _not_finite, _verdict, _at_the_start)
+    return next((found for way in ways if (found := way(child, log)) is not None), None)
+
+
+def masked(message: str) -> str:
+    """Return a message without what differs between inputs: numbers, paths and file names."""
+    return _NUMBER.sub("N", _FILE.sub("FILE", one_line(message)))
+
+
+def _exception(error_type: str, message: str, **where: Any) -> Failure:
+    is_memory = "OutOfMemory" in error_type
+    return Failure(
+        kind=Kind.EXCEPTION,
+        error_type=error_type,
+        message="" if is_memory else masked(message),
+        said=one_line(message),
+        **where,
+    )
+
+
+def _hang(child: Child, log: Log) -> Failure | None:
+    failure = log.run.get("failure") or {}
+    if child.exit_code is not None and failure.get("kind") != "hung":
+        return None
+    said = failure.get("error") or f"not finished within {child.seconds:.0f} s"
+    position = _position(failure) if failure else {"index": len({record.index for record in log.records})}
+    return Failure(kind=Kind.HANG, said=str(said), **position)
+
+
+def _position(failure: Mapping[str, Any]) -> dict[str, Any]:
+    index = failure.get("index")
+    return {"index": index if isinstance(index, int) and index >= 0 else None, "source": failure.get("source")}
+
+
+def _of_ranks(child: Child, log: Log) -> Failure | None:
+    """Return the failure that ended all ranks, by the rank that failed first."""
+    failure = log.run.get("failure") or {}
+    where = _position(failure)
+    if failure.get("kind") == "died":
+        return Failure(kind=Kind.DIED, said=str(failure["error"]), **where)
+    if failure.get("kind") != "failed":
+        return None
+    own = next((one for one in log.records if one.rank == failure["rank"] and one.error is not None), None)
+    if own is not None:
+        return _exception(str(own.error_type), str(own.error), **where)
+    typed = _TYPED.match(str(failure.get("error")))
+    return _exception(*typed.groups(), **where) if typed else _exception("error", str(failure.get("error")), **where)
+
+
+def _in_a_pass(child: Child, log: Log) -> Failure | None:
+    failed = next((record for record in log.records if record.error is not None), None)
+    if failed is None:
+        return None
+    return _exception(str(failed.error_type), str(failed.error), index=failed.index, source=failed.source)
+
+
+def _died(child: Child, log: Log) -> Failure | None:
+    if child.exit_code is None or child.exit_code >= 0:
+        return None
+    name = signal.Signals(-child.exit_code).name
+    index = len({record.index for record in log.records})
+    return Failure(kind=Kind.DIED, error_type=name, said=f"a process was ended by {name}", index=index)
+
+
+def _not_finite(child: Child, log: Log) -> Failure | None:
+    is_fp16 = log.run.get("spec", {}).get("actor", {}).get("dtype") == "fp16"  # whose loss scale makes norms infinite
+    for record in log.records:
+        values: dict[str, Sequence[float | None]] = {
+            "loss": [record.loss],
+            "log-probs": record.row_log_probs,
+            "gradient norm": [] if is_fp16 else [record.grad_norm],
+        }
+        odd = [name for name, some in values.items() if any(one is not None and not math.isfinite(one) for one in some)]
+        if odd:
+            first = record.first_non_finite or "what came first is not known"
+            place = _PLACE.search(first)
+            return Failure(
+                kind=Kind.NOT_FINITE,
+                quantities=tuple(odd),
+                said=first,
+                index=record.index,
+                source=record.source,
+                row=int(place[1]) if place else None,
+                token=int(place[2]) if place else None,
+            )
+    return None
+
+
+def _verdict(child: Child, log: Log) -> Failure | None:
+    verdict = log.run.get("verdict") or {}
+    kinds = {Outcome.DIFFERS.value: Kind.DIFFERS, Outcome.UNSETTLED.value: Kind.UNSETTLED}
+    kind = kinds.get(verdict.get("outcome", ""))
+    if kind is None:
+        return None
+    status = Status.DIFFERS if kind is Kind.DIFFERS else Status.UNSETTLED
+    first = verdict["first"]
+    findings = [one for one in first["findings"] if one["status"] == status.value]
+    rows = [_ROW.fullmatch(str(one["where"])) for one in findings]
+    row = next((int(found[1]) for found in rows if found), None)
+    said = "; ".join(
+        f"{one['name']}{' of ' + one['where'] if one['where'] else ''}: {one['recorded']} in the job, "
+        f"{one['replayed']} here, {one['difference']} apart, bound {one['bound']}"
+        for one in findings[:1]
+    )
+    return Failure(
+        kind=kind,
+        quantities=tuple(dict.fromkeys(one["name"] for one in findings)),
+        said=said or str(verdict["reason"]),
+        index=first["index"],
+        source=first["source"],
+        row=row,
+        bound=next((one["bound"] for one in findings if one["name"] == LOG_PROBS), None),
+    )
+
+
+def _at_the_start(child: Child, log: Log) -> Failure | None:
+    """Return an error outside a pass. A run that has a verdict failed for a damaged file, or none of its own."""
+    if child.exit_code == 0 or log.run.get("verdict") is not None:
+        return None
+    said = child.error.removesuffix(ADVICE)
+    typed = _TYPED.match(said)
+    return _exception(*typed.groups()) if typed else _exception("error", said)

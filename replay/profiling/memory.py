@@ -1,0 +1,195 @@
+"""Run one pass with the CUDA allocator's history on, and say what held its peak.
+
+    held = held_at_peak(run, backend.model, spec, device, file)
+
+Each block in use at the peak is one of: weights, what the optimizer keeps, gradients, communication, the head,
+activations of a module, or other. Weights and gradients are told by address, the rest by when or where they were
+allocated.
+"""
+
+import pickle
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from actor_init.model import blocks_of
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.spec import ActorSpec
+from actor_init.tracing import traced_modules
+from replay.profiling.memory_advice import PassSize, savings
+from replay.profiling.memory_peak import Block, Peak, peak_of
+from replay.profiling.records import Holder, HolderKind, MemoryProfile
+
+MAX_EVENTS = 1_000_000  # of the history; a pass of 32 layers has about 30,000
+COMMUNICATING = ("_fsdp_collectives.py", "distributed_c10d.py", "deepspeed/runtime", "deepspeed/comm")
+HEAD = ("actor_init/head/", "actor_init/actor.py", "actor_init/parallel/vocab_parallel.py")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a block in a module's name
+
+
+@dataclass(kw_only=True)
+class History:
+    """What is known of the allocations of a pass besides the allocator's own history."""
+
+    device: torch.device
+    first: int = 0  # the allocator's count of allocations when the history began
+    begins: list[tuple[int, str | None]] = field(default_factory=list)  # from which allocation on, which module ran
+    forward_end: int | None = None  # allocations from here on are backward's
+    gradients: set[int] = field(default_factory=set)  # addresses, before the window ended
+    peak: int = 0
+    num_tokens: int = 0  # fed to the model on this rank
+    failed: Mapping[str, Any] | None = None  # the allocator's snapshot when it ran out of memory
+
+    def forward_ended(self) -> None:
+        self.forward_end = self.number()
+
+    def backward_ended(self, model: PreTrainedModel) -> None:
+        """Note where the gradients are, before the window's end clears them."""
+        self.gradients = set(_addresses([one.grad for one in model.parameters() if one.grad is not None]))
+
+    def number(self) -> int:
+        """Return the number of the next allocation, from 0."""
+        return int(torch.cuda.memory_stats(self.device)["allocation.all.allocated"]) - self.first
+
+    def module_at(self, number: int) -> str | None:
+        place = bisect_right(self.begins, number, key=lambda one: one[0]) - 1
+        return self.begins[place][1] if place >= 0 else None
+
+
+def held_at_peak(
+    run: Callable[[History], Exception | None],
+    model: PreTrainedModel,
+    spec: ActorSpec,
+    device: torch.device,
+    file: Path,
+) -> MemoryProfile:
+    """Call `run`, one pass, with the history on, and return what held its peak; the snapshot goes into `file`.
+
+    `run` tells the history it is given when forward and backward ended, and the pass's peak. If the pass runs out of
+    memory, the peak is that moment.
+    """
+    weights = _addresses([*model.parameters(), *model.buffers()])
+    torch.cuda.synchronize(device)
+    history = History(device=device)
+
+    def runs_out(*_: Any) -> None:
+        history.failed = history.failed or torch.cuda.memory._snapshot(device)
+
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+    torch._C._cuda_attach_out_of_memory_observer(runs_out)  # type: ignore[attr-defined]
+    try:
+        history.first = history.number()
+        with _modules_noted(model, spec, history):
+            error = run(history)
+        torch.cuda.synchronize(device)
+        snapshot = history.failed or torch.cuda.memory._snapshot(device)
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    _write(snapshot, file)
+    peak = peak_of(snapshot, _index(device))
+    blocks = {name for name, _ in blocks_of(model)}
+    holders = _holders(peak, history, weights, blocks)
+    return MemoryProfile(
+        peak_bytes=peak.allocated_bytes,
+        counted_bytes=history.peak,
+        reserved_bytes=peak.reserved_bytes,
+        ran_out=str(error) if history.failed is not None else None,
+        holders=holders,
+        snapshot=file.name,
+        savings=savings(holders, spec, _size(model, spec, history)),
+    )
+
+
+def _size(model: PreTrainedModel, spec: ActorSpec, history: History) -> PassSize:
+    blocks = blocks_of(model)
+    in_blocks = sum(one.numel() for _, block in blocks for one in block.parameters())
+    compute_bytes = TORCH_DTYPES[spec.dtype].itemsize
+    return PassSize(
+        num_layers=len(blocks),
+        block_share=in_blocks / sum(one.numel() for one in model.parameters()),
+        compute_bytes=compute_bytes,
+        weight_bytes=next(model.parameters()).element_size(),
+        residual_bytes=history.num_tokens * model.config.get_text_config().hidden_size * compute_bytes,
+    )
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _write(snapshot: Mapping[str, Any], file: Path) -> None:
+    with file.open("wb") as out:
+        pickle.dump(snapshot, out)  # as torch.cuda.memory._dump_snapshot does, for pytorch.org/memory_viz
+
+
+@contextmanager
+def _modules_noted(model: PreTrainedModel, spec: ActorSpec, history: History) -> Iterator[None]:
+    """Note between which allocations each module's forward ran."""
+    running: list[str | None] = [None]
+
+    def begins(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            running.append(name)
+            history.begins.append((history.number(), name))
+
+        return hook
+
+    def ends(*_: Any) -> None:
+        running.pop()
+        history.begins.append((history.number(), running[-1]))
+
+    with ExitStack() as hooks:
+        for name, module in traced_modules(model, spec.compile):
+            hooks.callback(module.register_forward_pre_hook(begins(name)).remove)
+            hooks.callback(module.register_forward_hook(ends, always_call=True).remove)
+        yield
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+    return sorted(one.untyped_storage().data_ptr() for one in local if one.is_cuda)
+
+
+def _holders(peak: Peak, history: History, weights: Sequence[int], blocks: set[str]) -> list[Holder]:
+    sizes: dict[tuple[HolderKind, str], list[int]] = defaultdict(list)
+    for block in peak.blocks:
+        sizes[_holder_of(block, history, weights, blocks)].append(block.num_bytes)
+    found = [Holder(kind=kind, name=name, num_bytes=sum(each), count=len(each)) for (kind, name), each in sizes.items()]
+    return sorted(found, key=lambda one: -one.num_bytes)
+
+
+def _holder_of(block: Block, history: History, weights: Sequence[int], blocks: set[str]) -> tuple[HolderKind, str]:
+    place = bisect_right(weights, block.address + block.num_bytes - 1)
+    if place and weights[place - 1] >= block.address:
+        return HolderKind.WEIGHTS, ""
+    if block.number is None:
+        return HolderKind.OPTIMIZER, ""
+    if block.address in history.gradients:
+        return HolderKind.GRADIENTS, ""
+    files = [str(frame["filename"]).replace("\\\\", "/") for frame in block.frames]
+    if any(part in file for file in files[:12] for part in COMMUNICATING):
+        return HolderKind.COMMUNICATION, ""
+    module = history.module_at(block.number)
+    if module == "lm_head" or any(part in file for file in files[:8] for part in HEAD):
+        return HolderKind.HEAD, ""
+    if history.forward_end is not None and block.number >= history.forward_end and module is None:
+        return HolderKind.BACKWARD, ""
+    if module is None:
+        return HolderKind.OTHER, _place_of(block.frames)
+    is_in_block = any(module == one or module.startswith(f"{one}.") for one in blocks)
+    return HolderKind.ACTIVATIONS, NUMBER.sub("*", module) if is_in_block else module
+
+
+def _place_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Name the innermost Python frame that is not torch's."""
+    own = next((frame for frame in frames if "/torch/" not in str(frame["filename"])), None)
+    return "" if own is None else f"{Path(str(own['filename'])).name}:{own['line']} in {own['name']}"

@@ -1,0 +1,94 @@
+"""Predict the peak of a pass under options that need less memory, from what held its peak."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from actor_init.spec import ActorSpec, OptimizerName
+from replay.profiling.records import Holder, HolderKind, Saving
+
+NUM_SAVINGS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSize:
+    """What the predictions need to know of a model and a pass besides its holders."""
+
+    num_layers: int
+    block_share: float  # of the parameters that are in blocks
+    compute_bytes: int  # of a number in the compute dtype
+    weight_bytes: int  # of a number of the weights that the model holds
+    residual_bytes: int  # of what a block gets: tokens times width, in the compute dtype
+
+
+def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[Saving]:
+    """Return the options that save most, each with the peak it is predicted to have, in bytes, the lowest first.
+
+    Checkpointing keeps what each block got, and one block's activations at a time. Without an optimizer weights and
+    gradients are in the compute dtype, and there are no masters or states. Fewer layers have their share of weights,
+    gradients, states and activations. A second rank holds half of the weights, gradients and states. None has a lower
+    peak than the end of backward, when all gradients are there beside weights, states and communication.
+    """
+    held = _Held.of(holders, size)
+    found: dict[str, _Held] = {}
+    if not spec.gradient_checkpointing:
+        kept = held.activations / size.num_layers + size.num_layers * size.residual_bytes
+        found["--gradient-checkpointing"] = replace(held, activations=kept)
+    if spec.optimizer is not OptimizerName.NONE:
+        found["--optimizer none"] = held.of_parameters(size.compute_bytes / size.weight_bytes, states=0.0)
+    if size.num_layers > 1:
+        half = size.num_layers // 2
+        share = half / size.num_layers
+        parameters = 1 - (1 - share) * size.block_share
+        fewer = held.of_parameters(parameters, states=parameters)
+        found[f"--num-layers {half}"] = replace(fewer, activations=held.activations * share)
+    ranks = "twice as many ranks"
+    ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
+    found[ranks] = held.of_parameters(0.5, states=0.5)
+    if spec.whole_logits:
+        found["no --whole-logits"] = replace(held, head=0.0)
+    peaks = [Saving(option=option, peak_bytes=int(one.peak)) for option, one in found.items()]
+    return sorted((one for one in peaks if one.peak_bytes < int(held.peak)), key=lambda one: one.peak_bytes)[
+        :NUM_SAVINGS
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """Bytes at the peak by what they are held for, and all gradients, which are there at the end of backward."""
+
+    weights: float
+    gradients: float
+    all_gradients: float
+    states: float
+    activations: float
+    head: float
+    communication: float
+    rest: float
+
+    @classmethod
+    def of(cls, holders: Sequence[Holder], size: PassSize) -> "_Held":
+        held = {kind: sum(one.num_bytes for one in holders if one.kind is kind) for kind in HolderKind}
+        return cls(
+            weights=held[HolderKind.WEIGHTS],
+            gradients=held[HolderKind.GRADIENTS],
+            all_gradients=held[HolderKind.WEIGHTS],  # in the dtype of the weights that the model holds
+            states=held[HolderKind.OPTIMIZER],
+            activations=held[HolderKind.ACTIVATIONS],
+            head=held[HolderKind.HEAD],
+            communication=held[HolderKind.COMMUNICATION],
+            rest=held[HolderKind.BACKWARD] + held[HolderKind.OTHER],
+        )
+
+    def of_parameters(self, share: float, *, states: float) -> "_Held":
+        return replace(
+            self,
+            weights=self.weights * share,
+            gradients=self.gradients * share,
+            all_gradients=self.all_gradients * share,
+            states=self.states * states,
+        )
+
+    @property
+    def peak(self) -> float:
+        at_the_peak = self.gradients + self.activations + self.head + self.rest
+        return self.weights + self.states + self.communication + max(at_the_peak, self.all_gradients)

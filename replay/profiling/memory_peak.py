@@ -1,0 +1,96 @@
+"""Say what held the peak of a CUDA allocator's history, as `torch.cuda.memory._snapshot` has it.
+
+A history that began in the middle of a program is replayed here: what is freed in it, or lives at its end, and was not
+allocated in it, was there before. So the peak, and which blocks lived then, are exact.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Memory that was in use at the peak."""
+
+    address: int
+    num_bytes: int
+    number: int | None  # of its allocation in the history, from 0; None: allocated before
+    frames: Sequence[Mapping[str, Any]]  # Python's stack then, innermost first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The moment of the history at which most memory was in use."""
+
+    allocated_bytes: int
+    reserved_bytes: int  # held from the driver at that moment
+    blocks: Sequence[Block]
+    number: int  # of the allocation that made it, from 0; -1: at the begin
+    num_allocations: int
+
+
+def peak_of(snapshot: Mapping[str, Any], device: int) -> Peak:
+    """Find the peak in the history of one device."""
+    events = snapshot["device_traces"][device]
+    live = {block.address: block for block in _before(snapshot, device)}
+    allocated = sum(block.num_bytes for block in live.values())
+    reserved = _reserved_before(snapshot, device)
+    most, most_reserved, at, number = allocated, reserved, -1, -1
+    for place, event in enumerate(events):
+        match event["action"]:
+            case "alloc":
+                number += 1
+                allocated += event["size"]
+                live[event["addr"]] = _block(event, number)
+                if allocated > most:
+                    most, most_reserved, at = allocated, reserved, place
+            case "free_completed":
+                block = live.pop(event["addr"], None)
+                allocated -= block.num_bytes if block is not None else 0
+            case "segment_alloc" | "segment_map":
+                reserved += event["size"]
+            case "segment_free" | "segment_unmap":
+                reserved -= event["size"]
+    live, count = {block.address: block for block in _before(snapshot, device)}, -1
+    for event in events[: at + 1]:
+        if event["action"] == "alloc":
+            count += 1
+            live[event["addr"]] = _block(event, count)
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    return Peak(
+        allocated_bytes=most,
+        reserved_bytes=most_reserved,
+        blocks=list(live.values()),
+        number=count,
+        num_allocations=number + 1,
+    )
+
+
+def _block(event: Mapping[str, Any], number: int) -> Block:
+    return Block(address=event["addr"], num_bytes=event["size"], number=number, frames=event.get("frames", []))
+
+
+def _before(snapshot: Mapping[str, Any], device: int) -> list[Block]:
+    """Return the blocks that were in use when the history began."""
+    sizes: dict[int, int] = {}
+    touched: set[int] = set()
+    for event in snapshot["device_traces"][device]:
+        if event["action"] == "free_completed" and event["addr"] not in touched:
+            sizes[event["addr"]] = event["size"]
+        if event["action"] in ("alloc", "free_completed"):
+            touched.add(event["addr"])
+    for segment in snapshot["segments"]:
+        if segment["device"] == device:
+            for block in segment["blocks"]:
+                if block["state"].startswith("active") and block["address"] not in touched:
+                    sizes[block["address"]] = block["size"]
+    return [Block(address=address, num_bytes=size, number=None, frames=()) for address, size in sizes.items()]
+
+
+def _reserved_before(snapshot: Mapping[str, Any], device: int) -> int:
+    signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    changed = sum(int(signs.get(event["action"], 0) * event["size"]) for event in snapshot["device_traces"][device])
+    held = sum(int(segment["total_size"]) for segment in snapshot["segments"] if segment["device"] == device)
+    return held - changed

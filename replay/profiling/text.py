@@ -1,0 +1,110 @@
+"""Format profiles: where a pass's time went, its longest kernels, who waited for whom; what held its peak."""
+
+from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
+from replay.profiling.shares import Work
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds
+
+NUM_HOLDERS = 20
+NAME_WIDTH = 44  # of a kernel's name; the whole one is in run.json
+
+
+def share_table(profile: Profile) -> Columns:
+    """Return a row for each kind of work, the longest first, with milliseconds and shares by rank."""
+    ranks = profile.ranks
+    works = sorted(
+        {work for rank in ranks for work in rank.seconds_by_work},
+        key=lambda work: -sum(rank.seconds_by_work.get(work, 0.0) for rank in ranks),
+    )
+    columns: Columns = {"profiled pass": [_named(work) for work in works]}
+    for number, rank in enumerate(ranks):
+        seconds = [rank.seconds_by_work.get(work, 0.0) for work in works]
+        behind = f" {number}" if len(ranks) > 1 else ""
+        columns[f"ms{behind}"] = [milliseconds(one) for one in seconds]
+        columns[f"share{behind}"] = [f"{one / rank.seconds:.1%}" for one in seconds]
+    return columns
+
+
+def _named(work: str) -> str:
+    return "communication, exposed" if work == Work.COMMUNICATION else work
+
+
+def kernel_table(profile: Profile) -> Columns:
+    """Return a row for each of the longest kernels of rank 0."""
+    rows = profile.ranks[0].longest
+    return {
+        "kernel" if profile.device == "cuda" else "operator": [_short(row.name) for row in rows],
+        "module": [row.module or "-" for row in rows],
+        "calls": [str(row.count) for row in rows],
+        "ms": [milliseconds(row.seconds) for row in rows],
+    }
+
+
+def remarks(profile: Profile) -> Pairs:
+    """Name the profiled pass, hidden communication, the rank that waits and for whom, and the trace files."""
+    pairs: Pairs = [("profiled", f"pass {profile.index + 1} once more, {profile.source}: {_time_of(profile)}")]
+    hidden = [rank.hidden_communication_seconds for rank in profile.ranks]
+    if len(profile.ranks) > 1:
+        by_rank = ", ".join(milliseconds(one) for one in hidden)
+        pairs.append(("hidden", f"{by_rank} ms of communication ran behind other work"))
+    if (waits := profile.waits) is not None:
+        last, first = waits.index(min(waits)), waits.index(max(waits))
+        text = f"rank {first} waited {milliseconds(waits[first])} ms in collectives, longest for rank {last}"
+        pairs.append(("waits", text if waits[first] > waits[last] else "no rank for another"))
+    elif len(profile.ranks) > 1:
+        pairs.append(("waits", "unknown: the ranks did not run the same number of collectives"))
+    pairs.append(
+        ("timeline", f"{', '.join(rank.timeline for rank in profile.ranks)} in the log folder, for ui.perfetto.dev")
+    )
+    return pairs
+
+
+def _short(name: str) -> str:
+    """Leave out the middle of a long name: a kernel's end says more, such as `_backward`."""
+    half = (NAME_WIDTH - 3) // 2
+    return name if len(name) <= NAME_WIDTH else f"{name[:half]}...{name[-half:]}"
+
+
+def _time_of(profile: Profile) -> str:
+    if profile.device == "cuda":
+        return "time of the device; gaps: it ran nothing"
+    return "time of the CPU; gaps: no operator of torch ran, but Python or compiled code"
+
+
+def holder_table(memory: MemoryPeak) -> Columns:
+    """Return a row for each part that held the peak of the rank with the highest one, the largest first."""
+    rank = _highest(memory)
+    shown, rest = rank.holders[:NUM_HOLDERS], rank.holders[NUM_HOLDERS:]
+    rows = [(one.kind.value, one.name or "-", one.count, one.num_bytes) for one in shown]
+    if rest:
+        rows.append(
+            (f"{len(rest)} smaller ones", "-", sum(one.count for one in rest), sum(one.num_bytes for one in rest))
+        )
+    return {
+        "held at the peak": [kind for kind, _, _, _ in rows],
+        "module": [name for _, name, _, _ in rows],
+        "blocks": [str(count) for _, _, count, _ in rows],
+        "GiB": [gibibytes(num_bytes) for _, _, _, num_bytes in rows],
+        "share": [f"{num_bytes / rank.peak_bytes:.1%}" for _, _, _, num_bytes in rows],
+    }
+
+
+def memory_remarks(memory: MemoryPeak) -> Pairs:
+    """Name the pass and rank, check the sum against the allocator's peak, say what was reserved beside it."""
+    rank = _highest(memory)
+    number = memory.ranks.index(rank)
+    where = f"pass {memory.index + 1} once more, rank {number}, {memory.source}"
+    sums = f"these are {gibibytes(rank.peak_bytes)} GiB, the allocator counted {gibibytes(rank.counted_bytes)}"
+    unused = rank.reserved_bytes - rank.peak_bytes
+    pairs: Pairs = [("peak held", f"{where}; {sums}, and {gibibytes(unused)} GiB more were reserved and not in use")]
+    if rank.ran_out:
+        pairs.append(("ran out", rank.ran_out.splitlines()[0]))
+    if rank.savings:
+        text = "; ".join(f"{one.option}: {gibibytes(one.peak_bytes)} GiB" for one in rank.savings)
+        pairs.append(("would need", f"by prediction, {text}"))
+    files = ", ".join(one.snapshot for one in memory.ranks)
+    pairs.append(("snapshot", f"{files} in the log folder, for pytorch.org/memory_viz"))
+    return pairs
+
+
+def _highest(memory: MemoryPeak) -> MemoryProfile:
+    return max(memory.ranks, key=lambda one: one.peak_bytes)

@@ -1,0 +1,96 @@
+"""A job's adapter is built as PEFT has it: the same logits, and the same parameters are trained.
+
+About 4 seconds.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from actor_init.adapters import Adapter, add_adapter, read_adapter, trained_parameters
+from actor_init.model import ModelSource, build_on_meta, find_model, materialise
+from actor_init.spec import ActorSpec, Dtype, UsageError
+from tests.helpers.families import tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+IDS_BS = torch.arange(3, 15).view(2, 6)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LoRA": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
+    "DoRA": {"r": 2, "target_modules": ["v_proj"], "use_dora": True},
+    "rank-stabilised, of one layer, with the head": {
+        "r": 3,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": ["o_proj"],
+        "layers_to_transform": [1],
+        "modules_to_save": ["lm_head"],
+    },
+}
+
+
+def built(source: ModelSource) -> Any:
+    model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
+    add_adapter(model, source.adapter)
+    materialise(model, source.weights, CPU)
+    return model.eval()
+
+
+def names(model: nn.Module) -> set[str]:
+    return {name.removeprefix("base_model.model.") for name, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    base = tiny_model(config)
+    base.save_pretrained(tmp_path / "base")
+    theirs = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **CONFIGS[kind]))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in theirs.parameters():
+            if one.requires_grad:  # B begins at 0, where the adapter changes nothing
+                one.add_(0.1 * torch.randn(one.shape, generator=generator))
+    theirs.save_pretrained(tmp_path / "adapter")
+    spec = ActorSpec(model=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), dtype=Dtype.FP32)
+    ours = built(find_model(spec, None, ""))
+    with torch.no_grad():
+        expected, alone = theirs.eval()(input_ids=IDS_BS).logits, base.eval()(input_ids=IDS_BS).logits
+        torch.testing.assert_close(ours(input_ids=IDS_BS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, alone, atol=1e-3)
+    assert names(ours) == names(theirs)
+    assert len(trained_parameters(ours)) == len(names(theirs))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type IA3, which is not built here; LoRA and DoRA are. Try: --adapter none"),
+        ({"peft_type": "LORA", "r": 4, "bias": "all"}, "an adapter with bias, which is not built here"),
+    ],
+)
+def test_other_kinds_are_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=said):
+        read_adapter(tmp_path, "default")
+
+
+def test_several_adapters_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
+    one = {"peft_type": "LORA", "r": 4}
+    with pytest.raises(UsageError, match=r"has 2 adapters \(first, second\), and one can be built"):
+        Adapter.of({"first": one, "second": one}, "captures")
+    with pytest.raises(UsageError, match=r"adapter_config.json: No such file or directory. Give a folder with"):
+        read_adapter(tmp_path, "default")
+
+
+def test_modules_that_the_model_has_not_are_refused() -> None:
+    config = tiny_config("llama")
+    model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    adapter = Adapter(name="default", settings={"r": 2, "target_modules": ["not_there"]})
+    with pytest.raises(UsageError, match="peft refuses the LoRA of rank 2 on not_there"):
+        add_adapter(model, adapter)

@@ -1,0 +1,70 @@
+"""FSDP2 gathers embedding, head and the rest of the root by themselves."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+
+from actor_init.backends.fsdp2.engine import FSDP2Backend, embedding_and_head
+from actor_init.model import ModelSource, build_on_meta
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.spec import ActorSpec, Dtype, ParallelSpec
+from actor_init.weights import RandomWeights
+from actor_init.world import World
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World.from_env(ParallelSpec()) as opened:
+        yield opened
+
+
+def opened(world: World, **config: Any) -> Any:
+    source = ModelSource(name="tiny", config=LlamaConfig(**TINY, **config), weights=RandomWeights(seed=0, std=0.02))
+    return FSDP2Backend.open(ActorSpec(dtype=Dtype.FP32, packing=True).settled(), source, world).model
+
+
+def gathered_with_root(model: LlamaForCausalLM) -> set[str]:
+    root: Any = model
+    root.unshard()
+    return {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+
+
+def test_the_root_s_group_has_neither_embedding_nor_head(world: World) -> None:
+    assert gathered_with_root(opened(world)) == {"model.norm.weight"}
+
+
+def test_a_weight_of_both_stays_in_the_root_s_group(world: World) -> None:
+    tied = opened(world, tie_word_embeddings=True)
+    assert gathered_with_root(tied) == {"model.norm.weight", "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_apart"),
+    [
+        (LlamaConfig(**TINY), True),
+        (LlamaConfig(**TINY, tie_word_embeddings=True), False),
+        (GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, tie_word_embeddings=False), True),
+    ],
+)
+def test_embedding_and_head_are_apart_unless_tied(config: PretrainedConfig, is_apart: bool) -> None:
+    model = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[Dtype.FP32])
+    found = embedding_and_head(model)
+    expected = (model.get_input_embeddings(), model.get_output_embeddings()) if is_apart else (None, None)
+    assert all(one is other for one, other in zip(found, expected, strict=True))
+
+
+def test_a_user_s_model_names_neither() -> None:
+    assert embedding_and_head(nn.Linear(2, 2)) == (None, None)

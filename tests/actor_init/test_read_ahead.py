@@ -1,0 +1,73 @@
+"""The system is told what of a file of weights is needed next, each part once."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actor_init import read_ahead
+from actor_init.read_ahead import ReadAhead, places_of
+from actor_init.weights import FolderWeights
+
+TENSORS = {f"layers.{number}.weight": torch.arange(256.0) + number for number in range(8)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the system is asked to read: begin and end."""
+    told: list[tuple[int, int]] = []
+
+    def note(descriptor: int, begin: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        told.append((begin, begin + length))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 2048)  # two tensors
+    return told
+
+
+def test_places_are_those_of_the_values(path: Path) -> None:
+    places, content = places_of(path), path.read_bytes()
+    assert places.keys() == TENSORS.keys()
+    for name, (begin, end) in places.items():
+        assert content[begin:end] == TENSORS[name].numpy().tobytes()
+
+
+def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
+    path: Path, told: list[tuple[int, int]]
+) -> None:
+    ahead, places = ReadAhead(), places_of(path)
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+        ahead.of(path, name)
+        assert told[0][0] <= begin
+        assert told[-1][1] >= end + 1024
+    assert all(one[1] == two[0] for one, two in pairwise(told))
+    assert len(told) < len(places)
+
+
+def test_a_tensor_elsewhere_is_asked_for_too(path: Path, told: list[tuple[int, int]]) -> None:
+    ahead, places = ReadAhead(), places_of(path)
+    for name in ("layers.6.weight", "layers.1.weight"):
+        ahead.of(path, name)
+        assert told[-1] == (places[name][0], places[name][1] + 2048)
+
+
+def test_a_folder_is_read_ahead_as_parameters_are_filled_and_not_for_a_sample(
+    path: Path, told: list[tuple[int, int]]
+) -> None:
+    weights = FolderWeights.open(path.parent, None)
+    weights.sample("layers.3.weight", (256,), 5, 2)
+    assert told == []
+    parameter = torch.empty(256)
+    weights.fill("layers.3.weight", parameter)
+    assert torch.equal(parameter, TENSORS["layers.3.weight"])
+    assert len(told) == 1

@@ -1,0 +1,184 @@
+"""When the recorder's thread works: as it is roused, or soon after; and what it may leave for later."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from capture import capture_files, recording
+from capture.file_format import capture_file
+from capture.file_format.capture_file import encode_call, read_call
+from capture.file_format.micro_batch import CaptureError, Origin
+from capture.record import background_writer
+from capture.record.background_writer import BackgroundWriter
+from capture.record.host_copy import copy_in_one
+from capture.record.parameter_sampler import ParameterSampler
+
+SECONDS = 60
+IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
+
+
+class Handled:
+    """What a writer's thread did, in its order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._changed = threading.Condition()
+        self.writer: BackgroundWriter[str] = BackgroundWriter(self.note, max_queued=8, rest=lambda: self.note("rest"))
+
+    def note(self, what: str) -> None:
+        with self._changed:
+            self.done.append(what)
+            self._changed.notify_all()
+
+    def wait_for(self, *done: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.done) >= len(done), SECONDS), self.done
+            assert self.done == list(done)
+
+
+@pytest.fixture
+def handled() -> Iterator[Handled]:
+    handled = Handled()
+    yield handled
+    handled.writer.close(max_seconds=SECONDS)
+
+
+@pytest.fixture
+def no_lull(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_writer, "MAX_LULL_SECONDS", 10.0**6)
+
+
+@pytest.mark.usefixtures("no_lull")
+def test_a_forwards_end_has_the_thread_do_what_came_before_it(handled: Handled) -> None:
+    handled.writer.offer("pass 0", 1)
+    handled.writer.rouse("outputs 0")
+    handled.wait_for("pass 0", "rest")
+    handled.writer.tell("step 0")
+    handled.writer.offer("pass 1", 1)
+    handled.writer.rouse("outputs 1")
+    handled.wait_for("pass 0", "rest", "outputs 0", "step 0", "pass 1", "rest")
+
+
+@pytest.mark.usefixtures("no_lull")
+def test_an_incident_has_it_do_all(handled: Handled) -> None:
+    handled.writer.offer("pass 0", 1)
+    handled.writer.tell("incident", is_urgent=True)
+    handled.wait_for("pass 0", "incident", "rest")
+
+
+@pytest.mark.usefixtures("no_lull")
+@pytest.mark.parametrize("how", ["drain", "close"])
+def test_what_waits_is_done_when_asked_for(how: str, handled: Handled) -> None:
+    handled.writer.offer("pass 0", 1)
+    handled.writer.rouse("outputs 0")
+    getattr(handled.writer, how)(max_seconds=SECONDS)
+    assert [what for what in handled.done if what != "rest"] == ["pass 0", "outputs 0"]
+
+
+def test_without_a_forwards_end_it_works_soon_after(handled: Handled) -> None:
+    handled.writer.offer("pass 0", 1)
+    handled.writer.tell("outputs 0")
+    handled.wait_for("pass 0", "outputs 0", "rest")
+
+
+class Model(nn.Module):
+    """Has weights of 1 in its forward, and of 2 and more once the forward has ended and `changed` was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        loss: Tensor = (self.weight[: input_ids.numel()] * input_ids.flatten()).sum()
+        return loss
+
+
+@pytest.mark.usefixtures("no_lull")
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_last_pass_is_whole_at_the_end(breaks: bool, tmp_path: Path) -> None:
+    """Its weights are those that it was done with, though they are read when it has ended, and the job changes them."""
+    model = Model()
+    try:
+        with recording(model, tmp_path, flight_recorder=2 if breaks else None, reproduce=True):
+            for number in range(1, 4):
+                with torch.no_grad():
+                    model.weight.fill_(number)
+                loss = model(IDS_BS)
+            with torch.no_grad():
+                model.weight.fill_(9)
+            if breaks:
+                raise ArithmeticError
+    except ArithmeticError:
+        pass
+    last = max(map(read_call, capture_files(tmp_path)), key=lambda call: call.origin.step or 0)
+    assert last.origin.step == 2
+    assert last.outputs["loss"] == loss.item()
+    assert last.weights is not None
+    assert set(last.weights.samples[0].values) == {3.0}
+
+
+def test_a_pass_that_fails_has_its_weights(tmp_path: Path) -> None:
+    model = Model()
+    with recording(model, tmp_path, flight_recorder=2):
+        model(IDS_BS)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 4, dtype=torch.long))
+    calls = sorted(map(read_call, capture_files(tmp_path)), key=lambda call: call.origin.step or 0)
+    assert [call.weights is not None for call in calls] == [True, True]
+    assert ["loss" in call.outputs for call in calls] == [True, False]
+
+
+class Sharded(nn.Parameter):
+    """As a sharding library's parameter, of a class of its own."""
+
+
+def test_weights_that_a_library_holds_otherwise_are_sampled_before_the_forward() -> None:
+    plain, sharded = Model(), Model()
+    sharded.weight = Sharded(torch.ones(8))
+    samplers = [ParameterSampler(model) for model in (plain, sharded)]
+    assert [sampler.is_same_after_forward for sampler in samplers] == [True, False]
+
+
+def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
+    wanted = {
+        "ids": torch.arange(12).view(3, 4),
+        "none": torch.empty(0, 4, dtype=torch.long),
+        "one": torch.tensor(7),
+        "turned": torch.arange(6).view(1, 6).t(),  # contiguous by its strides
+    }
+    copies = copy_in_one(wanted)
+    assert copies.keys() == wanted.keys()
+    for name, copy in copies.items():
+        assert torch.equal(copy, wanted[name]), name
+        assert copy.shape == wanted[name].shape
+    before = {name: tensor.clone() for name, tensor in wanted.items()}
+    for tensor in wanted.values():
+        tensor.zero_()
+    assert all(torch.equal(copies[name], before[name]) for name in before)
+
+
+def test_each_new_fact_is_read_back_and_one_like_the_last_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(capture_file, "load_plain", lambda payload, source: read.append(source))
+    monkeypatch.setattr(capture_file, "_latest_readable", b"")
+
+    def encode(step: int, **facts: object) -> None:
+        encode_call({"input_ids": IDS_BS + step}, facts, trains=True, origin=Origin(source="", step=step, rank=0))
+
+    for step in range(3):
+        encode(step, scale=2.0)
+    assert len(read) == 1
+    encode(3, scale=3.0)
+    assert len(read) == 2
+
+    def refuses(payload: bytes, source: str) -> None:
+        raise CaptureError("unreadable")
+
+    monkeypatch.setattr(capture_file, "load_plain", refuses)
+    for _ in range(2):  # what was refused once is no example of what can be read
+        with pytest.raises(CaptureError):
+            encode(4, scale=4.0)

@@ -1,0 +1,172 @@
+"""Jobs of two ranks under DDP that hang or die in pass 2, forked from a process that has loaded torch.
+
+hanging_jobs.py FOLDER: each records into FOLDER/<name>. The parent is the launcher: once a rank hangs it ends both with
+SIGTERM, and with SIGKILL those that do not hear it.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from capture import recording
+from capture.record.flight_recorder import SHARED_MEMORY, _prefix
+from capture.record.incidents import read_incidents
+from capture.record.position import LastPosition, read_position
+from tests.helpers.planned_jobs import TwoHeads
+
+FATAL_PASS, NUM_PASSES, BAD_RANK = 2, 4, 1
+MOST_SECONDS = 120.0
+
+
+def hang() -> None:
+    time.sleep(10 * MOST_SECONDS)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def fail() -> None:
+    raise ValueError("the loss broke")
+
+
+def leave() -> None:
+    sys.exit(0)
+
+
+# name to: where it happens, what happens, and whether the launcher has to end it
+JOBS: dict[str, tuple[str, Callable[[], None], bool]] = {
+    "asleep in its loss": ("loss", hang, True),
+    "asleep in its data": ("data", hang, True),
+    "asleep in a hook of the backward": ("backward", hang, True),
+    "stopped": ("loss", stop, True),
+    "killed": ("loss", kill, False),
+    "crashed": ("loss", crash, False),
+    "failed": ("data", fail, False),
+    "left": ("loss", leave, False),
+    "of fewer batches": ("end", leave, False),
+    "without a backward": ("no backward", leave, True),
+    "slow, then both killed": ("loss", hang, True),
+}
+
+
+def happens(name: str, where: str, number: int, rank: int) -> None:
+    place, what, _ = JOBS[name]
+    if (place, number, rank) == (where, FATAL_PASS, BAD_RANK):
+        what()
+
+
+def compute_loss(name: str, output: Any, number: int, rank: int) -> torch.Tensor:
+    happens(name, "loss", number, rank)
+    loss: torch.Tensor = output["loss"]
+    return loss
+
+
+def train(name: str, folder: Path, rank: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=10 * MOST_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2, timeout=limit)
+    model = TwoHeads()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    number = 0
+    model.first.weight.register_hook(lambda gradient: happens(name, "backward", number, rank))
+    slow_step = "0.3s" if name.startswith("slow") else None
+    with recording(wrapped, folder, flight_recorder=2, slow_step=slow_step):
+        for number in range(NUM_PASSES):
+            if JOBS[name][0] == "end" and (number, rank) == (FATAL_PASS, BAD_RANK):
+                break
+            happens(name, "data", number, rank)
+            output = wrapped(torch.randint(32, (2, 6 + number + rank)))
+            if JOBS[name][0] == "no backward" and (number, rank) == (FATAL_PASS, BAD_RANK):
+                dist.barrier()
+            else:
+                compute_loss(name, output, number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def positions(folder: Path) -> list[LastPosition]:
+    found = [read_position(path) for path in SHARED_MEMORY.glob(f"{_prefix(folder)}*")]
+    return [one for one in found if one is not None]
+
+
+def is_stuck(name: str, folder: Path) -> bool:
+    """Tell whether both ranks have come to where they stay."""
+    if name.startswith("slow"):
+        records = read_incidents(folder) if folder.is_dir() else []
+        return {one.rank for one in records for found in one.incidents if found.forward == FATAL_PASS} == {0, 1}
+    known = {one.rank: (one.forward, one.place) for one in positions(folder)}
+    stands = {
+        "data": (FATAL_PASS - 1, "after the optimizer's step"),
+        "backward": (FATAL_PASS, "in backward"),
+    }.get(JOBS[name][0], (FATAL_PASS, "after forward"))
+    return known == {0: (FATAL_PASS, "in backward"), BAD_RANK: stands}
+
+
+def end(processes: list[int], *, is_stopped: bool) -> None:
+    """End both as torchrun does: with SIGTERM, and with SIGKILL the one that cannot hear it."""
+    for process in processes:
+        os.kill(process, signal.SIGTERM)
+    os.waitpid(processes[0], 0)
+    if is_stopped:
+        os.kill(processes[1], signal.SIGKILL)
+    os.waitpid(processes[1], 0)
+
+
+def run(name: str, folder: Path) -> None:
+    processes = []
+    for rank in (0, 1):
+        process = os.fork()
+        if not process:
+            train(name, folder, rank)
+            return
+        processes.append(process)
+    if not JOBS[name][2]:
+        for process in processes:
+            os.waitpid(process, 0)
+        return
+    deadline = time.monotonic() + MOST_SECONDS
+    while not is_stuck(name, folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if name.startswith("slow"):
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+    else:
+        end(processes, is_stopped=name == "stopped")
+
+
+def main() -> None:
+    importlib.import_module("torch._dynamo")  # once, not in each rank
+    parent = os.getpid()
+    for name in sys.argv[2:] or JOBS:
+        run(name, Path(sys.argv[1]) / name.replace(" ", "-"))
+        if os.getpid() != parent:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""`--memory-snapshot` says what held the peak: blocks found in the allocator's history, each charged to one part."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor_init.spec import ActorSpec, OptimizerName
+from replay.cli import main
+from replay.profiling.memory import History, _holders
+from replay.profiling.memory_advice import PassSize, savings
+from replay.profiling.memory_peak import peak_of
+from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.text import holder_table, memory_remarks
+
+GATHERING = [
+    {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
+]
+ELSEWHERE = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
+
+
+def event(action: str, address: int, size: int, frames: Any = ()) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "frames": list(frames)}
+
+
+def snapshot(*events: dict[str, Any], at_end: dict[int, int], reserved: int) -> dict[str, Any]:
+    blocks = [{"address": address, "size": size, "state": "active_allocated"} for address, size in at_end.items()]
+    blocks.append({"address": 9_000, "size": 5, "state": "inactive"})
+    return {"device_traces": [list(events)], "segments": [{"device": 0, "total_size": reserved, "blocks": blocks}]}
+
+
+HISTORY = snapshot(
+    event("segment_alloc", 0, 400),
+    event("alloc", 200, 50),  # 0, a block's activation
+    event("alloc", 300, 70, GATHERING),  # 1
+    event("free_requested", 300, 70),
+    event("free_completed", 300, 70),
+    event("alloc", 300, 20, ELSEWHERE),  # 2, at an address that was used before
+    event("free_completed", 150, 30),  # from before the history
+    event("alloc", 400, 60),  # 3, the head: the peak
+    event("free_completed", 200, 50),
+    event("alloc", 500, 40),  # 4, a gradient
+    event("segment_free", 0, 100),
+    at_end={100: 1_000, 300: 20, 400: 60, 500: 40},
+    reserved=1_500,
+)
+
+
+def test_the_peak_counts_what_was_there_before_and_what_was_freed() -> None:
+    # by hand: before 1,000 + 30; 1,080; 1,150 (the peak so far); 1,080; 1,100; 1,070; 1,130; 1,080; 1,120
+    peak = peak_of(HISTORY, 0)
+
+    assert (peak.allocated_bytes, peak.number, peak.num_allocations) == (1_150, 1, 5)
+    assert {block.address: block.num_bytes for block in peak.blocks} == {100: 1_000, 150: 30, 200: 50, 300: 70}
+    assert peak.reserved_bytes == 1_600, (
+        "1,500 at the end, 400 more and 100 less on the way, but the 100 were not yet back"
+    )
+
+
+def test_a_history_without_events_holds_what_lives() -> None:
+    peak = peak_of(snapshot(at_end={100: 7}, reserved=20), 0)
+
+    assert (peak.allocated_bytes, peak.reserved_bytes, peak.number) == (7, 20, -1)
+
+
+def test_each_block_is_charged_to_one_part() -> None:
+    more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
+    begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
+    history = History(device=torch.device("cpu"), begins=begins)
+    history.forward_end, history.gradients = 4, {500}
+
+    holders = _holders(peak_of(more, 0), history, weights=[110], blocks={"model.layers.3"})
+
+    assert {(one.kind, one.name): one.num_bytes for one in holders} == {
+        (HolderKind.WEIGHTS, ""): 1_000,
+        (HolderKind.BACKWARD, ""): 900,
+        (HolderKind.HEAD, ""): 60,
+        (HolderKind.GRADIENTS, ""): 40,
+        (HolderKind.OTHER, "loss.py:7 in loss"): 20,
+    }
+    first = _holders(peak_of(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
+    assert {(one.kind, one.name): one.num_bytes for one in first} == {
+        (HolderKind.WEIGHTS, ""): 1_000,
+        (HolderKind.COMMUNICATION, ""): 70,
+        (HolderKind.ACTIVATIONS, "model.layers.*.mlp"): 50,
+        (HolderKind.OPTIMIZER, ""): 30,
+    }
+
+
+AT_END = {100: 1_000, 300: 20, 400: 60, 500: 40}
+
+
+def test_the_table_adds_up_and_the_remarks_hold_it_against_the_allocator() -> None:
+    holders = [Holder(kind=HolderKind.OTHER, name=f"a.py:{n} in f", num_bytes=2**30, count=1) for n in range(25)]
+    rank = MemoryProfile(
+        peak_bytes=25 * 2**30,
+        counted_bytes=25 * 2**30,
+        reserved_bytes=27 * 2**30,
+        ran_out="CUDA out of memory. Tried to allocate 9 GiB.\nmore",
+        holders=holders,
+        snapshot="rank1.memory.pickle",
+    )
+    small = MemoryProfile(
+        peak_bytes=1, counted_bytes=1, reserved_bytes=1, ran_out=None, holders=(), snapshot="rank0.memory.pickle"
+    )
+    memory = MemoryPeak(index=2, source="a.pkl", ranks=[small, rank])
+
+    table = holder_table(memory)
+    assert (len(table["GiB"]), table["held at the peak"][-1], table["GiB"][-1]) == (21, "5 smaller ones", "5.000")
+    said = dict(memory_remarks(memory))
+    assert said["peak held"].startswith("pass 3 once more, rank 1, a.pkl; these are 25.00 GiB")
+    assert "2.000 GiB more were reserved" in said["peak held"]
+    assert said["ran out"] == "CUDA out of memory. Tried to allocate 9 GiB."
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="a machine with CUDA has the history")
+def test_a_cpu_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--memory-snapshot", "--log-folder", str(tmp_path)]) == 2
+
+    assert "--memory-snapshot reads the history of CUDA's allocator" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
+    held = {
+        HolderKind.WEIGHTS: 400,
+        HolderKind.GRADIENTS: 100,
+        HolderKind.OPTIMIZER: 800,
+        HolderKind.ACTIVATIONS: 1_000,
+        HolderKind.HEAD: 50,
+    }
+    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, residual_bytes=5)
+
+    found = savings(holders, ActorSpec(backend="fsdp2"), size)
+
+    # of 2,350 bytes: no states, and half of weights and gradients; half of the layers' activations, and a quarter of
+    # what belongs to parameters; with checkpointing the activations are 150, and backward's end is the peak: 400
+    # gradients beside 400 weights and 800 states
+    assert [(one.option, one.peak_bytes) for one in found] == [
+        ("--optimizer none", 200 + 50 + 1_000 + 50),
+        ("--num-layers 5", 300 + 75 + 600 + 500 + 50),
+        ("--gradient-checkpointing", 400 + 400 + 800),
+    ]
+    checkpointed = ActorSpec(backend="fsdp2", gradient_checkpointing=True, optimizer=OptimizerName.NONE)
+    assert [one.option for one in savings(holders, checkpointed, size)] == ["--num-layers 5", "twice as many ranks"]
+
+
+def test_predictions_agree_with_what_a_gpu_measured() -> None:
+    """The holders and the peaks of Llama 3.1 8B with 8 and 4 layers, 8,192 tokens, on an H200, in MiB."""
+    held = {
+        HolderKind.WEIGHTS: 10_660,
+        HolderKind.COMMUNICATION: 2_004,
+        HolderKind.GRADIENTS: 2_004,
+        HolderKind.ACTIVATIONS: 8_717,
+        HolderKind.BACKWARD: 816,
+        HolderKind.OPTIMIZER: 64,
+    }
+    holders = [Holder(kind=kind, name="", num_bytes=size * 2**20, count=1) for kind, size in held.items()]
+    residual = 8_192 * 4_096 * 2
+    size = PassSize(num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, residual_bytes=residual)
+
+    peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}
+
+    assert peaks.pop("--num-layers 4") == pytest.approx(16.35, rel=0.02)
+    assert peaks.pop("--optimizer none") == pytest.approx(17.95, rel=0.05)
+    more = savings(holders, ActorSpec(backend="fsdp2", optimizer=OptimizerName.NONE), size)
+    by_option = {one.option: one.peak_bytes / 2**30 for one in more}
+    assert by_option["--gradient-checkpointing"] == pytest.approx(22.85, rel=0.02)

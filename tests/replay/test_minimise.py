@@ -1,0 +1,395 @@
+"""`replay minimise` as it is typed: what counts as the same failure, going on, the folder, and bad input."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture import capture_files
+from capture.file_format.actor_config import write_actor_config
+from capture.file_format.capture_file import read_call
+from replay.cli import main
+from replay.minimise import folder as folder_module
+from replay.minimise import runs as runs_module
+from replay.minimise.candidate import Candidate
+from replay.minimise.failure import Failure, Kind, failure_of, masked
+from replay.minimise.parity_cell import ParityCell
+from replay.minimise.standalone import Standalone
+from replay.minimise.state import FILE, MinimiseLog
+from replay.option_parsing import spec_of
+from replay.processes.pool import Child, Task
+from replay.runlog.records import PassRecord
+from tests.helpers.commands import LIMIT
+from tests.helpers.failing_inputs import CONFIG as GPT2
+from tests.helpers.made_captures import write_pass
+from tests.helpers.made_logs import passed, write_log
+from tests.helpers.planted_failures import LOSSES, usual_inputs
+from tests.helpers.planted_losses import TOKEN
+
+Captured = pytest.CaptureFixture[str]
+Event = Callable[[Path], list[PassRecord]]
+
+
+def child_of(home: Path, exit_code: int | None, records: list[PassRecord], printed: str = "", **run: Any) -> Child:
+    """A replay that left these records, and these fields of run.json."""
+    folder = write_log(home / "run", records, exit_code=exit_code)
+    whole = json.loads((folder / "run.json").read_text()) | run
+    (folder / "run.json").write_text(json.dumps(whole))
+    (home / "output.txt").write_text(printed)
+    return Child(exit_code=exit_code, seconds=3.0, output=home / "output.txt", logs=home)
+
+
+def error(index: int, kind: str, text: str, **changes: Any) -> PassRecord:
+    return PassRecord(index=index, source=f"{index}.pkl", rank=0, error=text, error_type=kind, **changes)
+
+
+def test_a_failure_is_read_from_the_log_of_a_replay(tmp_path: Path) -> None:
+    raised = [passed(0, "a"), error(1, "IndexError", "index 70 is out of bounds"), error(2, "KeyError", "x")]
+    found = failure_of(child_of(tmp_path / "raised", 1, raised))
+    assert found is not None
+    assert (found.kind, found.error_type, found.message) == ("exception", "IndexError", "index N is out of bounds")
+    assert (found.index, found.source) == (1, "1.pkl")
+
+    odd = [passed(0, "a"), passed(1, "b", loss=float("nan"), first_non_finite="output of layers.1, row 3, token 9")]
+    found = failure_of(child_of(tmp_path / "odd", 0, odd))
+    assert found is not None
+    assert (found.kind, found.quantities, found.row, found.token) == ("not finite", ("loss",), 3, 9)
+
+    found = failure_of(child_of(tmp_path / "late", None, [passed(0, "a")]))
+    assert found is not None
+    assert (found.kind, found.index) == ("hang", 1)
+
+    found = failure_of(child_of(tmp_path / "killed", -signal.SIGKILL, [passed(0, "a")]))
+    assert found is not None
+    assert (found.kind, found.error_type) == ("died", "SIGKILL")
+
+    ended = {"kind": "failed", "rank": 1, "index": 2, "source": "c.pkl", "error": "ValueError: 5 rows"}
+    found = failure_of(child_of(tmp_path / "ranks", 1, [passed(0, "a")], failure=ended))
+    assert found is not None
+    assert (found.error_type, found.message, found.index, found.source) == ("ValueError", "N rows", 2, "c.pkl")
+
+    assert failure_of(child_of(tmp_path / "fine", 0, [passed(0, "a")])) is None
+    assert failure_of(child_of(tmp_path / "refused", 2, [passed(0, "a")])) is None
+
+
+def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
+    numbers = {"recorded": -3.0, "replayed": -2.0, "difference": 0.3, "bound": 1e-4}
+    findings = [
+        {"name": "loss", "status": "agrees", "where": None, **numbers},
+        {"name": "log-probs", "status": "differs", "where": "row 1", **numbers},
+    ]
+    verdict = {"outcome": "DIFFERS", "reason": None, "first": {"index": 4, "source": "e.pkl", "findings": findings}}
+    found = failure_of(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict))
+    assert found is not None
+    assert (found.kind, found.quantities, found.row, found.index) == ("differs", ("log-probs",), 1, 4)
+    assert found.bound == 1e-4
+
+
+def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
+    assert masked("row 4 of /a/b/c.pkl: shape [2, 40]\n  at 0x7f2a") == masked("row 1 of x.pkl: shape [1, 7] at 0x11")
+    one = Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
+    assert one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N rows", index=5))
+    assert not one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N tokens"))
+    assert not one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="KeyError", message="N rows"))
+    differs = Failure(kind=Kind.DIFFERS, quantities=("loss", "log-probs"))
+    assert differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("log-probs",)))
+    assert not differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("gradient norm",)))
+    assert not differs.is_same_as(Failure(kind=Kind.UNSETTLED, quantities=("loss",)))
+
+
+def cell_of(**changes: Any) -> ParityCell:
+    values: dict[str, Any] = {
+        "name": "fsdp2 fp32 padded compiled",
+        "arguments": ["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"],
+        "reference_arguments": ["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"],
+        "num_processes": 1,
+        "bounds": {"loss": 1e-6, "log-probs": 1e-6},
+    }
+    return ParityCell(**(values | changes))
+
+
+def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
+    cell = cell_of()
+    assert sorted(cell.shared) == ["--backend", "--dtype", "--model"]
+    whole = Candidate.of([], spec_of(cell.arguments), 4)  # two data ranks
+    spec = spec_of(cell.reference_of(whole))
+    assert (spec.actor.grad_accumulation, spec.actor.parallel.tp, spec.actor.compile) == (2, 1, "off")
+    smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
+    spec = spec_of(cell.reference_of(smaller))
+    assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
+    assert spec.actor.num_accumulated == 1
+
+
+def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> None:
+    def run(name: str, *losses: float) -> Child:
+        return child_of(tmp_path / name, 0, [passed(n, "abc"[n], loss=loss) for n, loss in enumerate(losses)])
+
+    found = cell_of().failure(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
+    assert found is not None
+    assert (found.kind, found.quantities, found.index, found.source) == ("parity", ("loss",), 1, "b.pkl")
+    assert cell_of().failure(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
+
+
+def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    for typed, says in (
+        (["--parity", str(tmp_path)], "--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME"),
+        (["--parity", str(tmp_path), "--cell", "x"], f"--parity {tmp_path} holds no parity.json. Give a folder"),
+        (["--parity", str(tmp_path), "--cell", "x", "--tp", "2"], "--cell 'x' has its options from"),
+    ):
+        assert main(["minimise", *typed]) == 2
+        assert capsys.readouterr().err.startswith(f"replay: {says}")
+
+
+class Runs:
+    """In the place of the processes: a replay that fails for a token, as its log and exit code have it."""
+
+    def __init__(self) -> None:
+        self.happens: dict[int, BaseException] = {}
+        self.num_made = 0
+        self.fails = fails_for_the_token
+
+    def __call__(self, task: Task) -> Child:
+        self.num_made += 1
+        if (event := self.happens.pop(self.num_made, None)) is not None:
+            raise event
+        spec = spec_of(task.arguments)
+        records = self.fails(spec.inputs.inputs or Path())
+        write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
+        task.output.write_text("as it was printed\n")
+        code = 1 if records[-1].error else 0
+        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+
+
+def fails_for_the_token(inputs: Path) -> list[PassRecord]:
+    records: list[PassRecord] = []
+    for index, path in enumerate(capture_files(inputs)):
+        ids = read_call(path).tensors["sequences"]
+        if (ids == TOKEN).any():
+            failed = PassRecord(
+                index=index, source=path.name, rank=0, error=f"{ids.numel()} tokens", error_type="IndexError"
+            )
+            return [*records, failed]
+        records.append(passed(index, path.stem))
+    return records
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    made = Runs()
+    monkeypatch.setattr(runs_module, "run_child", made)
+    none = Standalone(shows=False, why="not asked for")
+    monkeypatch.setattr(folder_module, "write_standalone", lambda *_, **__: none)
+    return made
+
+
+def minimise(*typed: str, logs: Path) -> int:
+    return main(["minimise", *typed, "--log-folder", str(logs)])
+
+
+def written(logs: Path) -> Path:
+    (path,) = logs.glob(f"*-minimise/{FILE}")
+    return path.parent
+
+
+def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    inputs = usual_inputs(tmp_path)
+    typed = ["--inputs", str(inputs), "--loss", f"{LOSSES}:raises", "--max-norm", "1"]
+    assert minimise(*typed, logs=tmp_path / "logs") == 0
+    smallest = written(tmp_path / "logs") / "smallest"
+    assert {path.name for path in smallest.iterdir()} == {
+        *("inputs", "run.sh", "output.txt", "versions.json", "README.md"),
+    }
+    (path,) = capture_files(smallest / "inputs")
+    ids = read_call(path).tensors["sequences"]
+    assert ids.shape == (1, 2)
+    assert TOKEN in ids
+    assert (smallest / "inputs" / "actor.json").is_file()
+    command = (smallest / "run.sh").read_text().splitlines()[-1].removeprefix("exec ")
+    assert spec_of(shlex.split(command)[1:]).inputs.inputs == Path("inputs")
+    assert "--max-norm" not in command
+    assert (smallest / "output.txt").read_text() == "as it was printed\n"
+    assert "IndexError" in (smallest / "README.md").read_text()
+    printed = capsys.readouterr().out
+    assert "1 of 8 files, 1 row, 2 tokens, 1 layer, 1 process" in printed
+    assert f"written    {smallest}" in printed
+
+
+def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert minimise("--inputs", "inputs", "--max-runs", "3", logs=Path("logs")) == 0
+    (folder,) = Path("logs").glob("*-minimise")
+    assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
+    (path,) = capture_files(folder / "smallest" / "inputs")
+    assert read_call(path).tensors["sequences"].shape == (1, 2)
+    assert {one.name for one in folder.iterdir()} == {"minimise.json", "smallest", "trials"}
+    assert not (folder / "smallest" / "logs").exists()
+
+
+def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
+    """It is needed: without the option the replay does not fail."""
+    inputs = usual_inputs(tmp_path)
+    usual = runs.fails
+
+    def run(task: Task) -> Child:
+        loss = dict(pairwise(task.arguments)).get("--loss", "nowhere:")
+        runs.fails = usual if Path(loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
+        return runs(task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs_module, "run_child", run)
+        assert minimise("--inputs", str(inputs), "--loss", f"{LOSSES}:raises", logs=tmp_path / "logs") == 0
+    smallest = written(tmp_path / "logs") / "smallest"
+    assert "--loss planted_losses.py:raises" in (smallest / "run.sh").read_text()
+    assert (smallest / LOSSES.name).read_bytes() == LOSSES.read_bytes()
+
+
+def test_nothing_is_run_twice_and_what_ended_goes_on(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    inputs = usual_inputs(tmp_path)
+    assert minimise("--inputs", str(inputs), logs=tmp_path / "whole") == 0
+    num_whole = runs.num_made
+    runs.num_made, runs.happens = 0, {1: KeyboardInterrupt(), 6: KeyboardInterrupt()}
+    assert minimise("--inputs", str(inputs), logs=tmp_path / "logs") == 130
+    folder = written(tmp_path / "logs")
+    assert f"go on      replay minimise --continue {folder}" in capsys.readouterr().out.splitlines()
+    assert main(["minimise", "--continue", str(folder)]) == 130
+    assert main(["minimise", "--continue", str(folder), "--max-runs", "7"]) == 0
+    said = capsys.readouterr().out
+    assert f"replay minimise --continue {folder} --max-runs 14" in said
+    assert "The search ended after" in (folder / "smallest" / "README.md").read_text()
+    assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
+    assert runs.num_made - 3 == num_whole  # two were broken off; the folder of what there was after 7 took one
+    trials = [(trial.candidate, trial.said) for trial in MinimiseLog.read(folder).trials if trial.cuts]
+    assert trials == [(t.candidate, t.said) for t in MinimiseLog.read(written(tmp_path / "whole")).trials if t.cuts]
+
+
+def test_what_does_not_fail_is_said_in_a_line(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    inputs = usual_inputs(tmp_path, {})
+    assert minimise("--inputs", str(inputs), "--tries", "2", logs=tmp_path / "logs") == 1
+    assert runs.num_made == 2
+    assert "failed     not reproducible in 2 tries: the replay did not fail" in capsys.readouterr().out.splitlines()
+
+
+def test_a_failure_that_comes_at_times_gets_as_many_runs_as_it_took(tmp_path: Path, runs: Runs) -> None:
+    inputs, usual = usual_inputs(tmp_path), runs.fails
+    runs.fails = lambda inputs: usual(inputs) if runs.num_made % 2 == 0 else [passed(0, "a")]
+    assert minimise("--inputs", str(inputs), "--max-runs", "100", logs=tmp_path / "logs") == 0
+    log = MinimiseLog.read(written(tmp_path / "logs"))
+    assert [trial.said == "no failure" for trial in log.trials[:2]] == [True, False]
+    assert {trial.num_runs for trial in log.trials if trial.cuts} <= {1, 2}
+    (path,) = capture_files(log.folder / "smallest" / "inputs")
+    assert read_call(path).tensors["sequences"].shape == (1, 2)
+
+
+def test_another_failure_is_not_taken_for_the_one_that_is_looked_for(tmp_path: Path, runs: Runs) -> None:
+    """Single rows fail too, but otherwise."""
+    inputs, usual = usual_inputs(tmp_path), runs.fails
+
+    def fails(inputs: Path) -> list[PassRecord]:
+        records = usual(inputs)
+        small = len(capture_files(inputs)) == 1 and len(read_call(capture_files(inputs)[0]).tensors["sequences"]) == 1
+        return [error(0, "KeyError", "rows")] if small else records
+
+    runs.fails = fails
+    assert minimise("--inputs", str(inputs), "--max-runs", "100", logs=tmp_path / "logs") == 0
+    log = MinimiseLog.read(written(tmp_path / "logs"))
+    assert any(trial.said.startswith("another failure: KeyError") for trial in log.trials)
+    (path,) = capture_files(log.folder / "smallest" / "inputs")
+    assert read_call(path).tensors["sequences"].shape == (2, 2)
+
+
+def test_redacted_inputs_are_written_where_they_still_fail(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    inputs = usual_inputs(tmp_path)
+    assert minimise("--inputs", str(inputs), "--redact", logs=tmp_path / "text") == 0
+    kept = written(tmp_path / "text") / "smallest"
+    assert "NOT redacted" in (kept / "README.md").read_text()
+    assert TOKEN in read_call(capture_files(kept / "inputs")[0]).tensors["sequences"]
+    runs.fails = lambda inputs: [error(0, "ValueError", f"{len(capture_files(inputs))} files")]
+    assert minimise("--inputs", str(inputs), "--redact", logs=tmp_path / "any") == 0
+    redacted = written(tmp_path / "any") / "smallest"
+    assert "redacted as capture redact --tokens zero does" in (redacted / "README.md").read_text()
+    assert not read_call(capture_files(redacted / "inputs")[0]).tensors["sequences"].any()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--tries 0", "invalid value for '--tries'"),
+        ("--save-model x", "unknown option --save-model"),
+        ("--processes 3 --backend fsdp2 --tp 2", "--processes 3 is no multiple of tp x ring, 2. Try: --processes 2"),
+        ("--inputs nowhere", "--inputs nowhere: no such folder."),
+        ("--continue nowhere", "--continue nowhere holds no minimise.json. Give a folder that `replay minimise` left"),
+        ("--continue nowhere --tp 2", "--continue takes its options from that folder. Leave out --tp"),
+        ("--continue nowhere --redact", "--continue takes its options from that folder. Leave out --redact"),
+    ],
+)
+def test_bad_input_is_one_line(typed: str, says: str, capsys: Captured) -> None:
+    assert main(["minimise", *typed.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"replay: {says}")
+
+
+def test_a_damaged_or_foreign_state_is_one_line(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+    assert minimise("--inputs", str(usual_inputs(tmp_path)), logs=tmp_path / "logs") == 0
+    path = written(tmp_path / "logs") / FILE
+    whole = json.loads(path.read_text())
+    for text, says in (
+        (path.read_text()[:-30], "is damaged"),
+        (json.dumps(whole | {"format": 99}), "is of format 99"),
+        (json.dumps(whole | {"versions": whole["versions"] | {"torch": "1.0"}}), "has runs of torch 1.0 there"),
+        (json.dumps(whole | {"sources": ["/nowhere/a.pkl"]}), "/nowhere/a.pkl is no longer there"),
+    ):
+        path.write_text(text)
+        capsys.readouterr()
+        assert main(["minimise", "--continue", str(path.parent)]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_an_exception_of_the_model_is_shown_by_torch_and_transformers_alone(tmp_path: Path, capsys: Captured) -> None:
+    """The model has four positions, and a row of the second file is longer."""
+    folder = tmp_path / "inputs"
+    for step, length in enumerate((4, 6)):
+        write_pass(folder, step=step, num_rows=2, length=length, num_real=length)
+    write_actor_config(folder, {**GPT2, "n_positions": 4}, "tiny")
+    assert minimise("--inputs", str(folder), logs=tmp_path / "logs") == 0
+    smallest = written(tmp_path / "logs") / "smallest"
+    (path,) = capture_files(smallest / "inputs")
+    assert read_call(path).tensors["sequences"].shape == (1, 5)
+    assert "repro.py   shows it" in capsys.readouterr().out
+    lines = (smallest / "repro.py").read_text().splitlines()
+    assert len(lines) < 80
+    imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import", "from"))}
+    assert imported == {"sys", "pathlib", "torch", "transformers"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(smallest / "repro.py")],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("IndexError: index out of range")
+
+
+def test_a_failure_of_one_rank_keeps_both(tmp_path: Path, capsys: Captured) -> None:
+    inputs, usual = tmp_path / "inputs", usual_inputs(tmp_path / "usual")
+    inputs.mkdir()
+    for path in [*capture_files(usual)[4:6], usual / "actor.json"]:
+        os.link(path, inputs / path.name)
+    typed = ["--inputs", str(inputs), "--processes", "2", "--loss", f"{LOSSES}:raises_on_rank_1", "--max-runs", "4"]
+    assert minimise(*typed, logs=tmp_path / "logs") == 0
+    printed = capsys.readouterr().out
+    assert "failure    RuntimeError in pass 1" in printed
+    assert "2 of 2 files" in printed
+    smallest = written(tmp_path / "logs") / "smallest"
+    assert "torchrun --nproc-per-node 2" in (smallest / "run.sh").read_text()
+    assert "the failure needs 2 processes" in (smallest / "README.md").read_text()

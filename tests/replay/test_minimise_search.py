@@ -1,0 +1,235 @@
+"""The search of `replay minimise` finds the smallest candidate of planted predicates, and in few runs."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import pytest
+
+from actor_init.spec import UsageError
+from replay.minimise.candidate import Candidate, Cut
+from replay.minimise.cutting import Shape
+from replay.minimise.failure import Failure, Kind
+from replay.minimise.search import OutOfRunsError, Search, bisect, ddmin
+from replay.option_parsing import spec_of
+
+NUM_FILES, NUM_ROWS, LENGTH, LAYERS = 12, 4, 64, 16
+FAILURE = Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N")
+AT = (7, 2, 40)  # file, row, column
+
+
+def has(candidate: Candidate, file: int, row: int, column: int) -> bool:
+    return any(one.source == file and row in one.rows and one.first <= column < one.end for one in candidate.cuts)
+
+
+def num_tokens(candidate: Candidate) -> int:
+    return max((len(one.rows) * (one.end - one.first) for one in candidate.cuts), default=0)
+
+
+@dataclass(kw_only=True)
+class Planted:
+    """A predicate, the failure as it is seen at first, and what is to be left."""
+
+    fails: Callable[[Candidate], bool]
+    typed: Sequence[str] = ()
+    num_processes: int = 1
+    first: Failure = replace(FAILURE, index=7)
+    files: int = 1
+    rows: int = 1
+    tokens: int = 2
+    layers: int = 1
+    processes: int = 1
+    options: Sequence[str] = ()
+    runs: int = 40
+
+
+PLANTED = {
+    "a token": Planted(fails=lambda c: has(c, *AT)),
+    "a token, and nothing says in which pass": Planted(fails=lambda c: has(c, *AT), first=FAILURE),
+    "the row and token are known": Planted(
+        fails=lambda c: has(c, *AT), first=replace(FAILURE, index=7, row=2, token=40), runs=4
+    ),
+    "a row of n tokens": Planted(fails=lambda c: any(one.end - one.first > 48 for one in c.cuts), tokens=49),
+    "two rows together": Planted(fails=lambda c: has(c, 7, 0, 3) and has(c, 7, 3, 60), rows=2, tokens=2 * 58),
+    "two files": Planted(fails=lambda c: has(c, 3, 1, 9) and has(c, *AT), files=2, rows=2, tokens=4),
+    "a tenth layer": Planted(
+        fails=lambda c: has(c, *AT) and (c.spec.actor.num_layers or LAYERS) >= 10, layers=10, runs=44
+    ),
+    "one option of five": Planted(
+        fails=lambda c: c.spec.actor.gradient_checkpointing,
+        typed=[
+            "--dtype",
+            "fp16",
+            "--no-packing",
+            "--gradient-checkpointing",
+            "--attention",
+            "eager",
+            "--max-norm",
+            "1",
+        ],
+        options=["--gradient-checkpointing"],
+    ),
+    "two options of five": Planted(
+        fails=lambda c: c.spec.actor.gradient_checkpointing and c.spec.actor.dtype == "fp16",
+        typed=[
+            "--dtype",
+            "fp16",
+            "--no-packing",
+            "--gradient-checkpointing",
+            "--attention",
+            "eager",
+            "--max-norm",
+            "1",
+        ],
+        options=["--dtype", "fp16", "--gradient-checkpointing"],
+    ),
+    "two ranks of four": Planted(
+        fails=lambda c: c.num_processes > 1 and len(c.cuts) >= c.num_processes and has(c, *AT),
+        num_processes=4,
+        first=replace(FAILURE, index=1),
+        files=2,
+        rows=2,
+        tokens=4,
+        processes=2,
+    ),
+    "tp of four ranks": Planted(
+        fails=lambda c: c.spec.actor.parallel.tp == 2 and has(c, *AT),
+        num_processes=4,
+        typed=["--backend", "fsdp2", "--tp", "2"],
+        first=replace(FAILURE, index=3),
+        processes=2,
+        options=["--tp", "2"],
+    ),
+    "no token at all": Planted(fails=lambda c: True, runs=5),
+    "memory": Planted(fails=lambda c: num_tokens(c) > 100, rows=2, tokens=102),
+}
+
+
+def shapes_of(num_files: int) -> list[Shape]:
+    return [
+        Shape(
+            num_rows=NUM_ROWS,
+            num_columns=LENGTH,
+            real=((0, LENGTH), (0, LENGTH), (10, LENGTH), (0, LENGTH)),
+            has_values=number == 7,
+            name=f"{number}.pkl",
+        )
+        for number in range(num_files)
+    ]
+
+
+@dataclass(kw_only=True)
+class Runs:
+    """Answers for the processes, and counts the runs; each refuses what `replay` would."""
+
+    fails: Callable[[Candidate], bool]
+    found: Failure = FAILURE
+    most: int = 1000
+    tried: list[Candidate] = field(default_factory=list)
+
+    def __call__(self, candidate: Candidate, what: str) -> Failure | None:
+        if candidate not in self.tried:
+            if len(self.tried) == self.most:
+                raise OutOfRunsError
+            self.tried.append(candidate)
+        return self.found if self.fails(candidate) else None
+
+
+def search_of(planted: Planted, runs: Runs) -> Search:
+    whole = [Cut(source=n, rows=tuple(range(NUM_ROWS)), first=0, end=LENGTH) for n in range(NUM_FILES)]
+    return Search(
+        best=Candidate.of(whole, spec_of(planted.typed), planted.num_processes),
+        failure=planted.first,
+        shapes=shapes_of(NUM_FILES),
+        num_layers=LAYERS,
+        shows=runs,
+    )
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_failure_becomes_as_small_as_it_can(name: str) -> None:
+    planted = PLANTED[name]
+    runs = Runs(fails=planted.fails, found=replace(planted.first, index=None))
+    search = search_of(planted, runs)
+    search.run()
+    best = search.best
+    assert planted.fails(best)
+    left = [word for word in best.arguments if not (word == "--num-layers" or word.isdigit())]
+    layers = best.spec.actor.num_layers or LAYERS
+    rows = sum(len(cut.rows) for cut in best.cuts)
+    tokens = sum(len(cut.rows) * (cut.end - cut.first) for cut in best.cuts)
+    assert (len(best.cuts), rows, tokens) == (planted.files, planted.rows, planted.tokens)
+    assert (layers, best.num_processes) == (planted.layers, planted.processes)
+    assert left == [word for word in planted.options if not word.isdigit()]
+    assert len(runs.tried) <= planted.runs, len(runs.tried)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_ddmin_keeps_shows_it_and_no_item_of_it_can_go(seed: int) -> None:
+    """Against every subset: some are enough, as are all that hold one of them."""
+    draw = random.Random(seed)
+    items = list(range(draw.randint(1, 8)))
+    enough = [set(draw.sample(items, draw.randint(1, len(items)))) for _ in range(draw.randint(1, 3))]
+
+    def shows(part: Sequence[int]) -> bool:
+        assert list(part) == sorted(part), "the order of the files is kept"
+        return any(one <= {*part} for one in enough)
+
+    kept = ddmin(items, shows)
+    smaller = [part for size in range(1, len(kept)) for part in combinations(kept, size)]
+    assert shows(kept)
+    assert not any(shows(part) for part in smaller)
+
+
+def test_bisection_goes_up_and_down() -> None:
+    assert bisect(0, 100, lambda number: number >= 37) == 37
+    assert bisect(100, 0, lambda number: number <= 37) == 37
+
+
+def test_what_was_recorded_of_all_rows_loses_no_row_token_or_layer() -> None:
+    first = Failure(kind=Kind.DIFFERS, quantities=("loss",), index=7)
+    runs = Runs(fails=lambda c: any(one.source == 7 for one in c.cuts), found=first)
+    search = search_of(Planted(fails=runs.fails, first=first), runs)
+    search.run()
+    assert search.best.cuts == (Cut(source=7, rows=tuple(range(NUM_ROWS)), first=0, end=LENGTH),)
+    assert search.best.spec.actor.num_layers is None
+
+
+def test_a_log_prob_that_differs_keeps_the_tokens_before_it() -> None:
+    first = Failure(kind=Kind.DIFFERS, quantities=("log-probs",), index=7)
+    runs = Runs(fails=lambda c: has(c, *AT), found=first)
+    search = search_of(Planted(fails=runs.fails, first=first), runs)
+    search.run()
+    assert search.best.cuts == (Cut(source=7, rows=(2,), first=10, end=41),)
+    assert search.best.spec.actor.num_layers is None
+
+
+def test_pairs_of_dpo_stay_together() -> None:
+    def fails(candidate: Candidate) -> bool:
+        if any(len(one.rows) % 2 for one in candidate.cuts):
+            raise AssertionError("a pair was torn")
+        return has(candidate, 7, 3, 5)
+
+    planted = Planted(fails=fails, typed=["--loss", "dpo"], first=replace(FAILURE, index=7, row=3))
+    search = search_of(planted, Runs(fails=lambda c: c.spec.measure.loss == "dpo" and fails(c)))
+    search.run()
+    assert search.best.cuts[0].rows == (1, 3)
+
+
+def test_what_was_found_is_kept_where_the_runs_end() -> None:
+    planted = PLANTED["a token"]
+    search = search_of(planted, Runs(fails=planted.fails, most=4))
+    with pytest.raises(OutOfRunsError):
+        search.run()
+    assert planted.fails(search.best)
+    assert len(search.best.cuts) == 1
+
+
+def test_options_that_need_each_other_are_not_tried_apart() -> None:
+    """--step needs backward: a candidate that is refused costs no run."""
+    candidate = Candidate.of([], spec_of(["--step", "--learning-rate", "0.1", "--save-state", "x"]), 1)
+    [step] = [one for one in candidate.given if one.flag == "--step"]
+    assert "--step" not in candidate.without([step]).arguments
+    with pytest.raises(UsageError):
+        candidate.with_option("--optimizer", "none")
