@@ -56,6 +56,10 @@ class Shape:
             case Rows.DOCUMENTS:
                 return max(self.documents)
 
+    def squared_rows(self, rows: Rows) -> int:
+        """Return the sum of the squared rows: what attention computes under a mask, whatever that leaves out."""
+        return self.fed_tokens(rows) * self.longest_row(rows)
+
     def squares(self, rows: Rows) -> int:
         """Return the sum of the squared lengths of what attention sees as a whole."""
         match rows:

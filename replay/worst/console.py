@@ -165,8 +165,14 @@ def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
 
 def _formula(fit: Fit, unit: float, name: str) -> str:
     """Write a fit as a sum, per thousand tokens and per million of squared lengths."""
-    scales = (1.0, 1e3, 1e6, 1e3)
-    units = ("", " per 1,000 tokens", " per 1,000,000 squared lengths", " per 1,000 action tokens")
+    scales = (1.0, 1e3, 1e6, 1e3, 1e6)
+    units = (
+        "",
+        " per 1,000 tokens",
+        " per 1,000,000 squared lengths",
+        " per 1,000 action tokens",
+        " per 1,000,000 of squared rows",
+    )
     parts = [
         f"{factor * scale * unit:.4g} {name}{of}"
         for factor, scale, of, _ in zip(fit.coefficients, scales, units, TERMS, strict=True)

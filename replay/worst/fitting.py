@@ -1,6 +1,6 @@
 """Fit seconds or bytes to what passes compute: a sum with coefficients that are not negative, and perhaps a floor.
 
-    value = max(floor, constant + a * tokens + b * squares + c * action tokens)
+    value = max(floor, constant + a * tokens + b * squares + c * action tokens + d * squared rows)
 
 A floor is what small passes cost whatever they compute: a GPU waits for its host, or the peak is that of weights and
 gradients. Errors are relative. Which terms there are, and whether there is a floor, is what predicts left-out points
@@ -16,8 +16,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-TERMS = ("constant", "tokens", "squares", "action tokens")
-FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first
+TERMS = ("constant", "tokens", "squares", "action tokens", "squared rows")
+FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first
 BETTER = 0.6  # share of the simpler form's error that a form with more terms, or a floor, has to come down to
 
 

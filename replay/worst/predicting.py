@@ -65,7 +65,8 @@ class Predictor:
 
 def terms_of(shape: Shape, rows: Rows) -> list[float]:
     """Return the terms of a fit."""
-    return [1.0, float(shape.fed_tokens(rows)), float(shape.squares(rows)), float(shape.action_tokens)]
+    counts = (shape.fed_tokens(rows), shape.squares(rows), shape.action_tokens, shape.squared_rows(rows))
+    return [1.0, *map(float, counts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

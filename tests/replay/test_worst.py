@@ -294,12 +294,14 @@ def test_inputs_to_measure_are_spread_from_the_smallest_to_the_largest(tmp_path:
 def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
     torch.manual_seed(0)
     tokens = torch.linspace(10, 1000, 12).tolist()
-    terms = [[1.0, t, t * t / 2, t * share] for t, share in zip(tokens, torch.rand(12).tolist(), strict=True)]
+    terms = [
+        [1.0, t, t * t / 2, t * share, t * t * share] for t, share in zip(tokens, torch.rand(12).tolist(), strict=True)
+    ]
     falling = fitted(terms, [10 - t / 200 for t in tokens])
     assert min(falling.coefficients) >= 0
     fit = fitted(terms, [max(7.0, 0.02 * t) for t in tokens])
-    assert fit([1.0, 5000.0, 0.0, 0.0]) == pytest.approx(100, rel=1e-6)
-    assert fit([1.0, 1.0, 0.0, 0.0]) == pytest.approx(7, rel=1e-6)
+    assert fit([1.0, 5000.0, 0.0, 0.0, 0.0]) == pytest.approx(100, rel=1e-6)
+    assert fit([1.0, 1.0, 0.0, 0.0, 0.0]) == pytest.approx(7, rel=1e-6)
     noisy = [5 + 0.01 * t * (1 + 0.01 * float(torch.randn(()))) for t in tokens]
     assert fitted(terms, noisy)(terms[-1]) == pytest.approx(15, rel=0.02)
 
