@@ -7,23 +7,28 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
 
+from actor_init.toggles import CompileLengths
+
 ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
 MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
 
 
-def compile_blocks(blocks: Iterable[nn.Module], *, any_length: bool = True) -> None:
-    """Compile each block's forward in place: one graph for any length, or one per length.
+def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = CompileLengths.DYNAMIC) -> None:
+    """Compile each block's forward in place.
+
+    lengths  dynamic: one graph for any length; static: one for each; automatic: torch's default, one for the first
+             length, and when another comes, one for what may differ
 
     It compiles `forward` rather than the module, so that hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay
     outside the graph and parameter names do not change. It does not use `dynamic=True`, which under FSDP2 also makes
     symbols of the head sizes that a block keeps as attributes: they are constants in the graph that a job compiles.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
-    torch.compiler.config.dynamic_sources = ARGUMENTS if any_length else ""
-    if any_length:
+    torch.compiler.config.dynamic_sources = ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
+    if lengths is CompileLengths.DYNAMIC:
         _fuse_norms_at_any_length()
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=None if any_length else False)
+        block.forward = torch.compile(block.forward, dynamic=False if lengths is CompileLengths.STATIC else None)
 
 
 def _fuse_norms_at_any_length() -> None:

@@ -7,14 +7,27 @@ from typing import Any, Self
 
 from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.backends.declaration import Declaration
-from actor_init.toggles import Attention, Compile, Dtype, Kernels, OptimizerName, PadTo, TpPlan, UsageError, option
+from actor_init.toggles import (
+    Attention,
+    Compile,
+    CompileLengths,
+    Dtype,
+    Kernels,
+    OptimizerName,
+    PadTo,
+    TpPlan,
+    UsageError,
+    option,
+)
 
+PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
 CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
 
 __all__ = [
     "ActorSpec",
     "Attention",
     "Compile",
+    "CompileLengths",
     "Dtype",
     "Kernels",
     "OptimizerName",
@@ -123,6 +136,11 @@ class ActorSpec:
         PadTo.OWN,
         "longest: pad to the longest row that any data rank has in this pass, as trainers that need equal shapes do.",
     )
+    pad_tokens: str | None = option(
+        None,
+        "Pad each row, packed or not, to a multiple of N tokens, or to the next of several lengths.",
+        metavar="N|N,N,...",
+    )
     attention: Attention = option(
         Attention.AUTO,
         "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
@@ -145,6 +163,11 @@ class ActorSpec:
         "torch.compile each transformer block (--compile), or DeepSpeed's own compiler (--deepcompile).",
         flags={"--compile": Compile.BLOCKS, "--deepcompile": Compile.DEEPCOMPILE},
         named=False,
+    )
+    compile_lengths: CompileLengths = option(
+        CompileLengths.DYNAMIC,
+        "Of --compile. dynamic: one graph for any length; automatic: torch's default, a graph for the first length and "
+        "more when others come; static: one for each length.",
     )
     gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
     optimizer: OptimizerName = option(
@@ -184,6 +207,13 @@ class ActorSpec:
             raise UsageError(
                 f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
             )
+        if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
+            raise UsageError(
+                f"--pad-tokens {self.pad_tokens!r} is not allowed. Give a number above 0, or several with commas "
+                "between. Try: --pad-tokens 128, or --pad-tokens 512,1024,2048"
+            )
+        if self.compile_lengths is not CompileLengths.DYNAMIC:
+            self._refuse_compile_lengths()
         if self.attention is Attention.VARLEN and self.packing is False:
             raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
 
@@ -205,6 +235,15 @@ class ActorSpec:
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
+
+    def padded_length(self, num_tokens: int) -> int | None:
+        """Return how long a row of `num_tokens` is under --pad-tokens; None if it is longer than all lengths."""
+        if self.pad_tokens is None:
+            return num_tokens
+        lengths = [int(length) for length in self.pad_tokens.split(",")]
+        if len(lengths) == 1:
+            return -(-num_tokens // lengths[0]) * lengths[0]
+        return min((length for length in lengths if length >= num_tokens), default=None)
 
     @property
     def packs(self) -> bool:
@@ -268,6 +307,13 @@ class ActorSpec:
                 raise UsageError(f"{typed} {why} --model {model}. Leave it out")
         if self.weights is not None and self.random_weights:
             raise UsageError(f"--weights {self.weights} and --random-weights exclude each other. Give one of the two")
+
+    def _refuse_compile_lengths(self) -> None:
+        typed = f"--compile-lengths {self.compile_lengths}"
+        if self.compile is not Compile.BLOCKS:
+            raise UsageError(f"{typed} is a setting of --compile. Try: --compile {typed}")
+        if self.parallel.sequence_parallel and self.compile_lengths is CompileLengths.AUTOMATIC:
+            raise UsageError(f"{typed} does not go with --sequence-parallel, which needs a graph for each length")
 
     def _refuse_foreign_settings(self) -> None:
         of_adamw = {"--beta1": self.beta1, "--beta2": self.beta2, "--eps": self.eps}

@@ -62,6 +62,12 @@ class Compile(StrEnum):
     DEEPCOMPILE = "deepcompile"
 
 
+class CompileLengths(StrEnum):
+    DYNAMIC = "dynamic"
+    AUTOMATIC = "automatic"
+    STATIC = "static"
+
+
 class Dtype(StrEnum):
     AUTO = "auto"
     BF16 = "bf16"

@@ -15,6 +15,11 @@ class Passes(StrEnum):
     ALL = "all"
 
 
+class Order(StrEnum):
+    RECORDED = "recorded"
+    WORST = "worst"
+
+
 class LossName(StrEnum):
     STAND_IN = "stand-in"
     SFT = "sft"
@@ -41,6 +46,7 @@ class Pairs(StrEnum):
 
 
 OPTIONS_OF_DPO = ("dpo_beta", "label_smoothing", "pairs", "average_log_probs")
+PICKS = re.compile(r"\d{1,9}(,\d{1,9})*")
 USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 
 
@@ -74,6 +80,16 @@ class InputsSpec:
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+    order: Order = option(
+        Order.RECORDED,
+        "worst: the inputs with most tokens first, whatever windows the job had; with --max-inputs N, the N largest.",
+    )
+    pick_inputs: str | None = option(
+        None,
+        "Replay these alone, in this order: numbers that each data rank's inputs have without this option, from 0, as "
+        "in a log; one may come more than once.",
+        metavar="N,N,...",
+    )
     reverse_rows: bool = option(
         False, "Feed each micro-batch's last row first: the same numbers but for rounding. The log keeps their order."
     )
@@ -81,6 +97,20 @@ class InputsSpec:
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
             raise UsageError("--inputs and --input-file exclude each other. Give one of the two")
+        if self.order is Order.WORST and self.shuffle_inputs:
+            raise UsageError("--order worst and --shuffle-inputs exclude each other. Give one of the two")
+        if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
+            raise UsageError(
+                f"--pick-inputs {self.pick_inputs!r} is not allowed. Give numbers with commas between. "
+                "Try: --pick-inputs 4,0,17"
+            )
+        if self.pick_inputs is not None and self.uneven:
+            raise UsageError("--pick-inputs leaves inputs out, and --uneven replays all. Give one of the two")
+
+    @property
+    def picked(self) -> list[int] | None:
+        """Return the numbers of --pick-inputs; None if it was not given."""
+        return None if self.pick_inputs is None else [int(number) for number in self.pick_inputs.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,10 @@ from replay.mismatch.command import mismatch
 from replay.option_parsing import Action
 from replay.parity.command import parity
 from replay.processes.launch import refuse_launcher
+from replay.recompiles.command import recompiles
 from replay.scan.command import scan
 from replay.suite.command import suite
+from replay.worst.command import worst
 
 
 def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
@@ -112,6 +114,8 @@ COMMANDS: tuple[Callable[..., Action], ...] = (
     report,
     parity,
     scan,
+    worst,
+    recompiles,
     hang,
     minimise,
     suite,

@@ -55,7 +55,7 @@ ROOMS = {
         ("compare", "inspection", "doctor"),
         ("runner",),
         ("on_ray",),
-        ("diagnose", "mismatch", "parity", "run_page", "scan", "suite"),
+        ("diagnose", "mismatch", "parity", "recompiles", "run_page", "scan", "suite", "worst"),
         ("minimise",),
         ("subcommands",),
         ("cli",),
@@ -68,7 +68,18 @@ LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
     | {
         f"replay/{name}/command.py"
-        for name in ("diagnose", "hang", "minimise", "mismatch", "on_ray", "parity", "scan", "suite")
+        for name in (
+            "diagnose",
+            "hang",
+            "minimise",
+            "mismatch",
+            "on_ray",
+            "parity",
+            "recompiles",
+            "scan",
+            "suite",
+            "worst",
+        )
     },
     "rich": {"replay/report/printing.py"},
     "deepspeed": {f"actor_init/backends/deepspeed/{part}.py" for part in ("engine", "autotp", "gathering")},

@@ -81,6 +81,43 @@ class States:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes for each parameter that a rank holds whatever it is fed."""
+
+    weights: float = 0.0
+    gradients: float = 0.0  # from backward on
+    masters: float = 0.0
+    moments: float = 0.0  # once a step was taken
+
+    def bytes(self, *, gradients: bool) -> float:
+        """Return the sum, with or without gradients."""
+        return self.weights + self.masters + self.moments + (self.gradients if gradients else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What one rank alone holds, and what of it data ranks would share, each an equal part."""
+
+    alone: Held = field(default_factory=Held)
+    shared: Held = field(default_factory=Held)
+
+
+def size_of(dtype: Dtype) -> int:
+    """Return the bytes of a number."""
+    return 4 if dtype is Dtype.FP32 else 2
+
+
+def moment_bytes(optimizer: OptimizerName, *, steps: bool) -> int:
+    """Return what torch's optimizer holds for each parameter, in fp32; `steps`: has it taken one?"""
+    return 8 if optimizer is OptimizerName.ADAMW and steps else 0
+
+
+def whole_model(spec: Asked, steps: bool) -> Holding:
+    """Return the holding of a backend that shares nothing and keeps weights and gradients in fp32."""
+    return Holding(alone=Held(weights=4, gradients=4, moments=moment_bytes(spec.optimizer, steps=steps)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """A configuration of `replay suite`, named after its backend and `suffix`."""
 
@@ -111,6 +148,7 @@ class Declaration:
     states: States | None = None  # None: it neither saves nor loads state
     complaint: Callable[[Asked, str], str | None] = refuse_nothing  # why a spec is not possible on a type of device
     accumulating_stages: Sequence[int] = ()  # stages whose gradients take a separate code path while they accumulate
+    holding: Callable[[Asked, bool], Holding] = whole_model  # the flag: does the optimizer step?
     trainings: Sequence[Training] = ()  # configurations of `replay suite`
 
     @property

@@ -59,6 +59,8 @@ class PassRecord:
     weight: AnyFloat = 1.0  # of its mean loss in the gradient of its window; 1: equal weights
     grad_norm: AnyFloat | None = None  # before clipping; on the pass that ends an accumulation window
     new_graphs: int = 0
+    compile_seconds: AnyFloat = 0.0  # of `seconds`, in which torch.compile worked
+    recompilations: list[str] = field(default_factory=list)  # graphs made again, each with the guard that failed
     first_uses: list[str] = field(default_factory=list)  # values of FirstUse, in its order
     seconds_again: AnyFloat | None = None  # of forward and backward in a second run; None: there was none
     first_non_finite: str | None = None  # the first tensor with a nan or an inf, as far as this rank saw it

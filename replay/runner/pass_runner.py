@@ -35,6 +35,7 @@ from replay.objective.objective import Objective, gain
 from replay.report.text import one_line
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.records import PassRecord
+from replay.runner import compilations
 from replay.runner.digests import digest_of_inputs
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import Meter
@@ -327,6 +328,7 @@ class PassRunner:
         named: str | None = None
         graphs_before = num_graphs()
         self._first_uses.begin(self._cudnn_calls(inputs, backward=backward))
+        compilations.begin()
         if self.trace:
             self.trace.begin(inputs)
         self.world.meet()
@@ -374,6 +376,7 @@ class PassRunner:
             self.tracker.at(Phase.SETTLING)
             phases, seconds = self.meter.end_pass()
             first_uses = self._first_uses.end()
+            compile_seconds, recompilations = compilations.end()
             self.tracker.at(Phase.ENDING)
             if last_of_window and not step:
                 grad_norm = self.actor.backend.end_window(step=False)
@@ -415,6 +418,8 @@ class PassRunner:
             "grad_norm": grad_norm,
             "new_graphs": num_graphs() - graphs_before,
             "first_uses": first_uses,
+            "compile_seconds": compile_seconds,
+            "recompilations": recompilations,
             "first_non_finite": named,
         }
 
@@ -431,6 +436,13 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
         refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
+    num_tokens = inputs.input_ids.shape[1]
+    if (length := spec.padded_length(num_tokens)) is None:
+        raise CaptureError(
+            f"{batch.origin.source}: a row of {num_tokens} tokens is longer than each of --pad-tokens "
+            f"{spec.pad_tokens}. Add a length of at least {num_tokens}"
+        )
+    inputs = padded_to(inputs, length)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None
         ring = ring_slice(

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from replay.loss import tokens_for
 from replay.report.text import unreplayable
 from replay.runner.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, LossName, Passes
+from replay.spec import InputsSpec, LossName, Order, Passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +98,8 @@ class Reader:
             optimizer_step=record.optimizer_step,
             window=record.window,
             has_gradients=record.has_gradients,
+            real_tokens=record.counts.real_tokens,
+            padded_tokens=record.counts.rows * record.counts.row_length,
         )
 
     def _opened(self, one: Listed) -> Captured | None:
@@ -119,6 +122,8 @@ class Reader:
             optimizer_step=call.optimizer_step,
             window=None if call.step is None else window_digest(call.step.passes),
             has_gradients=call.step is not None and call.step.gradients is not None,
+            real_tokens=batch.num_real_tokens,
+            padded_tokens=batch.num_padded_tokens,
         )
 
 
@@ -137,6 +142,7 @@ def select(
     *,
     loss: str = LossName.STAND_IN,
     grad_accumulation: int | None = 1,
+    packs: bool = True,
 ) -> Selection:
     """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.
 
@@ -146,7 +152,8 @@ def select(
     data rank. With --uneven, inputs that do not fill a round come after the rounds.
 
     Captures that record the optimizer step are ordered by step, unless shuffled. Without `grad_accumulation`, the
-    number of passes in a window is chosen to reproduce the job's windows.
+    number of passes in a window is chosen to reproduce the job's windows. With --order worst, inputs come by their
+    tokens: real ones if rows are packed (`packs`), else padded ones.
     """
     reader = Reader(passes=spec.passes, loss=loss)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
@@ -158,10 +165,11 @@ def select(
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         captures = _captures_in(spec.inputs if spec.inputs is not None else default_folder())
-        rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order)
+        rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order, packs)
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
         raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks))
+    rounds = _picked(rounds, spec)
     inputs = [members[data_rank].path for members in rounds]
     if spec.uneven and spec.input_file is None:
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
@@ -179,6 +187,18 @@ def select(
         rounds=[_round(members, reader) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
     )
+
+
+def _picked(rounds: list[tuple[Captured, ...]], spec: InputsSpec) -> list[tuple[Captured, ...]]:
+    """Return the rounds of --pick-inputs, or all without it. Raises UsageError for a number that none has."""
+    if spec.picked is None:
+        return rounds
+    if beyond := [number for number in spec.picked if number >= len(rounds)]:
+        raise UsageError(
+            f"--pick-inputs {beyond[0]}: each data rank has {len(rounds)} inputs. Give numbers from 0 to "
+            f"{len(rounds) - 1}"
+        )
+    return [rounds[number] for number in spec.picked]
 
 
 def _round(members: Sequence[Captured], reader: Reader) -> Round:
@@ -217,12 +237,15 @@ def _captures_in(folder: Path) -> list[Listed]:
 
 
 def _dealt(
-    spec: InputsSpec, reader: Reader, folder: list[Listed], num_data_ranks: int, order: WindowOrder
+    spec: InputsSpec, reader: Reader, folder: list[Listed], num_data_ranks: int, order: WindowOrder, packs: bool
 ) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
     """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution."""
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(folder)
         read, said = reader.read(folder), f"shuffled with seed {spec.random_seed}"
+    elif spec.order is Order.WORST:
+        read = iter(sorted(reader.read(folder), key=partial(_size, packs=packs), reverse=True))
+        said = f"most {'real' if packs else 'padded'} tokens first"
     else:
         read, said = _in_order(reader, folder, order)
     captures: Iterable[Captured] = _repeated(read, spec.epochs)
@@ -250,6 +273,11 @@ def _in_order(reader: Reader, folder: list[Listed], order: WindowOrder) -> tuple
         return chain([] if first is None else [first], captures), "rank by rank in recorded order"
     streams = [reader.read(list(own)) for _, own in groupby(left, key=lambda one: one.rank)]
     return order.ordered(merge([first], *streams, key=_job_order)), "in the order of the job's steps"
+
+
+def _size(captured: Captured, *, packs: bool) -> tuple[int, int]:
+    sizes = captured.real_tokens, captured.padded_tokens
+    return sizes if packs else (sizes[1], sizes[0])
 
 
 def _job_order(captured: Captured) -> tuple[int, int]:

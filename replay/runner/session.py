@@ -17,7 +17,7 @@ from actor_init.model import ModelSource, count_parameters, find_model, lasting_
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import PadTo, UsageError
+from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
@@ -76,6 +76,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         world.num_data_ranks,
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
+        packs=spec.actor.packs,
     )
     if spec.measure.memory_snapshot and world.device.type != "cuda":
         raise UsageError(
@@ -681,7 +682,8 @@ def _header(
         *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),
         *([f"ring {ring}"] if (ring := spec.actor.parallel.ring) > 1 else []),
         *([f"padded to the {spec.actor.pad_to}"] if spec.actor.pad_to is PadTo.LONGEST else []),
-        *([f"compile {spec.actor.compile.value}"] if spec.actor.compile != "off" else []),
+        *([f"padded to {spec.actor.pad_tokens} tokens"] if spec.actor.pad_tokens is not None else []),
+        *([_compile_text(spec.actor)] if spec.actor.compile is not Compile.OFF else []),
         *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
         *([f"gradient accumulation {n}"] if (n := spec.actor.num_accumulated) > 1 else []),
         *(["window mean-of-means"] if spec.measure.window is WindowWeights.MEAN_OF_MEANS else []),
@@ -696,6 +698,11 @@ def _header(
         "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "inputs": f"{num_each} from {_shown(inputs_folder(spec.inputs))}, {selection.dealing}",
     }
+
+
+def _compile_text(actor: ActorSpec) -> str:
+    of_lengths = "" if actor.compile_lengths is CompileLengths.DYNAMIC else f", {actor.compile_lengths} lengths"
+    return f"compile {actor.compile}{of_lengths}"
 
 
 def _shown(path: Path) -> Path:

@@ -26,6 +26,8 @@ class Captured:
     optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
     window: int | None  # on the last pass before a step: `window_digest` of its rank's forwards in the window
     has_gradients: bool  # the capture holds samples of the gradient used in the step
+    real_tokens: int = 0
+    padded_tokens: int = 0
 
     @property
     def path(self) -> Path:

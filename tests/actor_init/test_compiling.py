@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actor_init.compiling import compile_blocks
+from actor_init.toggles import CompileLengths
 
 
 class Block(nn.Module):
@@ -21,10 +22,12 @@ class Block(nn.Module):
         return heads_BSND * longest
 
 
-@pytest.mark.parametrize("any_length", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "num_graphs"), [(CompileLengths.DYNAMIC, 1), (CompileLengths.AUTOMATIC, 2), (CompileLengths.STATIC, 3)]
+)
 @pytest.mark.parametrize("is_managed", [True, False])
-def test_one_graph_serves_every_length_and_has_constants_for_heads(
-    is_managed: bool, any_length: bool, monkeypatch: pytest.MonkeyPatch
+def test_graphs_serve_the_lengths_they_are_to_and_have_constants_for_heads(
+    is_managed: bool, lengths: CompileLengths, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[GraphModule] = []
 
@@ -37,12 +40,12 @@ def test_one_graph_serves_every_length_and_has_constants_for_heads(
     block = Block()
     if is_managed:  # by what `fully_shard` tells dynamo
         vars(block).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-    compile_blocks([block], any_length=any_length)
+    compile_blocks([block], lengths=lengths)
     for length in (6, 9, 5):
         hidden_BSH = torch.rand(1, length, 8)
         expected = hidden_BSH.reshape(1, length, 2, 4) * length
         torch.testing.assert_close(block(hidden_BSH, longest=length), expected)
-    assert len(graphs) == (1 if any_length else 3)
+    assert len(graphs) == num_graphs
     sizes = [node.args[2] for graph in graphs for node in graph.graph.nodes if node.target == "unflatten"]
     assert sizes == [(-1, 4)] * len(graphs)
 
@@ -52,7 +55,7 @@ def test_inductor_puts_no_condition_on_the_number_of_tokens_into_a_graph(monkeyp
     if not hasattr(triton, "mix_order_reduction"):
         pytest.skip("this torch has no such fusion")
     monkeypatch.setattr(triton, "mix_order_reduction_non_strict_mode", False)
-    compile_blocks([], any_length=False)
+    compile_blocks([], lengths=CompileLengths.STATIC)
     assert not triton.mix_order_reduction_non_strict_mode
     compile_blocks([])
     assert triton.mix_order_reduction_non_strict_mode

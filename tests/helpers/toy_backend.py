@@ -62,7 +62,7 @@ class ToyBackend:
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
-            compile_blocks(block for _, block in blocks_of(model))
+            compile_blocks((block for _, block in blocks_of(model)), lengths=spec.compile_lengths)
         optimizer = make_optimizer(spec, model.parameters())
         schedule = make_schedule(spec, optimizer) if optimizer else None
         return cls(spec=spec, model=model, source=source, optimizer=optimizer, schedule=schedule, attention=attention)

@@ -9,7 +9,7 @@ from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
 from replay.runner import selection
 from replay.runner.selection import Selection, select
-from replay.spec import InputsSpec, Passes
+from replay.spec import InputsSpec, Order, Passes
 from tests.helpers.made_captures import damage, write_pass, write_passes
 
 
@@ -203,3 +203,33 @@ def test_fewer_inputs_than_data_ranks_are_refused(tmp_path: Path) -> None:
     write_passes(tmp_path, {0: "t"})
     with pytest.raises(UsageError, match="1 train input does not suffice for 2 data ranks"):
         select(InputsSpec(inputs=tmp_path), 0, 2)
+
+
+@pytest.mark.parametrize(("packs", "order"), [(True, [1, 0, 2]), (False, [0, 2, 1])])
+@pytest.mark.parametrize("most", [None, 2])
+def test_worst_first_is_by_the_tokens_that_are_fed(
+    packs: bool, order: list[int], most: int | None, tmp_path: Path
+) -> None:
+    sizes = [(50, 20), (30, 30), (40, 10)]  # row length, real tokens of a row
+    paths = [write_pass(tmp_path, step=step, length=size, num_real=real) for step, (size, real) in enumerate(sizes)]
+    chosen = select(InputsSpec(inputs=tmp_path, order=Order.WORST, max_inputs=most), 0, 1, packs=packs)
+    assert chosen.inputs == [paths[number] for number in order][:most]
+    assert chosen.dealing == f"most {'real' if packs else 'padded'} tokens first"
+
+
+def test_worst_first_gives_data_ranks_inputs_of_like_size(tmp_path: Path) -> None:
+    paths = [write_pass(tmp_path, step=step, length=50, num_real=real) for step, real in enumerate([5, 40, 7, 39])]
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=Order.WORST))
+    assert [chosen.inputs for chosen in ranks] == [[paths[1], paths[2]], [paths[3], paths[0]]]
+
+
+def test_picked_inputs_come_in_the_order_they_are_picked(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path, {0: "ttrt", 1: "ttt"})
+    whole = on_all_ranks(2, InputsSpec(inputs=tmp_path))
+    picked = on_all_ranks(2, InputsSpec(inputs=tmp_path, pick_inputs="2,0,2"))
+    for chosen, every in zip(picked, whole, strict=True):
+        assert chosen.inputs == [every.inputs[number] for number in (2, 0, 2)]
+        assert len(chosen.rounds) == 3
+    assert paths[0][3] in picked[0].inputs
+    with pytest.raises(UsageError, match=r"^--pick-inputs 3: each data rank has 3 inputs. Give numbers from 0 to 2$"):
+        select(InputsSpec(inputs=tmp_path, pick_inputs="3"), 0, 2)

@@ -71,7 +71,7 @@ class DDPBackend:
         for module in list(model.modules()):
             _cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
-            compile_blocks(block for _, block in blocks_of(model))
+            compile_blocks((block for _, block in blocks_of(model)), lengths=spec.compile_lengths)
         optimizer = make_optimizer(spec, trained_parameters(model))
         return cls(
             spec=spec,

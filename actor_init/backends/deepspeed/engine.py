@@ -89,7 +89,7 @@ class DeepSpeedBackend:
         blocks = blocks_of(model)
         set_up(model, spec)
         if spec.compile is Compile.BLOCKS:
-            compile_blocks(block for _, block in blocks)
+            compile_blocks((block for _, block in blocks), lengths=spec.compile_lengths)
         if has_whole_blocks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
         # on a CPU it would build a shared-memory operator, used for inference only: 30 s, and it needs a C++ compiler

@@ -1,6 +1,25 @@
 """Declare torch's FSDP2, with tensor parallelism over DTensors."""
 
-from actor_init.backends.declaration import Declaration, States, Training
+from actor_init.backends.declaration import (
+    Asked,
+    Declaration,
+    Held,
+    Holding,
+    States,
+    Training,
+    moment_bytes,
+    size_of,
+)
+from actor_init.toggles import OptimizerName
+
+
+def _holding(spec: Asked, steps: bool) -> Holding:
+    if spec.optimizer is OptimizerName.NONE:
+        held = Held(weights=size_of(spec.dtype), gradients=size_of(spec.dtype))
+    else:
+        held = Held(masters=4, gradients=4, moments=moment_bytes(spec.optimizer, steps=steps))
+    return Holding(alone=held, shared=held)
+
 
 DECLARATION = Declaration(
     name="fsdp2",
@@ -14,6 +33,7 @@ DECLARATION = Declaration(
     splits_head=True,
     own_options=frozenset({"tp_plan", "sequence_parallel"}),
     states=States(files="torch.distributed.checkpoint"),
+    holding=_holding,
     trainings=(
         Training(),
         Training(suffix="-tp", tp=True),

@@ -30,7 +30,7 @@ from actor_init.parallel.tensor_parallel import check_divisible, check_sequence,
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, Kernels, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, Kernels, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -73,7 +73,8 @@ class FSDP2Backend:
         set_up(model, spec)
         if spec.compile is Compile.BLOCKS:
             # with DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13)
-            compile_blocks((block for _, block in blocks), any_length=not spec.parallel.sequence_parallel)
+            lengths = CompileLengths.STATIC if spec.parallel.sequence_parallel else spec.compile_lengths
+            compile_blocks((block for _, block in blocks), lengths=lengths)
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
             if plan:

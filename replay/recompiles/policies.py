@@ -1,0 +1,86 @@
+"""Name the policies of compiling a mix of lengths, say which options each is, and choose the lengths of buckets."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
+
+NUM_BUCKETS = 4
+MULTIPLE = 128  # tokens
+
+
+class Policy(StrEnum):
+    OFF = "off"
+    AUTOMATIC = "automatic"
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    BUCKETS = "buckets"
+    MULTIPLE = "multiple"
+
+
+NAMES = tuple(policy.value for policy in Policy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What of `replay recompiles` was asked for."""
+
+    policies: Sequence[Policy]
+    sizes: int | Sequence[int]  # of buckets: how many, or which
+    multiple: int
+    num_passes: int  # over which compiling has to pay
+    limit: float  # seconds for each policy
+    typed: Sequence[str]  # the words of these options
+
+
+def sizes_of(typed: str) -> int | list[int]:
+    """Read --buckets: one number is how many, several are lengths. Raises UsageError for anything else."""
+    if not PAD_TOKENS.fullmatch(typed):
+        raise UsageError(
+            f"--buckets {typed!r} is not allowed. Give how many, or several lengths. "
+            "Try: --buckets 4, or --buckets 512,1024,2048"
+        )
+    numbers = [int(number) for number in typed.split(",")]
+    return numbers[0] if len(numbers) == 1 else sorted(set(numbers))
+
+
+def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequence[int]) -> ActorSpec:
+    """Return `actor` with the options of a policy."""
+    compiled = replace(actor, compile=Compile.BLOCKS)
+    match policy:
+        case Policy.OFF:
+            return actor
+        case Policy.DYNAMIC:
+            return compiled
+        case Policy.AUTOMATIC:
+            return replace(compiled, compile_lengths=CompileLengths.AUTOMATIC)
+        case Policy.STATIC:
+            return replace(compiled, compile_lengths=CompileLengths.STATIC)
+        case Policy.BUCKETS:
+            padded = ",".join(map(str, sizes if len(sizes) > 1 else [*sizes, *sizes]))  # one number is a multiple
+            return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=padded)
+        case Policy.MULTIPLE:
+            return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=str(multiple))
+
+
+def least_padding(lengths: Iterable[int], number: int) -> list[int]:
+    """Return at most so many lengths: padding each of `lengths` to the next of them adds the fewest tokens."""
+    counts = sorted(Counter(lengths).items())
+    values = [value for value, _ in counts]
+    before = [0]  # how many lengths there are up to each value
+    for _, count in counts:
+        before.append(before[-1] + count)
+    best = [values[end] * before[end + 1] for end in range(len(values))]
+    # tokens after padding, if values[end] is the last length; the fewest of them add the least
+    ways = [[values[end]] for end in range(len(values))]
+    for _ in range(number - 1):
+        more, more_ways = list(best), list(ways)
+        for end in range(len(values)):
+            for middle in range(end):
+                cost = best[middle] + values[end] * (before[end + 1] - before[middle + 1])
+                if cost < more[end]:
+                    more[end], more_ways[end] = cost, [*ways[middle], values[end]]
+        best, ways = more, more_ways
+    return ways[-1]

@@ -1,0 +1,29 @@
+"""Read what torch.compile did in a pass from dynamo's own metrics: its seconds, and the guards that failed.
+
+compilations.begin()
+...  # the pass
+compilations.end()  # (3.2, ["forward: 0/0: tensor 'hidden_states' size mismatch at index 1. expected 5, actual 9"])
+"""
+
+import sys
+
+from replay.report.text import one_line
+
+
+def begin() -> None:
+    """Forget what was compiled before."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.clear_compilation_metrics()
+
+
+def end() -> tuple[float, list[str]]:
+    """Return the seconds of compiling since `begin`, and the function and the guard of each graph made again.
+
+    Dynamo keeps the last 64 graphs; a pass that compiles more has more seconds than are returned.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    metrics = [] if utils is None else utils.get_compilation_metrics()
+    seconds = sum(one.duration_us or 0 for one in metrics) / 1e6
+    named = [(one.co_name, getattr(one, "recompile_reason", None)) for one in metrics]  # torch 2.6 does not say it
+    reasons = [f"{name}: {one_line(reason)}" for name, reason in named if reason]
+    return seconds, reasons

@@ -1,0 +1,94 @@
+"""Measure a few inputs in an ordinary replay, in processes of its own: what it wrote counts, however it ended."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from replay.option_parsing import command_line
+from replay.processes.pool import Task, run_child
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import reason_to_leave_out
+from replay.runlog.writer import RUN_FILE, read_log
+from replay.spec import Order, RunSpec
+from replay.worst.predicting import Cost
+
+NUM_COUNTING = 3  # repetitions of an input
+MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measuring:
+    """What a run measured, by the place of an input among those that it was given."""
+
+    costs: Mapping[int, Cost]
+    fed_tokens: Mapping[int, int]  # on the rank where they are most
+    failed: Mapping[int, str]  # errors of passes
+    overhead: float  # the most that the allocator reserved, as a share of the most that it gave out
+    ended: str  # why the run ended early; empty: it did not
+    log: str  # the run's folder; empty if it did not get that far
+
+
+def measure(
+    spec: RunSpec, numbers: Sequence[int], home: Path, *, limit: float, num_data_ranks: int = 1, window: int = 1
+) -> Measuring:
+    """Replay the inputs with these numbers in this order, each a few times in a row.
+
+    home     folder for the run's log
+    limit    seconds for the whole run
+    window   passes in one gradient
+
+    Of the repetitions those count that end an accumulation window and bring nothing new, such as a kernel that is
+    loaded; if none does, the last. Seconds are the least of them, which others on the machine disturb least; a peak is
+    the most. Of ranks the most counts.
+    """
+    window = min(window, MOST_IN_A_WINDOW)
+    num_repeats = NUM_COUNTING * window if window > 1 else 1 + NUM_COUNTING
+    picks = [str(number) for number in numbers for _ in range(num_repeats)]
+    run = replace(
+        spec,
+        actor=replace(spec.actor, grad_accumulation=window),
+        inputs=replace(spec.inputs, order=Order.RECORDED, pick_inputs=",".join(picks)),
+        measure=replace(spec.measure, noise_floor=False),
+    )
+    num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
+    child = run_child(Task.attempt(home, command_line(run), num_processes=num_processes, limit=limit))
+    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
+    facts, records = read_log(folders[0]) if folders else ({}, [])
+    passes: dict[int, list[PassRecord]] = {}
+    for record in records:
+        passes.setdefault(record.index, []).append(record)
+    counting: dict[int, list[list[PassRecord]]] = {}
+    for index, ranks in sorted(passes.items()):
+        if (index + 1) % window == 0 and len(ranks) == num_processes and all(one.error is None for one in ranks):
+            counting.setdefault(index // num_repeats, []).append(ranks)
+    failed: dict[int, str] = {}
+    for record in records:
+        if record.error is not None:
+            failed.setdefault(record.index // num_repeats, f"{record.error_type}: {record.error}")
+    is_whole = child.exit_code in (0, 1) and "exit_code" in facts
+    return Measuring(
+        costs={place: _cost(repeated) for place, repeated in counting.items()},
+        fed_tokens={place: max(one.fed_tokens for one in repeated[-1]) for place, repeated in counting.items()},
+        failed=failed,
+        overhead=_overhead(records),
+        ended="" if is_whole else child.error or f"no end in its log, see {child.output}",
+        log=str(folders[0]) if folders else "",
+    )
+
+
+def _cost(repeated: Sequence[Sequence[PassRecord]]) -> Cost:
+    clean = [ranks for ranks in repeated if reason_to_leave_out(ranks) is None] or repeated[-1:]
+    phases = clean[-1][0].phases
+    return Cost(
+        seconds={name: min(max(one.phases[name].seconds for one in ranks) for ranks in clean) for name in phases},
+        peaks={
+            name: float(max(one.phases[name].peak_allocated_bytes for ranks in clean for one in ranks))
+            for name in phases
+        },
+    )
+
+
+def _overhead(records: Sequence[PassRecord]) -> float:
+    costs = [cost for record in records for cost in record.phases.values()]
+    reserved = max((cost.peak_reserved_bytes or 0 for cost in costs), default=0)
+    return max(1.0, reserved / max((cost.peak_allocated_bytes for cost in costs), default=1)) if reserved else 1.0

@@ -1,0 +1,279 @@
+"""Run `replay worst`: measure a few inputs, fit, rank all of them, say whether the largest fits, and check."""
+
+import random
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from actor_init.spec import ActorSpec, UsageError
+from replay.inspection.shapes import Shape, read_shapes, spread
+from replay.option_parsing import command_line
+from replay.processes.devices import Machine
+from replay.processes.pool import sigterm_interrupts
+from replay.report.text import counted
+from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runner.selection import Selection, select
+from replay.spec import RunSpec
+from replay.worst.console import WorstConsole
+from replay.worst.measuring import Measuring, measure
+from replay.worst.memory import memory_here
+from replay.worst.other import Other
+from replay.worst.others import Bounds, predict_other
+from replay.worst.predicting import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
+from replay.worst.ranking import Fits, Ranked, Room
+from replay.worst.state import WorstLog
+
+NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    num_measured: int
+    num_shown: int
+    limit: float  # seconds for each run
+    checks: bool
+    typed: Sequence[str]  # the words of worst's own options
+
+
+def rank_inputs(spec: RunSpec, settings: Settings, others: Sequence[Other]) -> int:
+    """Rank the inputs of `spec` and return the exit code: 0 if all fit and nothing failed.
+
+    Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
+    pass could be measured.
+    """
+    selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
+    shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
+    if not shapes:
+        raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
+    folder = create_folder(spec.measure.log_folder, "worst")
+    command = shlex.join(["replay", "worst", *settings.typed, *command_line(spec)])
+    work = _Work(
+        spec=spec,
+        settings=settings,
+        selection=selection,
+        shapes=shapes,
+        log=WorstLog(folder, command=command),
+        console=WorstConsole(command, shapes, [*selection.damaged, *wrong], full_names=spec.measure.full_names),
+    )
+    try:
+        with sigterm_interrupts():
+            is_fine = work.run(others)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0 if is_fine and not selection.damaged and not wrong else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    spec: RunSpec
+    settings: Settings
+    selection: Selection
+    shapes: Sequence[Shape]
+    log: WorstLog
+    console: WorstConsole
+
+    def run(self, others: Sequence[Other]) -> bool:
+        """Do all that was asked for, and tell whether nothing failed and all fits."""
+        chosen = self._chosen()
+        measuring = self._measure(self.spec.actor, chosen)
+        measured = _measured(chosen, measuring)
+        self.console.measured(measured, chosen, measuring)
+        self.log.add(
+            run=measuring.log,
+            measured=[_row(one.shape, one.cost) for one in measured],
+            failed=[{"source": chosen[place].source, "error": error} for place, error in measuring.failed.items()],
+            ended=measuring.ended,
+        )
+        if not measured:
+            raise UsageError(f"no pass could be measured: {measuring.ended or next(iter(measuring.failed.values()))}")
+        model = Model.of(measured)
+        ranked = sorted(
+            (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.cost(shape)) is not None),
+            key=lambda one: (-one.cost.total_seconds, -one.shape.real_tokens),
+        )
+        room = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
+        num_ranks = self.spec.actor.parallel.tp * self.spec.actor.parallel.ring
+        self.console.ranked(ranked, model, room, num_ranks, measured, self.settings.num_shown)
+        highest = max(one.cost.peak_bytes for one in ranked)
+        self.log.add(
+            memory=room.memory,
+            overhead=room.overhead,
+            rows={kind: predictor.rows for kind, predictor in _by_kind(model)},
+            fits={kind: {"seconds": one.seconds, "peaks": one.peaks} for kind, one in _by_kind(model)},
+            held_out=[{**_row(one.shape, one.cost), "predicted": cost} for one, cost in model.held_out],
+            error=model.error,
+            fits_here=room.fits(highest, num_ranks).value,
+            ranking=[_row(one.shape, one.cost) for one in ranked],
+        )
+        is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
+        if self.settings.checks:
+            is_fine &= self._check(ranked, model, measured)
+        for other in others:
+            is_fine &= self._other(other, measured, [one.shape for one in measured], room)
+        self.console.finish(self.log.folder)
+        return is_fine
+
+    def _chosen(self) -> list[Shape]:
+        """Choose the inputs to measure: of both kinds in proportion, but of neither too few for a fit."""
+        kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
+        chosen: list[Shape] = []
+        for own in kinds:
+            share = round(self.settings.num_measured * len(own) / len(self.shapes))
+            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.settings.num_measured)))
+        return chosen
+
+    def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
+        return measure(
+            replace(self.spec, actor=actor),
+            [shape.number for shape in chosen],
+            self.log.folder / "runs",
+            limit=self.settings.limit,
+            window=self.selection.grad_accumulation,
+        )
+
+    def _check(self, ranked: Sequence[Ranked], model: Model, measured: Sequence[Measured]) -> bool:
+        """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
+        done = {one.shape.number for one in measured}
+        chosen = _to_check([one for one in ranked if one.shape.number not in done])
+        if not chosen:
+            self.console.line("checked", "nothing: every input was measured")
+            return True
+        measuring = self._measure(self.spec.actor, [one.shape for one in chosen])
+        pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
+        error = Error.of([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
+        failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
+        self.log.add(
+            checked={
+                "run": measuring.log,
+                "inputs": [{**_row(one.shape, cost), "predicted": one.cost} for one, cost in pairs],
+                "failed": [{"source": shape.source, "error": said} for shape, said in failed],
+                "ended": measuring.ended,
+                "error": error,
+            }
+        )
+        self.console.checked(pairs, error, failed, measuring.ended)
+        return error is not None and error.is_near and not failed and not measuring.ended
+
+    def _other(self, other: Other, base: Sequence[Measured], chosen: Sequence[Shape], room: Room) -> bool:
+        """Predict another configuration, and measure it if --check asks for it and the machine can."""
+        measured_with: list[dict[str, Any]] = []
+
+        def measured_again(actor: ActorSpec) -> list[Measured]:
+            measuring = self._measure(actor, chosen)
+            measured = _measured(chosen, measuring)
+            measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
+            if len(measured) < len(chosen):
+                said = measuring.ended or next(iter(measuring.failed.values()))
+                raise UsageError(f"--predict {other.text!r}: what it is made from could not be measured: {said}")
+            return measured
+
+        window = self.selection.grad_accumulation
+        try:
+            predicts = predict_other(other, self.spec, base, measured_again, accumulates=window > 1)
+        except UsageError as error:
+            self.console.line("predicted", str(error))
+            return False
+        rounds = self._rounds(other.ranks)
+        bounds = {number: found for number, one in rounds.items() if (found := predicts.bounds(one)) is not None}
+        if not bounds:
+            self.console.line("predicted", f"{other.text}: nothing, there are fewer inputs than data ranks")
+            return False
+        worst = max(bounds.values(), key=lambda one: one.most.total_seconds)
+        highest = max(bounds.values(), key=lambda one: one.most.peak_bytes)
+        fits = room.fits(highest.most.peak_bytes, other.num_processes, least=highest.least.peak_bytes)
+        self.console.other(other, predicts.num_layers, worst, highest, room, fits)
+        entry = {
+            "text": other.text,
+            "num_layers": predicts.num_layers,
+            "num_parameters": predicts.num_parameters,
+            "measured_with": measured_with,
+            "fits_here": fits.value,
+            "passes": [
+                {"sources": [shape.source for shape in rounds[number]], "least": one.least, "most": one.most}
+                for number, one in bounds.items()
+            ],
+        }
+        self.log.add_to("others", entry)
+        return (not self.settings.checks or self._check_other(other, bounds)) and fits is not Fits.NO
+
+    def _rounds(self, num_data_ranks: int) -> dict[int, list[Shape]]:
+        """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
+        if num_data_ranks == 1:
+            return {shape.number: [shape] for shape in self.shapes}
+        by_path = {self.selection.inputs[shape.number]: shape for shape in self.shapes}
+        try:
+            columns = [select(self.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
+        except UsageError:
+            return {}
+        more = sorted({path for column in columns for path in column} - set(self.selection.inputs))  # by --max-inputs
+        more_shapes, _ = read_shapes(more, self.spec.measure.loss)
+        by_path |= {more[shape.number]: shape for shape in more_shapes}
+        rounds = enumerate(zip(*columns, strict=True))
+        return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
+
+    def _check_other(self, other: Other, bounds: Mapping[int, Bounds]) -> bool:
+        """Run some of the passes predicted for another configuration, if this machine has the devices for it."""
+        machine = Machine.here()
+        if machine.has_gpus and machine.num_devices < other.num_processes:
+            self.console.line("checked", f"{other.text}: not here, it needs {counted(other.num_processes, 'GPU')}")
+            return True
+        slowest = sorted(bounds, key=lambda number: -bounds[number].most.total_seconds)[:NUM_CHECKED]
+        rest = sorted(set(bounds) - set(slowest))
+        numbers = sorted([*slowest, *random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))])
+        measuring = measure(
+            replace(self.spec, actor=other.actor),
+            numbers,
+            self.log.folder / "runs",
+            limit=self.settings.limit,
+            num_data_ranks=other.ranks,
+            window=self.selection.grad_accumulation,
+        )
+        pairs = [(bounds[numbers[place]], cost) for place, cost in sorted(measuring.costs.items())]
+        error = Error.of([(one.nearest(cost), cost) for one, cost in pairs]) if pairs else None
+        self.log.add_to(
+            "others_checked",
+            {
+                "text": other.text,
+                "run": measuring.log,
+                "passes": [{"least": one.least, "most": one.most, "measured": cost} for one, cost in pairs],
+                "failed": list(measuring.failed.values()),
+                "ended": measuring.ended,
+                "error": error,
+            },
+        )
+        self.console.other_checked(other, error, [*measuring.failed.values(), *filter(None, [measuring.ended])])
+        return error is not None and error.is_near and not measuring.failed and not measuring.ended
+
+
+def _to_check(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Choose the slowest, those with the highest peaks, and some at random; return them by size."""
+    chosen = {one.shape.number: one for one in ranked[:NUM_CHECKED]}
+    by_peak = sorted(ranked, key=lambda one: -one.cost.peak_bytes)
+    chosen |= {one.shape.number: one for one in by_peak[:NUM_CHECKED]}
+    rest = [one for one in ranked if one.shape.number not in chosen]
+    chosen |= {one.shape.number: one for one in random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))}
+    return sorted(chosen.values(), key=lambda one: one.shape.real_tokens)
+
+
+def _measured(chosen: Sequence[Shape], measuring: Measuring) -> list[Measured]:
+    return [
+        Measured(shape=chosen[place], fed_tokens=measuring.fed_tokens[place], cost=cost)
+        for place, cost in sorted(measuring.costs.items())
+    ]
+
+
+def _row(shape: Shape, cost: Cost) -> dict[str, Any]:
+    return {
+        "number": shape.number,
+        "source": shape.source,
+        "trains": shape.trains,
+        "rows": shape.rows,
+        "real_tokens": shape.real_tokens,
+        "seconds": cost.seconds,
+        "peaks": cost.peaks,
+    }
+
+
+def _by_kind(model: Model) -> list[tuple[str, Predictor]]:
+    return [("train" if trains else "rollout", one) for trains, one in model.predictors.items()]

@@ -1,0 +1,209 @@
+"""`replay recompiles` counts each policy's graphs, names the guards that failed, and says which policy to use."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from actor_init.spec import ActorSpec, UsageError
+from replay.cli import main
+from replay.option_parsing import spec_of
+from replay.processes import pool
+from replay.processes.pool import Child, Task
+from replay.recompiles.policies import Policy, least_padding
+from replay.recompiles.result import Result, best, pays_from
+from replay.runlog.writer import read_log
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Replays in this process, whose graphs dynamo makes and nothing compiles."""
+    tasks: list[Task] = []
+
+    def as_it_is(graph: GraphModule, _: Any) -> Any:
+        return graph.forward
+
+    def run_here(given: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+        for key, task in given:
+            torch.compiler.reset()
+            tasks.append(task)
+            task.output.parent.mkdir(parents=True)
+            task.output.write_text("")
+            code = main([*task.arguments, "--quiet", "--log-folder", str(task.logs)])
+            yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
+    monkeypatch.setattr(pool, "run_children", run_here)
+    return tasks
+
+
+def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
+    code = main(["recompiles", *typed, *own])
+    (path,) = logs.glob("*-recompiles/recompiles.json")
+    return code, {one["policy"]: one for one in json.loads(path.read_text())["policies"]}
+
+
+def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
+    code, found = recompiles(tmp_path, "--buckets", "2", "--multiple", "64")
+    assert code == 0, capsys.readouterr().out
+    records = read_log(Path(found["off"]["log"]))[1]
+    lengths = [record.fed_tokens for record in records[:4]]
+    assert len(records) == 8
+    assert len(set(lengths)) == 4  # of two rows each: more or fewer documents would make another graph
+    assert {name: one["num_graphs"] for name, one in found.items()} == {
+        "off": 0,
+        "automatic": 2,
+        "dynamic": 1,
+        "static": 4,
+        "buckets": 2,
+        "multiple": len({-(-length // 64) for length in lengths}),
+    }
+    assert sum(found["static"]["recompilations"].values()) == 3
+    (guard,) = found["automatic"]["recompilations"]
+    assert "size mismatch at index N. expected N, actual N" in guard
+    assert found["dynamic"]["recompilations"] == {}
+    assert found["multiple"]["fed_tokens"] == sum(-(-length // 64) * 64 for length in lengths)
+    first, second = least_padding(lengths, 2)
+    assert found["buckets"]["fed_tokens"] == sum(first if length <= first else second for length in lengths)
+    assert found["buckets"]["options"] == f"--pad-tokens {first},{second} --compile --compile-lengths static"
+    assert found["off"]["compile_seconds"] == 0 < found["dynamic"]["compile_seconds"]
+    losses = {
+        name: [record.loss for record in read_log(Path(one["log"]))[1]] for name, one in found.items() if one["log"]
+    }
+    for name, own in losses.items():
+        assert own == pytest.approx(losses["off"], rel=1e-5), name
+    said = capsys.readouterr().out
+    assert "recompiled automatic, 1 x " in said
+    assert any(line.startswith("use        ") for line in said.splitlines())
+
+
+def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
+    here: list[Task], tmp_path: Path, capsys: Captured
+) -> None:
+    code, found = recompiles(tmp_path, "--policies", "buckets,dynamic", "--buckets", "8,16")
+    assert code == 1
+    assert found["buckets"]["error"].startswith("--buckets 8,16 holds no row of ")
+    assert found["dynamic"]["pass_seconds"] > 0
+    assert "failed     buckets: --buckets 8,16 holds no row of " in capsys.readouterr().out
+
+
+def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
+    here: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    in_process = pool.run_children
+
+    def late(given: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+        for key, child in in_process(given, at_once=1):
+            (lines,) = child.logs.glob("*/rank0.jsonl")
+            if '"compile_lengths": "static"' in (lines.parent / "run.json").read_text():
+                lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:5]))
+                child = Child(exit_code=None, seconds=9.0, output=child.output, logs=child.logs)
+            yield key, child
+
+    monkeypatch.setattr(pool, "run_children", late)
+    code, found = recompiles(tmp_path, "--policies", "static")
+    assert code == 1
+    assert (found["static"]["num_passes"], found["static"]["pass_seconds"]) == (5, None)
+    assert found["static"]["error"].startswith("not finished within 9 s")
+    assert "use        off, no compiling" in capsys.readouterr().out
+
+
+def test_the_policy_with_the_least_net_time_is_used() -> None:
+    off = Result(policy=Policy.OFF, pass_seconds=0.1)
+    dynamic = Result(policy=Policy.DYNAMIC, pass_seconds=0.08, extra_seconds=10.0)
+    static = Result(policy=Policy.STATIC, pass_seconds=0.07, extra_seconds=100.0)
+    cut = Result(policy=Policy.BUCKETS, error="late")
+    every = [off, dynamic, static, cut]
+    assert best(every, 100) is off
+    assert best(every, 1000) is dynamic
+    assert best(every, 100_000) is static
+    assert best([cut], 5) is None
+    assert pays_from(dynamic, off) == 500
+    assert pays_from(off, dynamic) is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 9])
+def test_buckets_add_the_least_padding_there_is(number: int) -> None:
+    lengths = [5, 7, 7, 30, 31, 90, 91, 100]
+
+    def fed(sizes: tuple[int, ...]) -> int:
+        return sum(min(size for size in sizes if size >= length) for length in lengths)
+
+    every = sorted(set(lengths))
+    choices = [
+        (*chosen, 100) for several in range(number) for chosen in combinations(every[:-1], min(several, len(every) - 1))
+    ]
+    found = least_padding(lengths, number)
+    assert len(found) <= number
+    assert fed(tuple(found)) == min(map(fed, choices))
+
+
+@pytest.mark.parametrize("layout", ["--packing", "--no-packing"])
+def test_padding_to_lengths_changes_no_log_prob(layout: str, one_world: None, tmp_path: Path) -> None:
+    logs = {}
+    for name, more in (("own", []), ("padded", ["--pad-tokens", "128,256"])):
+        typed = [
+            layout,
+            "--dtype",
+            "fp32",
+            "--num-layers",
+            "2",
+            "--pick-inputs",
+            "14,21",
+            "--quiet",
+            "--no-noise-floor",
+        ]
+        assert main([*typed, *more, "--log-folder", str(tmp_path / name)]) == 0
+        (folder,) = (tmp_path / name).iterdir()
+        logs[name] = read_log(folder)[1]
+    for own, padded in zip(logs["own"], logs["padded"], strict=True):
+        rows = 1 if layout == "--packing" else own.rows
+        assert padded.fed_tokens == rows * (128 if own.fed_tokens <= rows * 128 else 256)
+        assert padded.fed_tokens > own.fed_tokens
+        assert padded.row_log_probs == pytest.approx(own.row_log_probs, rel=1e-5)  # fp32 sums in another order
+        assert padded.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)
+
+
+def test_a_row_that_no_length_holds_fails_and_says_which_would(one_world: None, tmp_path: Path) -> None:
+    typed = ["--pad-tokens", "8,16", "--dtype", "fp32", "--max-inputs", "1", "--quiet", "--log-folder", str(tmp_path)]
+    assert main(typed) == 1
+    (folder,) = tmp_path.iterdir()
+    (record,) = read_log(folder)[1]
+    assert "is longer than each of --pad-tokens 8,16. Add a length of at least " in (record.error or "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--pad-tokens", "0"], "--pad-tokens '0' is not allowed"),
+        (["--pad-tokens", "8,,16"], "--pad-tokens '8,,16' is not allowed"),
+        (["--compile-lengths", "static"], "is a setting of --compile. Try: --compile --compile-lengths static"),
+        (["recompiles", "--policies", "none"], "--policies 'none' is not allowed"),
+        (["recompiles", "--buckets", "0"], "--buckets '0' is not allowed"),
+        (["--pick-inputs", "1,x"], "--pick-inputs '1,x' is not allowed"),
+        (["--order", "worst", "--shuffle-inputs"], "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_one_line(typed: list[str], said: str, capsys: Captured) -> None:
+    assert main(typed) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_lengths_are_rounded_up() -> None:
+    assert ActorSpec().padded_length(77) == 77
+    assert [ActorSpec(pad_tokens="64").padded_length(length) for length in (1, 64, 65)] == [64, 64, 128]
+    assert [ActorSpec(pad_tokens="64,8").padded_length(length) for length in (8, 9, 65)] == [8, 64, None]
+    with pytest.raises(UsageError):
+        ActorSpec(pad_tokens="a")
+    assert spec_of(["--compile", "--compile-lengths", "static"]).actor.compile_lengths == "static"

@@ -1,0 +1,375 @@
+"""`replay worst` finds a planted law of costs, ranks inputs by it, says what fits, and sees where it does not hold."""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor_init.backends import BACKENDS
+from actor_init.backends.protocol import open_backend
+from actor_init.inputs.packing import actor_inputs, unpacked
+from actor_init.model import count_parameters
+from actor_init.spec import ActorSpec
+from actor_init.world import World
+from capture import capture_files
+from capture.file_format.capture_file import read_call
+from replay.cli import main
+from replay.inspection.shapes import Rows, read_shapes, spread
+from replay.loss import negated_mean
+from replay.option_parsing import spec_of
+from replay.processes import pool
+from replay.processes.pool import Child, Task
+from replay.runlog.records import PhaseCost
+from replay.runner.pass_runner import inputs_for
+from replay.runner.selection import select
+from replay.runner.session import find_source
+from replay.shipped_inputs import default_folder
+from replay.spec import RunSpec
+from replay.worst.fitting import fitted
+from replay.worst.memory import Memory, memory_here
+from tests.helpers.made_captures import write_pass
+from tests.helpers.made_logs import write_log
+from tests.helpers.made_records import record
+
+Captured = pytest.CaptureFixture[str]
+MIB = 2**20
+
+
+@cache
+def size_of_model(num_layers: int | None) -> tuple[int, int]:
+    """Layers and elements of the sample's model."""
+    config = find_source(RunSpec(actor=ActorSpec(num_layers=num_layers))).config
+    return config.num_hidden_layers, count_parameters(config)
+
+
+@dataclass
+class Law:
+    """In the place of the processes: logs of passes that cost what a formula says."""
+
+    fails: Callable[[int], bool] = lambda tokens: False
+    slower: dict[str, float] = field(default_factory=dict)  # by source, how much
+    after: int = 10**9  # records that are written before the process is killed
+    runs: list[RunSpec] = field(default_factory=list)
+
+    def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+        for key, task in tasks:
+            yield key, self.child(task)
+
+    def child(self, task: Task) -> Child:
+        spec = spec_of(task.arguments)
+        self.runs.append(spec)
+        parallel = spec.actor.parallel
+        num_ranks = task.num_processes
+        num_data_ranks = num_ranks // (parallel.tp * parallel.ring)
+        columns = [select(spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
+        records = [
+            self.passed(spec, index, rank, columns[rank % num_data_ranks][index], num_data_ranks)
+            for index in range(len(columns[0]))
+            for rank in range(num_ranks)
+        ]
+        log = task.logs / "20261123-000000-replay"
+        task.output.parent.mkdir(parents=True, exist_ok=True)
+        task.output.write_text("")
+        is_whole = len(records) <= self.after
+        write_log(log, records[: self.after], spec=spec, exit_code=0 if is_whole else None)
+        return Child(exit_code=0 if is_whole else -9, seconds=1.0, output=task.output, logs=task.logs)
+
+    def passed(self, spec: RunSpec, index: int, rank: int, path: Path, num_data_ranks: int) -> Any:
+        batch = read_call(path).micro_batch()
+        lengths = batch.attention_mask_BS.sum(1).tolist()
+        tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+        layers, elements = size_of_model(spec.actor.num_layers)
+        first = 3.0 if index % 4 == 0 else 1.0  # of a repeated input, as if something were loaded
+        factor = first * self.slower.get(path.name, 1.0)
+        stage = spec.actor.resolved_zero_stage
+        of_ranks = elements * 4 / num_data_ranks  # fp32 masters; at stage 3 weights and gradients are shared too
+        later = elements * 4 if stage == 1 else of_ranks
+        held = of_ranks + later
+        phases = {
+            "forward": (layers * (1e-3 + 1e-6 * tokens + 2e-9 * squares), held + layers * 1e3 * tokens),
+            "backward": (layers * (2e-3 + 3e-6 * tokens), held + later + max(50 * MIB, layers * 2e3 * tokens)),
+        }
+        if not batch.trains:
+            phases = {"forward": (layers * 1e-6 * tokens, held + 500.0 * tokens)}
+        known = {
+            "source": path.name,
+            "rank": rank,
+            "fed_tokens": tokens,
+            "real_tokens": tokens,
+            "row_tokens": lengths,
+            "trains": batch.trains,
+            "first_uses": ["library"] if index % 4 == 0 else [],
+        }
+        if self.fails(tokens):
+            return record(index, **known, phases={}, error="out of memory", error_type="OutOfMemoryError")
+        costs = {
+            name: PhaseCost(
+                seconds=seconds * factor,
+                allocated_bytes=None,
+                peak_allocated_bytes=int(peak),
+                peak_reserved_bytes=int(peak * 1.25),
+            )
+            for name, (seconds, peak) in phases.items()
+        }
+        return record(index, **known, phases=costs)
+
+
+@pytest.fixture
+def law(monkeypatch: pytest.MonkeyPatch) -> Law:
+    made = Law()
+    monkeypatch.setattr(pool, "run_children", made)
+    return made
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    memory = Memory(device="a device", free_bytes=int(num_bytes), total_bytes=2**40, is_shared=False)
+    monkeypatch.setattr("replay.worst.report.memory_here", lambda: memory)
+
+
+def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
+    code = main(["worst", *typed, "--dtype", "fp32", "--log-folder", str(logs)])
+    (path,) = logs.glob("*-worst/worst.json")
+    return code, json.loads(path.read_text())
+
+
+def tokens_of(name: str) -> int:
+    return int(read_call(default_folder() / name).micro_batch().attention_mask_BS.sum())
+
+
+def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    code, log = worst(tmp_path, "--check", "--passes", "all")
+    assert code == 0
+    assert len(log["ranking"]) == len(capture_files(default_folder()))
+    for one in log["ranking"]:
+        path = default_folder() / one["source"]
+        true = law.passed(spec_of([]), 1, 0, path, 1)
+        for name, cost in true.phases.items():
+            assert one["seconds"][name] == pytest.approx(cost.seconds, rel=1e-6)
+            assert one["peaks"][name] == pytest.approx(cost.peak_allocated_bytes, rel=1e-6)
+    totals = [sum(one["seconds"].values()) for one in log["ranking"]]
+    assert totals == sorted(totals, reverse=True)
+    assert log["error"]["most_of_peak"] < 1e-6
+    assert log["error"]["most_of_seconds"] < 1e-6
+    kinds = [one["trains"] for one in log["measured"]]
+    assert [kinds.count(True), kinds.count(False), len(log["held_out"])] == [10, 6, 5]
+    measured = {one["number"] for one in log["measured"]}
+    assert measured.isdisjoint(one["number"] for one in log["checked"]["inputs"])
+    said = capsys.readouterr().out
+    assert "checked    within 5% and 10%: off by at most 0.0% of a peak and 0.0% of a time" in said
+    assert [len(run.inputs.picked or []) for run in law.runs] == [4 * len(measured), 4 * len(log["checked"]["inputs"])]
+
+
+def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    _, log = worst(tmp_path / "before")
+    measured = {one["source"] for one in log["measured"]}
+    odd = next(one["source"] for one in log["ranking"] if one["source"] not in measured)
+    law.slower = {odd: 1.25}
+    code, log = worst(tmp_path / "after", "--check")
+    assert code == 1
+    assert log["checked"]["error"]["most_of_seconds"] == pytest.approx(0.2, abs=1e-3)  # predicted 1, took 1.25
+    assert "checked    beyond 5% and 10%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free_share", "said", "code"), [(2.0, "fits", 0), (0.5, "does not fit", 1)])
+def test_the_largest_is_held_against_the_memory_here(
+    free_share: float,
+    said: str,
+    code: int,
+    law: Law,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    largest = max(select(spec_of([]).inputs, 0, 1).inputs, key=lambda path: tokens_of(path.name))
+    peak = max(cost.peak_allocated_bytes for cost in law.passed(spec_of([]), 1, 0, largest, 1).phases.values())
+    free(monkeypatch, free_share * 1.25 * peak)  # the allocator reserves a quarter more
+    came, log = worst(tmp_path)
+    assert (came, log["fits_here"]) == (code, said)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("largest"))
+    assert f": {said}, " in line
+    assert line.endswith("(50%) are left" if code == 0 else "(100%) are lacking")
+
+
+def test_what_runs_out_of_memory_is_named_and_the_rest_is_ranked(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    law.fails = lambda tokens: tokens > 1200
+    code, log = worst(tmp_path)
+    assert code == 1
+    assert log["failed"]
+    assert all(tokens_of(one["source"]) > 1200 for one in log["failed"])
+    assert all(one["real_tokens"] <= 1200 for one in log["measured"])
+    assert len(log["ranking"]) == 32
+    assert "OutOfMemoryError: out of memory" in capsys.readouterr().out
+
+
+def test_what_a_killed_run_had_written_counts(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    law.after = 20
+    code, log = worst(tmp_path)
+    assert (code, len(log["measured"])) == (1, 5)
+    assert "the run that measures ended early: ended by SIGKILL" in capsys.readouterr().out
+
+
+def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    asked = "num-layers=4,zero-stage=3,ranks=2"
+    code, log = worst(tmp_path, "--num-layers", "2", "--predict", asked, "--check", "--max-inputs", "14")
+    assert code == 0, capsys.readouterr().out
+    (other,) = log["others"]
+    assert len(other["passes"]) == 14  # of two inputs each, more than one rank ranked
+    spec = spec_of(["--num-layers", "4", "--zero-stage", "3", "--dtype", "fp32"])
+    for one in other["passes"]:
+        true = [law.passed(spec, 1, 0, default_folder() / source, 2) for source in one["sources"]]
+        for name in ("forward", "backward"):
+            assert one["most"]["seconds"][name] == pytest.approx(max(r.phases[name].seconds for r in true), rel=1e-6)
+            peaks = [r.phases[name].peak_allocated_bytes for r in true]
+            assert one["most"]["peaks"][name] == pytest.approx(max(peaks), rel=1e-6)
+    ran = law.runs[-1]
+    assert (ran.actor.num_layers, ran.actor.zero_stage) == (4, 3)
+    assert log["others_checked"][0]["error"]["most_of_seconds"] < 1e-6
+    assert [run.actor.num_layers for run in law.runs] == [2, 2, 2, 1, 4]
+
+
+def test_tp_is_predicted_as_bounds(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    _, log = worst(tmp_path, "--predict", "tp=2")
+    (other,) = log["others"]
+    for one in other["passes"]:
+        for name in ("forward", "backward"):
+            assert one["least"]["peaks"][name] < one["most"]["peaks"][name]
+            assert one["least"]["seconds"][name] == pytest.approx(one["most"]["seconds"][name] / 2)
+    assert " GiB a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("layers=3", "'layers=3' is not allowed. Give each of num-layers"),
+        ("num-layers=0", "num-layers is at least 1"),
+        ("num-layers=2,num-layers=3", "'num-layers=3' is not allowed"),
+        ("zero-stage=7", "--zero-stage 7 does not exist under deepspeed"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line(typed: str, said: str, capsys: Captured) -> None:
+    assert main(["worst", "--predict", typed]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_layers_that_the_model_lacks_are_said_and_the_ranking_stays(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    code, log = worst(tmp_path, "--predict", "num-layers=400")
+    assert code == 1
+    assert len(log["ranking"]) == 32
+    assert "predicted  " in capsys.readouterr().out
+
+
+def test_shapes_count_what_a_pass_is_fed() -> None:
+    paths = capture_files(default_folder())
+    shapes, wrong = read_shapes(paths, "stand-in")
+    assert wrong == []
+    for path, shape in zip(paths, shapes, strict=True):
+        batch = read_call(path).micro_batch()
+        packed, padded = actor_inputs(batch, packing=True), actor_inputs(batch, packing=False)
+        assert shape.fed_tokens(Rows.PACKED) == packed.input_ids.numel()
+        assert shape.fed_tokens(Rows.PADDED) == padded.input_ids.numel()
+        assert shape.fed_tokens(Rows.DOCUMENTS) == unpacked(packed).input_ids.numel()
+        assert shape.action_tokens == len(packed.predictor_N)
+
+
+def test_inputs_to_measure_are_spread_from_the_smallest_to_the_largest(tmp_path: Path) -> None:
+    paths = [
+        write_pass(tmp_path, step=step, length=100, num_real=real) for step, real in enumerate([9, 90, *[20] * 30])
+    ]
+    shapes, _ = read_shapes(paths, "stand-in")
+    chosen = [shape.real_tokens for shape in spread(shapes, 4)]
+    assert chosen == [18, 40, 40, 180]
+    assert len({shape.number for shape in spread(shapes, 4)}) == 4
+    assert [shape.real_tokens for shape in spread(shapes, 1)] == [180]
+    assert len(spread(shapes, 99)) == 32
+
+
+def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
+    torch.manual_seed(0)
+    tokens = torch.linspace(10, 1000, 12).tolist()
+    terms = [
+        [1.0, t, t * t / 2, t * share, t * t * share] for t, share in zip(tokens, torch.rand(12).tolist(), strict=True)
+    ]
+    falling = fitted(terms, [10 - t / 200 for t in tokens])
+    assert min(falling.coefficients) >= 0
+    fit = fitted(terms, [max(7.0, 0.02 * t) for t in tokens])
+    assert fit([1.0, 5000.0, 0.0, 0.0, 0.0]) == pytest.approx(100, rel=1e-6)
+    assert fit([1.0, 1.0, 0.0, 0.0, 0.0]) == pytest.approx(7, rel=1e-6)
+    noisy = [5 + 0.01 * t * (1 + 0.01 * float(torch.randn(()))) for t in tokens]
+    assert fitted(terms, noisy)(terms[-1]) == pytest.approx(15, rel=0.02)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_shares_no_more_than_it_holds(backend: str) -> None:
+    for stage in BACKENDS[backend].stages or [None]:
+        holding = BACKENDS[backend].holding(replace(ActorSpec(backend=backend), zero_stage=stage), True)
+        for gradients in (True, False):
+            assert 0 <= holding.shared.bytes(gradients=gradients) <= holding.alone.bytes(gradients=gradients)
+
+
+def bytes_of_tensors() -> int:
+    """The storage of all tensors that this process holds."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    local = [getattr(one, "_local_tensor", one).untyped_storage() for one in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in local}.values())
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("deepspeed", 1), ("fsdp2", 3)])
+def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World) -> None:
+    """Not stage 3 of DeepSpeed: its buffers, of a fixed size, are many times this model."""
+    typed = ["--backend", backend, "--zero-stage", str(stage), "--dtype", "bf16", "--grad-accumulation", "1"]
+    spec = spec_of(typed)
+    source = find_source(spec)
+    inputs = inputs_for(read_call(select(spec.inputs, 0, 1).inputs[0]).micro_batch(), spec.actor, source, world)
+    before = bytes_of_tensors()
+    actor = open_backend(spec.actor, source, world)
+    holding = BACKENDS[backend].holding(spec.actor, True)
+    for step in (True, False):
+        actor.backward(negated_mean(actor.forward(inputs, trains=True), inputs))
+        with_gradients = bytes_of_tensors() - before
+        actor.end_window(step=step)
+    elements = count_parameters(source.config)
+    # rotary tables and what a pass leaves are less than half a byte a parameter
+    assert with_gradients / elements == pytest.approx(holding.alone.bytes(gradients=True), abs=0.5)
+    assert (bytes_of_tensors() - before) / elements == pytest.approx(holding.alone.bytes(gradients=False), abs=0.5)
+    actor.close()
+
+
+def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 5 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
+    memory = memory_here(tmp_path, tmp_path)
+    assert memory is not None
+    assert (memory.free_bytes, memory.total_bytes, memory.is_shared) == (800 * 1024, 1000 * 1024, True)
+    (tmp_path / "memory.max").write_text("600000\n")
+    (tmp_path / "memory.current").write_text("200000\n")
+    memory = memory_here(tmp_path, tmp_path)
+    assert memory is not None
+    assert (memory.free_bytes, memory.total_bytes) == (400000, 600000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_here(tmp_path, tmp_path) == replace(memory, free_bytes=800 * 1024, total_bytes=1000 * 1024)
+    assert memory_here(tmp_path / "none") is None
+
+
+def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
+        for key, task in tasks:
+            task.output.parent.mkdir(parents=True)
+            task.output.write_text("")
+            code = main([*task.arguments, "--log-folder", str(task.logs)])
+            yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+
+    monkeypatch.setattr(pool, "run_children", here)
+    code, log = worst(tmp_path, "--num-layers", "1", "--measured", "2", "--max-inputs", "4")
+    assert code == 0
+    assert (len(log["measured"]), len(log["ranking"]), log["error"]) == (2, 4, None)
+    assert log["rows"] == {"train": "packed"}
+    assert all(one["peaks"]["backward"] > 100 * MIB for one in log["ranking"])
