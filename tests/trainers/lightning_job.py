@@ -39,13 +39,19 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(make_batches(), batch_size=None)
+        return _loader()
 
     def val_dataloader(self) -> Any:
-        return DataLoader(make_batches(1), batch_size=None)  # a bare list of dicts would be a loader for each key
+        return _loader(1)
 
     def on_train_end(self) -> None:
         write_losses(self.folder, self.losses)
+
+
+def _loader(*num_batches: int) -> DataLoader[Any]:
+    """Wrap the batches: of a bare list of dicts Lightning makes a loader for each key."""
+    batches: Any = make_batches(*num_batches)
+    return DataLoader(batches, batch_size=None)
 
 
 def main(folder: Path, devices: int, strategy: str = "auto") -> None:
