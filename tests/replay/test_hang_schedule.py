@@ -14,7 +14,6 @@ from tests.helpers.made_captures import write_pass, write_passes
 from tests.helpers.planned_jobs import Planned, record_job
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL = Path("/work/shared/inputs/openrlhf-llama31-8b")
 
 TRAIN = Planned()
 ROLLOUT = Planned(trains=False)
@@ -162,8 +161,3 @@ def test_a_clean_schedule_is_no_alarm(name: str, tmp_path: Path, capsys: pytest.
     assert parts_of(folder) == []
     assert report(folder, equal_shapes=False) == 0
     assert "part at" not in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real inputs are not on this machine")
-def test_real_inputs_are_no_alarm() -> None:
-    assert parts_of(REAL) == []
