@@ -9,6 +9,9 @@ from pathlib import Path
 
 from actor_init.as_json import from_json
 from actor_init.spec import UsageError
+from replay.profiling.records import MemoryPeak, Profile
+from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
+from replay.profiling.text import remarks as profile_remarks
 from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, short_names
 from replay.run_page.comparing import Change
 from replay.run_page.logs import RunSoFar
@@ -63,7 +66,7 @@ def _run(heading: str, run: RunSoFar, beside: Path) -> str:
     facts = {**run.run.get("facts", {}), "devices": ", ".join(run.run["devices"]), "started": run.run.get("started")}
     parts += ["<h2>How it ran</h2>", _pairs([(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     parts += ["<h2>Versions</h2>", _pairs([(name, number or "-") for name, number in run.run["versions"].items()])]
-    return "\n".join([*parts, _links(run, beside)])
+    return "\n".join([*parts, *_profiles(run), _links(run, beside)])
 
 
 def _verdict(run: RunSoFar) -> Pairs:
@@ -163,8 +166,27 @@ def _command(run: RunSoFar) -> str:
     return f"<p>To repeat it: <code>{escape(str(command))}</code></p>" if command else ""
 
 
+def _profiles(run: RunSoFar) -> list[str]:
+    """Return what --profile and --memory-snapshot found, if the run had them."""
+    parts: list[str] = []
+    source = f"{run.folder / 'run.json'}"
+    try:
+        if written := run.run.get("profile"):
+            profile = from_json(Profile, written, source=f"{source}: profile")
+            parts += ["<h2>One pass, profiled</h2>", _table(share_table(profile)), _table(kernel_table(profile))]
+            parts.append(_pairs(profile_remarks(profile)))
+        if written := run.run.get("memory"):
+            memory = from_json(MemoryPeak, written, source=f"{source}: memory")
+            parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]
+    except UsageError as error:
+        parts.append(_pairs([("problem", str(error))]))
+    return parts
+
+
 def _links(run: RunSoFar, beside: Path) -> str:
     there = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
+    there |= {path.name: "a timeline, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.profile.json.gz"))}
+    there |= {path.name: "for pytorch.org/memory_viz" for path in sorted(run.folder.glob("rank*.memory.pickle"))}
     there |= {path.name: "the stack of each thread" for path in sorted(run.folder.glob("rank*.stack.txt"))}
     links = {name: escape(_relative(run.folder / name, beside), quote=True) for name in there}
     items = [f"<dt><a href='{links[name]}'>{escape(name)}</a></dt><dd>{what}</dd>" for name, what in there.items()]

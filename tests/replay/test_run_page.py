@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
+from actor_init.as_json import to_json
 from replay.cli import main
+from replay.profiling.records import (
+    Holder,
+    HolderKind,
+    LongKernel,
+    MemoryPeak,
+    MemoryProfile,
+    Profile,
+    RankProfile,
+)
 from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
 
@@ -94,6 +104,49 @@ def test_the_page_of_a_run_shows_every_pass_of_its_log(logs: dict[str, Path], tm
     run = json.loads((logs["first"] / "run.json").read_text())
     assert run["command"] in page.texts
     assert any(text.startswith(f"{run['verdict']['outcome']}: ") for text in page.texts)
+
+
+def test_what_a_profile_and_a_snapshot_found_is_shown(logs: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    shutil.copytree(logs["first"], folder)
+    kernel = LongKernel(name="flash_fwd", module="model.layers.3", count=4, seconds=0.25)
+    shares = RankProfile(
+        seconds=1.0,
+        seconds_by_work={"attention": 0.25, "gaps": 0.75},
+        hidden_communication_seconds=0.0,
+        longest=[kernel],
+        collective_seconds=[],
+        timeline="rank0.profile.json.gz",
+    )
+    held = MemoryProfile(
+        peak_bytes=2**31,
+        counted_bytes=2**31,
+        reserved_bytes=2**31,
+        ran_out=None,
+        holders=[Holder(kind=HolderKind.WEIGHTS, name="", num_bytes=2**31, count=3)],
+        snapshot="rank0.memory.pickle",
+    )
+    found = {
+        "profile": to_json(Profile(index=1, source="a.pkl", device="cuda", ranks=[shares])),
+        "memory": to_json(MemoryPeak(index=1, source="a.pkl", ranks=[held])),
+    }
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(run | found))
+    for name in ("rank0.profile.json.gz", "rank0.memory.pickle"):
+        (folder / name).touch()
+
+    assert main(["report", str(folder)]) == 0
+
+    page = Page((folder / "report.html").read_text())
+    assert ["attention", "250.0", "25.0%"] in page.rows
+    assert ["flash_fwd", "model.layers.3", "4", "250.0"] in page.rows
+    assert ["weights", "-", "3", "2.000", "100.0%"] in page.rows
+    links = {value for _, name, value in page.attributes if name == "href"}
+    assert {"rank0.profile.json.gz", "rank0.memory.pickle"} <= links
+    (folder / "run.json").write_text(json.dumps(run | {"profile": {"index": "x"}}))
+    assert main(["report", str(folder)]) == 0
+    texts = Page((folder / "report.html").read_text()).texts
+    assert any("run.json: profile" in text for text in texts), "a foreign profile is a problem, not a failure"
 
 
 def test_it_works_offline(logs: dict[str, Path], tmp_path: Path) -> None:
