@@ -1,6 +1,6 @@
-"""Replay families in one world, each under each form, and write a line for each as it is done.
+"""Replay families in one world under one form, and write a line for each as it is done.
 
-python -m benchmarks.families.worker FAMILIES_FOLDER RESULTS.jsonl FORM,FORM FAMILY,FAMILY
+python -m benchmarks.families.worker FAMILIES_FOLDER RESULTS.jsonl FORM FAMILY,FAMILY
 """
 
 import json
@@ -28,19 +28,18 @@ from replay.watch.watcher import Watch
 def main() -> None:
     """Replay what the command line names."""
     home, results = Path(sys.argv[1]), Path(sys.argv[2])
-    forms = [FORMS[name] for name in sys.argv[3].split(",")]
+    form = FORMS[sys.argv[3]]
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for form in forms:
-        with World.from_env(ParallelSpec(tp=form.tp, ring=form.ring)) as world, _errors_are_raised():
-            for family in sys.argv[4].split(","):
-                if world.rank == 0:
-                    _append(results, {"family": family, "form": form.name, "begun": True})
-                found = outcome(world, form, home / family, home / "inputs")
-                each = world.gather(found)
-                if world.rank == 0:
-                    worst = max(each, key=lambda one: ("loss", "refused", "raw").index(next(iter(one))))
-                    _append(results, {"family": family, "form": form.name, **worst})
+    with World.from_env(ParallelSpec(tp=form.tp, ring=form.ring)) as world, _errors_are_raised():
+        for family in sys.argv[4].split(","):
+            if world.rank == 0:
+                _append(results, {"family": family, "form": form.name, "begun": True})
+            found = outcome(world, form, home / family, home / "inputs")
+            each = world.gather(found)
+            if world.rank == 0:
+                worst = max(each, key=lambda one: ("loss", "refused", "raw").index(next(iter(one))))
+                _append(results, {"family": family, "form": form.name, **worst})
 
 
 def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from actor_init.model import build_on_meta
 from actor_init.parallel.split_linear import SplitColumns
 from actor_init.weights import OnProgress, RandomWeights
 from actor_init.world import World
+from capture.file_format.micro_batch import MicroBatch
 from replay.parity.matrix import Setting
 from tests.helpers import sabotage
 
@@ -242,7 +243,11 @@ def another_rank_s_input(world: World) -> Iterator[None]:
         firsts[:] = everyones[:1]
         return firsts[0]
 
-    with _other_inputs(repeated):
+    def all_own(batch: MicroBatch) -> tuple[Tensor, int]:
+        is_own_BA = torch.ones_like(firsts[0].action_mask_BA, device="cpu")
+        return is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1]
+
+    with _other_inputs(repeated), patch("replay.runner.pass_runner.predicts_own_tokens", all_own):
         yield
 
 

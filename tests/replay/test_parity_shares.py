@@ -68,7 +68,8 @@ def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]
     others = ["bf16", "fp16", "fp32", "packed", "padded", "eager", "sdpa", "compile blocks"]
-    assert values == ["ddp", *stages, *others, "compile off", "data 2", "one process", "ring 2", "tp 2"]
+    kernels = ["kernels fused", "kernels model"]
+    assert values == ["ddp", *stages, *others, "compile off", *kernels, "data 2", "one process", "ring 2", "tp 2"]
     for value, word in (("tp 2", " tp 2"), ("padded", " padded "), ("compile blocks", " compiled"), ("bf16", " bf16 ")):
         numbers = [number for number, cell in enumerate(cells) if word in f"{cell.name} "]
         expected = [number / BOUNDS[cells[number].spec.actor.dtype] for number in numbers]
