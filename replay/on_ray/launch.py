@@ -88,7 +88,8 @@ class _RayRun:
 
     def _take(self, change: Change) -> None:
         if change.name.startswith(EXIT_CODE):
-            self._exit_codes[change.name] = int(change.data)
+            if change.data:  # else the rank has made its file and not written it yet
+                self._exit_codes[change.name] = int(change.data)
         elif change.name.startswith((OUT, ERR)) and "/" not in change.name:
             stream = sys.stdout if change.name.startswith(OUT) else sys.stderr
             printed = self._printed.get(change.name, 0)
