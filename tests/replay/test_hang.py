@@ -48,7 +48,8 @@ LEFT: dict[str, tuple[str, str, str]] = {  # of the jobs: what is said of rank 1
     ),
     "left": ("was behind", f"after the forward of pass {FATAL_PASS}", ""),
     "of fewer batches": ("was behind", f"after the optimizer's step that followed pass {FATAL_PASS - 1}", ""),
-    "without a backward": ("was behind", f"after the forward of pass {FATAL_PASS}", "in barrier"),
+    # it may be killed just before the barrier that it waits in
+    "without a backward": ("was behind", f"after the forward of pass {FATAL_PASS}", " in train"),
     "slow, then both killed": (
         "died without a word",
         f"after the forward of pass {FATAL_PASS}",
