@@ -11,8 +11,8 @@ import pickle
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from actor_init.model import blocks_of
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec
-from actor_init.tracing import traced_modules
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import Block, Peak, peak_of
+from replay.profiling.modules import told_of_modules
 from replay.profiling.records import Holder, HolderKind, MemoryProfile
 
 MAX_EVENTS = 1_000_000  # of the history; a pass of 32 layers has about 30,000
@@ -131,27 +131,19 @@ def _write(snapshot: Mapping[str, Any], file: Path) -> None:
         pickle.dump(snapshot, out)  # as torch.cuda.memory._dump_snapshot does, for pytorch.org/memory_viz
 
 
-@contextmanager
-def _modules_noted(model: PreTrainedModel, spec: ActorSpec, history: History) -> Iterator[None]:
+def _modules_noted(model: PreTrainedModel, spec: ActorSpec, history: History) -> AbstractContextManager[None]:
     """Note between which allocations each module's forward ran."""
     running: list[str | None] = [None]
 
-    def begins(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            running.append(name)
-            history.begins.append((history.number(), name))
+    def begins(name: str) -> None:
+        running.append(name)
+        history.begins.append((history.number(), name))
 
-        return hook
-
-    def ends(*_: Any) -> None:
+    def ends(_name: str, _output: Any) -> None:
         running.pop()
         history.begins.append((history.number(), running[-1]))
 
-    with ExitStack() as hooks:
-        for name, module in traced_modules(model, spec.compile):
-            hooks.callback(module.register_forward_pre_hook(begins(name)).remove)
-            hooks.callback(module.register_forward_hook(ends, always_call=True).remove)
-        yield
+    return told_of_modules(model, spec.compile, begins, ends)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
-from actor_init.tracing import tensors_of, traced_modules
+from actor_init.tracing import tensors_of
+from replay.profiling.modules import told_of_modules
 from replay.profiling.records import LongKernel, RankProfile
 from replay.profiling.shares import PHASE, Interval, Work, hidden_seconds, seconds_by_work, work_of
 
@@ -37,37 +38,26 @@ def profiled(
     return summarised(list(recorded.events() or []), is_cuda=device.type == "cuda", timeline=timeline.name)
 
 
-@contextmanager
-def _named_modules(model: PreTrainedModel, spec: ActorSpec) -> Iterator[None]:
+def _named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
     """Record a range for each forward of the modules that a trace would tell apart."""
     open_ranges: list[Any] = []
 
-    def begins(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            one = record_function(MODULE + name)
-            one.__enter__()
-            open_ranges.append(one)
+    def begins(name: str) -> None:
+        one = record_function(MODULE + name)
+        one.__enter__()
+        open_ranges.append(one)
 
-        return hook
-
-    def ends(name: str) -> Callable[..., None]:
+    def ends(name: str, output: Any) -> None:
         def mark(_: Any) -> None:
             with record_function(OF_BACKWARD + name):
                 pass
 
-        def hook(module: Any, arguments: Any, output: Any) -> None:
-            open_ranges.pop().__exit__(None, None, None)
-            for tensor in tensors_of(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(mark)
+        open_ranges.pop().__exit__(None, None, None)
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(mark)
 
-        return hook
-
-    with ExitStack() as hooks:
-        for name, module in traced_modules(model, spec.compile):
-            hooks.callback(module.register_forward_pre_hook(begins(name), prepend=False).remove)
-            hooks.callback(module.register_forward_hook(ends(name), always_call=True).remove)
-        yield
+    return told_of_modules(model, spec.compile, begins, ends)
 
 
 def summarised(events: Sequence[FunctionEvent], *, is_cuda: bool, timeline: str) -> RankProfile:

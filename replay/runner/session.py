@@ -351,22 +351,27 @@ class Session:
         index = place.index if place is not None else last
         if index is None:
             return None
-        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
-        path = self.selection.inputs[index]
         errors: list[Exception | None] = []
         rank = profiled(
-            lambda: errors.append(runner.replay(len(self.selection.inputs), path)[1]),
+            lambda: errors.append(self._once_more(runner, index)[1]),
             runner.actor.backend.model,
             self.spec.actor,
             self.world.device,
             self.folder / f"rank{self.world.rank}.profile.json.gz",
         )
         if errors[0] is not None:
-            if self.world.world_size > 1:
-                self.watch.stop_all(errors[0])
             raise errors[0]
-        ranks = self.world.gather(rank)
-        return Profile(index=index, source=path.name, device=self.world.device.type, ranks=ranks)
+        source = self.selection.inputs[index].name
+        return Profile(index=index, source=source, device=self.world.device.type, ranks=self.world.gather(rank))
+
+    def _once_more(self, runner: PassRunner, index: int) -> tuple[PassRecord, Exception | None]:
+        """Run a pass again, behind all others and outside the log. An error on one of several ranks ends the run."""
+        num_inputs = len(self.selection.inputs)
+        self.watch.tracker.has_passed(num_inputs, Phase.PROFILING)
+        record, error = runner.replay(num_inputs, self.selection.inputs[index])
+        if error and self.world.world_size > 1:
+            self.watch.stop_all(error)
+        return record, error
 
     def _memory(self, runner: PassRunner, records: Sequence[PassRecord]) -> MemoryPeak | None:
         """Run the pass that ran out of memory, else that with the highest peak, once more with the allocator's history.
@@ -380,24 +385,19 @@ class Session:
         index = ran_out if ran_out is not None else place.index if place is not None else None
         if index is None:
             return None
-        self.watch.tracker.has_passed(len(self.selection.inputs), Phase.PROFILING)
-        path = self.selection.inputs[index]
 
         def run(history: History) -> Exception | None:
             runner.observer = history
-            record, error = runner.replay(len(self.selection.inputs), path)
+            record, error = self._once_more(runner, index)
             history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
             history.peak = peak_bytes(record) or torch.cuda.max_memory_allocated(self.world.device)
-            if error and self.world.world_size > 1:
-                self.watch.stop_all(error)
             return error
 
         file = self.folder / f"rank{self.world.rank}.memory.pickle"
         model = runner.actor.backend.model
         rank = held_at_peak(run, model, self.spec.actor, self.world.device, file)
         runner.observer = None
-        ranks = self.world.gather(rank)
-        return MemoryPeak(index=index, source=path.name, ranks=ranks)
+        return MemoryPeak(index=index, source=self.selection.inputs[index].name, ranks=self.world.gather(rank))
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
         every = self.spec.state.save_every
