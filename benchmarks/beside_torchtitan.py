@@ -33,17 +33,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
 from benchmarks import long_input
-from capture.file_format.capture_file import read_call
+from benchmarks.side_by_side import opened
 from replay.cli import app
 from replay.profiling.shares import Interval, seconds_by_work, work_of
 from replay.runlog.summary import peak_bytes
-from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
-from replay.runner.selection import select
-from replay.runner.session import resolve
 from replay.spec import RunSpec
-from replay.verdict.weight_check import SameWeights
-from replay.watch.progress import Tracker
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
 
@@ -163,15 +157,7 @@ def _stand_in_for_what_is_not_used() -> None:
 
 
 def _replay(spec: RunSpec, world: World) -> Side:
-    selection = select(spec.inputs, 0, 1)
-    (path,) = selection.inputs
-    resolved = resolve(spec, world, selection, read_call(path), None)
-    spec, source = resolved.spec, resolved.source
-    actor = ReopenedActor(spec.actor, source, world)
-    tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
-    meter = Meter.for_device(world.device)
-    runner = PassRunner(spec, world, source, actor, meter, tracker, SameWeights(source))
-    print(dict(actor.backend.facts()), source.head, file=sys.stderr)
+    runner, (path,) = opened(spec, world, Path(tempfile.mkdtemp()))
 
     def run() -> tuple[float, int]:
         record, error = runner.replay(0, path)

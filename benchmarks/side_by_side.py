@@ -11,7 +11,7 @@ import gc
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,7 +44,7 @@ def main() -> int:
     common += shlex.split(arguments.common)
     specs = [app([*common, *shlex.split(side)], standalone_mode=False).args[0] for side in arguments.sides]
     with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
-        blocks = [_opened(spec, world, Path(folder)) for spec in specs]
+        blocks = [_block_of(spec, world, Path(folder)) for spec in specs]
         names = [*arguments.sides, f"{arguments.sides[0]} (again)"]
         blocks.append(blocks[0])
         found: list[list[tuple[float, int]]] = [[] for _ in blocks]
@@ -63,21 +63,27 @@ def main() -> int:
     return 0
 
 
-def _opened(spec: RunSpec, world: World, folder: Path) -> Block:
+def opened(spec: RunSpec, world: World, folder: Path) -> tuple[PassRunner, Sequence[Path]]:
+    """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     resolved = resolve(spec, world, selection, read_call(selection.inputs[0]), None)
     spec, source = resolved.spec, resolved.source
     actor = ReopenedActor(spec.actor, source, world)
     meter = Meter.for_device(world.device)
     runner = PassRunner(spec, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
-    print(dict(actor.backend.facts()), file=sys.stderr)
+    print(dict(actor.backend.facts()), source.head, file=sys.stderr)
+    return runner, selection.inputs
+
+
+def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
+    runner, paths = opened(spec, world, folder)
 
     def block() -> tuple[float, int]:
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
         seconds, tokens, peak = 0.0, 0, 0
-        for path in selection.inputs:
+        for path in paths:
             record, error = runner.replay(0, path)
             if error:
                 raise error
