@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from inspect import signature
@@ -130,6 +131,7 @@ def _has_distribution(name: str) -> bool:
     return True
 
 
+@cache  # one object for each kernel, as dynamo guards on it
 def _or_cudnn(kernel: Kernel) -> Kernel:
     """Return a kernel for one packed row: cuDNN's where it is one document of LONG tokens or more, else `kernel`."""
 
