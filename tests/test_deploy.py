@@ -28,7 +28,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.process_table import processes_with
+from tests.helpers.process_table import processes_left
 from tests.helpers.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
@@ -292,9 +292,7 @@ def dashboard() -> Iterator[str]:
     finally:
         os.killpg(head.pid, signal.SIGKILL)
         head.wait(LIMIT)
-        while processes_with(folder):
-            assert time.monotonic() < deadline, processes_with(folder)
-            time.sleep(0.1)
+        assert processes_left(folder, LIMIT) == []
         shutil.rmtree(folder, ignore_errors=True)
 
 
