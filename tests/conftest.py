@@ -13,6 +13,7 @@ import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from tests import warm
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
@@ -88,6 +89,9 @@ def _leave_home(config: pytest.Config) -> None:
         "RAY_TQDM_PATCH_PRINT": "0",  # Ray would replace builtins.print in the process that connects
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles where it is asked, without worker processes
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # else each process that compiles starts others to try what the CPU can do
+        warm.HOME: home,
+        warm.OWNER: str(os.getpid()),
     }
 
 

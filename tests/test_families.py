@@ -3,8 +3,6 @@
 `python -m benchmarks.families` does it for every family and form; docs/models.md has its tables.
 """
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,7 @@ import pytest
 from benchmarks.families.forms import FORMS
 from benchmarks.families.models import save_family, write_inputs
 from benchmarks.families.results import read_results, verdict
-from replay.processes.launch import without_launcher
-from tests.helpers.commands import LIMIT, ROOT
-from tests.warm import warm_bin
+from tests.helpers.ranks import run_ranks
 
 TWO_RANKS = ("tp 2", "ring 2")
 FAMILIES = {  # and what its ring is: right, or the reason why it is refused
@@ -39,19 +35,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_family(family, home / family)
     # a launch each: gloo hangs now and then where a process opens a second group
     for form in ("padded fsdp2", *TWO_RANKS):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if form in TWO_RANKS else []
         results = home / f"{form}.jsonl"
         program = ["-m", "benchmarks.families.worker", str(home), str(results), form, ",".join(FAMILIES)]
-        done = subprocess.run(
-            [str(warm_bin() / "python"), *launcher, *program],
-            cwd=ROOT,
-            env=without_launcher(os.environ),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        run_ranks(program, 2 if form in TWO_RANKS else 1)
     return home
 
 

@@ -1,7 +1,6 @@
 """Under DeepSpeed's AutoTP every loss, gradient and norm is the unsharded model's, and what cannot be is refused."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
-from tests.helpers.commands import ROOT, run
+from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_NORM_BOUND,
     LEARNING_RATE,
@@ -24,9 +23,9 @@ from tests.helpers.contract import (
     records_of,
 )
 from tests.helpers.gradients import GRADIENT_BOUND
+from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import MODELS, SIZES, save_models
-from tests.warm import warm_bin
 
 NUM_INPUTS = 3
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
@@ -55,18 +54,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(CONFIGS, tmp_path_factory.mktemp("models"))
 
 
-def launch(num_processes: int, module: str, *arguments: object) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m", module]
-    done = subprocess.run(
-        [str(warm_bin() / "python"), *launcher, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-
-
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Any]:
     """By case, what each rank found."""
@@ -77,7 +64,7 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         table, out = home / f"cases{num_processes}.json", home / f"out{num_processes}.json"
         common = ["--dtype", "fp32", "--tp", "2"]
         table.write_text(json.dumps([[str(folders[name]), [*common, *flags.split()]] for name, _, flags in cases]))
-        launch(num_processes, "tests.helpers.autotp_worker", table, out)
+        run_ranks(["-m", "tests.helpers.autotp_worker", str(table), str(out)], num_processes)
         answers |= dict(zip(cases, json.loads(out.read_text()), strict=True))
     return answers
 
@@ -94,7 +81,7 @@ def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         for (name, flags), place in places.items()
     ]
     (home / "commands.json").write_text(json.dumps(commands))
-    launch(2, "tests.helpers.replay_worker", home / "commands.json", 2)
+    run_ranks(["-m", "tests.helpers.replay_worker", str(home / "commands.json"), "2"], 2)
     return places
 
 

@@ -1,6 +1,5 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
-import subprocess
 from copy import deepcopy
 from typing import Any
 
@@ -20,10 +19,9 @@ from actor_init.probe.small_config import small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch, Origin
-from tests.helpers.commands import ROOT
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import tiny_config, tiny_model
-from tests.warm import warm_bin
+from tests.helpers.ranks import run_ranks
 
 PACKED = Layout(packs=True)
 MASKED = Layout(packs=True, borders=Borders.MASK)
@@ -136,16 +134,8 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
 
 def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [str(warm_bin() / "python"), *launcher, "-m", "benchmarks.packing_families", "--ring", "--only", *families],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(tuple(families))}
+    said = run_ranks(["-m", "benchmarks.packing_families", "--ring", "--only", *families], 2)
+    lines = {line.split()[0]: line for line in said.splitlines() if line.startswith(tuple(families))}
     assert all(lines[family].endswith(" packed") for family in families[:3])
     for family in families[3:]:
         assert f"--ring 2 slices packed rows, and {family} does not keep its slices right" in lines[family]

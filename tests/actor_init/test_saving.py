@@ -1,7 +1,6 @@
 """What is saved opens in Hugging Face; what goes on from a saved state is what had never stopped."""
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replay.runlog.records import PassRecord
-from tests.helpers.commands import ROOT
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.made_captures import write_pass
+from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES
-from tests.warm import warm_bin
 
 LEARNING_RATE, MAX_NORM, WARMUP_STEPS = 1e-2, 0.5, 4  # the three steps after a load: two of warm-up, one behind it
 TRAINING = f"--step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --lr-warmup-steps {WARMUP_STEPS}"
@@ -84,17 +82,8 @@ class Runs:
     def run(self, world: str, commands: list[list[str]]) -> None:
         table = self.home / f"commands-{len(list(self.home.iterdir()))}.json"
         table.write_text(json.dumps(commands))
-        launcher = [str(warm_bin() / "python")]
-        if world != "1":
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        done = subprocess.run(
-            [*launcher, "-m", "tests.helpers.replay_worker", str(table), "2" if world == "tp" else "1"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        worker = ["-m", "tests.helpers.replay_worker", str(table), "2" if world == "tp" else "1"]
+        run_ranks(worker, 1 if world == "1" else 2)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import functools
 import gc
 import math
 import os
-import subprocess
 import threading
 import warnings
 import weakref
@@ -29,9 +28,9 @@ from capture.record.optimizer_hooks import LateHooks, OptimizerHooks
 from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
 from capture.record.recorder import Recorder
 from capture.record.step_window import own_norm
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
-from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 1]])
@@ -745,18 +744,7 @@ BF16_BOUND = 0.05  # of the same: the reference is fp32
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stepping")
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [str(warm_bin() / "python"), *launcher, "-m", "tests.helpers.stepping_job", str(folder), *CASES],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_ranks(["-m", "tests.helpers.stepping_job", str(folder), *CASES], 2)
     return folder
 
 

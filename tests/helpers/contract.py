@@ -1,7 +1,6 @@
 """Bounds and readers that every backend's tests share."""
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +13,8 @@ from capture.file_format.actor_config import read_actor_config
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
+from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
-from tests.warm import warm_bin
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order
 
@@ -97,17 +96,7 @@ def replayed(
         commands.append([*arguments, "--model", str(model), "--log-folder", str(folders[name]), "--quiet"])
     table = home / f"commands{num_ranks}.json"
     table.write_text(json.dumps(commands))
-    launcher = [str(warm_bin() / "python")]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run(
-        [*launcher, "-m", worker, str(table)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    run_ranks(["-m", worker, str(table)], num_ranks)
     return folders
 
 

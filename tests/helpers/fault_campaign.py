@@ -29,8 +29,8 @@ from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.reader import TracedRun
 from tests.helpers.commands import ROOT
 from tests.helpers.faults import Fault
+from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import MODELS, SIZES
-from tests.warm import warm_bin
 
 World = tuple[int, int, int]  # processes, tp, ring
 Log = TypeVar("Log", PastRun, TracedRun)
@@ -119,11 +119,7 @@ def run_jobs(jobs: Sequence[Mapping[str, Any]], world: World, home: Path) -> Non
     num_processes, tp, ring = world
     table = home / f"jobs-{num_processes}-{tp}-{ring}.json"
     table.write_text(json.dumps(jobs))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    worker = ["-m", "tests.helpers.fault_worker", str(table), str(tp), str(ring)]
-    command = [str(warm_bin() / "python"), *(torchrun if num_processes > 1 else []), *worker]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    run_ranks(["-m", "tests.helpers.fault_worker", str(table), str(tp), str(ring)], num_processes)
 
 
 def run_command(arguments: Sequence[str], fault: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
 from replay.runlog.records import PassRecord
 from replay.shipped_inputs import default_folder
-from tests.helpers.commands import ROOT
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
+from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
-from tests.warm import warm_bin
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -172,12 +170,4 @@ def replay_jobs(jobs: Sequence[Job], folders: Mapping[str, Path], home: Path) ->
 def replay_all(jobs: list[dict[str, Any]], table: Path, *, num_processes: int, parallel: tuple[int, int]) -> None:
     """`parallel` is tp and ring."""
     table.write_text(json.dumps(jobs))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [str(warm_bin() / "python"), *launcher, "-m", "tests.helpers.gradient_worker", str(table), *map(str, parallel)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    run_ranks(["-m", "tests.helpers.gradient_worker", str(table), *map(str, parallel)], num_processes)

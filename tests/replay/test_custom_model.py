@@ -4,7 +4,6 @@ About 65 seconds of processor time: two jobs, and two launches that replay them 
 """
 
 import hashlib
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from replay.runner.session import source_of_all
 from replay.spec import RunSpec
 from tests.helpers.commands import ROOT
 from tests.helpers.contract import replayed
-from tests.warm import warm_bin
+from tests.helpers.ranks import run_ranks
 
 MODEL = "tests/custom_models/nano.py:build"
 NUM_STEPS = 3  # of tests/custom_models/train.py
@@ -44,12 +43,7 @@ class Job:
 
     def __init__(self, home: Path, num_ranks: int) -> None:
         self.home = home
-        launcher = [str(warm_bin() / "python")]
-        if num_ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command = [*launcher, "-m", "tests.custom_models.train", str(home)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_ranks(["-m", "tests.custom_models.train", str(home)], num_ranks)
         self.arguments = ["--inputs", str(home / "captures"), "--weights", str(home / "ckpt.pt")]
         runs = {name: [*self.arguments, *text.split()] for name, text in RUNS[num_ranks].items()}
         runs["bf16"] = [*self.arguments, "--backend", "fsdp2", "--dtype", "bf16"]

@@ -27,7 +27,7 @@ from tests.warm import warm_bin
 WAITS_AT_ONCE = DEVICE == "cpu"  # for a collective; on CUDA a rank queues more work behind it
 NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 LAUNCHERS = {
-    "torchrun": "torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay {fault} --backend fsdp2",
+    "torchrun": "torchrun --master-port {port} --nproc-per-node 2 -m tests.helpers.faulty_replay {fault}",
     "deepspeed": "deepspeed --num_gpus=2 --master_port {port} --module tests.helpers.faulty_replay {fault}",
 }
 DIED = "replay: rank {rank} died in pass 2 on {source} ({shape}), phase {phase}: its process ended without a word"
@@ -150,8 +150,9 @@ def replayed(case: Case, home: Path) -> Outcome:
         longer.rename(folder / longer.name)
     else:
         folder = folder_of(home, lengths, num_ranks=2)
+    backend = "fsdp2" if case.launcher == "torchrun" else "deepspeed"
     command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}", port=free_port())
-    arguments = f"{command} --inputs {folder} --log-folder {home / 'logs'} --timeout 1800".split()
+    arguments = f"{command} --backend {backend} --inputs {folder} --log-folder {home / 'logs'} --timeout 1800".split()
     with subprocess.Popen(
         [*arguments, *["--uneven"] * case.uneven, *["--step"] * (case.phase == "step")],
         cwd=ROOT,

@@ -1,7 +1,6 @@
 """`replay diagnose`: a sound actor passes every check, and each fault fails the line that is there for it."""
 
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,10 +20,9 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import app, main
-from tests.helpers.commands import ROOT
 from tests.helpers.made_captures import write_pass
+from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
-from tests.warm import warm_bin
 
 pytestmark = pytest.mark.usefixtures("proofs_once")
 
@@ -267,17 +265,7 @@ def diagnosed_on_two(home: Path, jobs: list[tuple[str, str]], *parallel: str) ->
         for (options, fault), file in zip(jobs, files, strict=True)
     ]
     (home / "jobs.json").write_text(json.dumps(table))
-    done = subprocess.run(
-        [
-            *(str(warm_bin() / "python"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.helpers.diagnose_worker", str(home / "jobs.json"), *parallel),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    run_ranks(["-m", "tests.helpers.diagnose_worker", str(home / "jobs.json"), *parallel], 2)
     return [checks_in(file) for file in files]
 
 

@@ -1,9 +1,9 @@
 """Imports once and forks for each program that is asked of it.
 
-    python -m tests.warm.server SOCKET STAND_IN PADDING [MODULE ...]
+    python -m tests.warm.server SOCKET STAND_IN OWNER PADDING [MODULE ...]
 
 Only this process forks, it has one thread, and it has computed nothing: that is what makes forking after `import torch`
-safe. It says `ready` when it can be asked, and ends with its standard input. See tests/warm/__init__.py.
+safe. It says `ready` when it can be asked, and ends after the process OWNER. See tests/warm/__init__.py.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ IMPORTS = (  # none that is run with -m: runpy warns of those that are there alr
     "replay.processes.forkserver_preload",
     "torch.distributed.launcher.api",
     "deepspeed.checkpoint",
+    *("aiohttp", "fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests"),  # a worker's on Ray
 )
 
 
@@ -37,8 +38,9 @@ class Program(NamedTuple):
     streams: list[int]
 
 
-def serve(address: str, more_imports: Sequence[str]) -> Program:
+def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     """Returns in a fork, with what is to be run there."""
+    ended = os.pidfd_open(owner)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -48,17 +50,18 @@ def serve(address: str, more_imports: Sequence[str]) -> Program:
     print("ready", flush=True)
     keepers: set[int] = set()
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if listener not in ready:
+        ready, _, _ = select.select([listener.fileno(), ended], [], [])
+        if listener.fileno() not in ready:
             for keeper in keepers:
                 os.waitpid(keeper, 0)
-            shutil.rmtree(Path(address).parent)
+            shutil.rmtree(Path(address).parent, ignore_errors=True)
             os._exit(0)
         connection, _ = listener.accept()
         keepers = {keeper for keeper in keepers if os.waitpid(keeper, os.WNOHANG) == (0, 0)}
         keeper = os.fork()
         if keeper == 0:
             listener.close()
+            os.close(ended)
             return keep(connection)
         keepers.add(keeper)
         connection.close()
@@ -129,4 +132,4 @@ def run_python(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_python(become(serve(sys.argv[1], sys.argv[4:]), sys.argv[2]))
+    run_python(become(serve(sys.argv[1], int(sys.argv[3]), sys.argv[5:]), sys.argv[2]))

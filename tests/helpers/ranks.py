@@ -1,0 +1,35 @@
+"""Start the ranks of a program as torchrun does, but without its agent, which would be one more process."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
+from replay.processes.supervisor import Group, start
+from tests.warm import warm_bin
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
+
+
+def run_ranks(arguments: Sequence[str], num_ranks: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Run `python ARGUMENTS`, warm, on each rank, and return what they wrote. All must succeed.
+
+    One rank is a process without a launcher's variables.
+    """
+    common = {**without_launcher(environment), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [str(warm_bin() / "python"), *arguments]
+    store = store_of_ranks() if num_ranks > 1 else None
+    own = [{}] if store is None else variables_of_ranks(num_ranks, store.port)
+    with tempfile.TemporaryFile() as output:
+        ranks = Group.start([partial(start, command, common | one, output=output) for one in own], limit=LIMIT)
+        try:
+            exit_code = ranks.wait()
+        finally:
+            ranks.end(grace=5.0)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    assert exit_code == 0, f"exit code {exit_code}\n{said[-6000:]}"
+    return said
