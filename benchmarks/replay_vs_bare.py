@@ -24,7 +24,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
-from replay.cli import app
+from replay.cli import action_of
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 from replay.runner.meter import Meter
@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     arguments, replay_arguments = parser.parse_known_args()
-    spec = app(replay_arguments, standalone_mode=False).args[0]
+    spec = action_of(replay_arguments).args[0]
     assert spec.actor.packing, "the bare loop packs its rows"
     with World.from_env(ParallelSpec()) as world:
         source = find_source(spec)

@@ -19,7 +19,7 @@ import torch
 
 from actor_init.world import World
 from capture.file_format.capture_file import read_call
-from replay.cli import app
+from replay.cli import action_of
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
@@ -42,7 +42,7 @@ def main() -> int:
     arguments = parser.parse_args()
     common = ["--inputs", str(arguments.inputs), "--max-inputs", str(arguments.max_inputs)]
     common += shlex.split(arguments.common)
-    specs = [app([*common, *shlex.split(side)], standalone_mode=False).args[0] for side in arguments.sides]
+    specs = [action_of([*common, *shlex.split(side)]).args[0] for side in arguments.sides]
     with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
         blocks = [_block_of(spec, world, Path(folder)) for spec in specs]
         names = [*arguments.sides, f"{arguments.sides[0]} (again)"]

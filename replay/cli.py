@@ -8,11 +8,12 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+import typer.main
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
@@ -100,6 +101,19 @@ for command in COMMANDS:
     app.command()(command)
 
 
+@cache
+def _commands() -> Any:
+    return typer.main.get_command(app)
+
+
+def action_of(typed: Sequence[str]) -> Any:
+    """Return what is to be done for a command line: an action, or an exit code where --help has been printed.
+
+    Raises UsageError, or the error of typer, where it is wrong.
+    """
+    return _commands()(list(typed), prog_name="replay", standalone_mode=False, obj=main)  # what ranks elsewhere call
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -112,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = "--traceback" in typed
     try:
-        action = app(typed, prog_name="replay", standalone_mode=False, obj=main)  # what ranks elsewhere call
+        action = action_of(typed)
     except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
         return _refuse(error, typed, show_traceback) if own_rank() == 0 else 2
     if not callable(action):  # --help has been printed

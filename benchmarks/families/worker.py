@@ -19,7 +19,7 @@ import transformers
 from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
-from replay.cli import app
+from replay.cli import action_of
 from replay.runlog.writer import read_log
 from replay.runner.session import run_in
 from replay.watch.watcher import Watch
@@ -47,7 +47,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
     with tempfile.TemporaryDirectory() as logs:
         where = ["--model", str(model), "--inputs", str(inputs), "--log-folder", logs, "--timeout", "600"]
         try:
-            spec = app([*form.arguments, "--dtype", "fp32", "--quiet", *where], standalone_mode=False).args[0]
+            spec = action_of([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0]
             run_in(world, spec)
             dist.barrier()
             if world.rank:

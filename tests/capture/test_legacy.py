@@ -14,6 +14,7 @@ from tests.helpers.dumps import ACTION_MASK_BA, IDS_BS, MASK_BS, a_dump
 
 def read(folder: Path, dump: Any, protocol: int = 4) -> MicroBatch:
     path = folder / "actor_inputs_rank1_20250619_052608_430740.pkl"
+    path.unlink(missing_ok=True)  # some file systems go to the disk when a file is overwritten
     path.write_bytes(dump if isinstance(dump, bytes) else pickle.dumps(dump, protocol=protocol))
     return read_micro_batch(path)
 

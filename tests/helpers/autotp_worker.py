@@ -21,7 +21,7 @@ from actor_init.inputs.packing import actor_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
-from replay.cli import app, leave
+from replay.cli import action_of, leave
 from replay.loss import negated_mean
 from replay.runner.selection import select
 from replay.runner.session import find_source
@@ -44,7 +44,7 @@ def whole_gradients(parameter: Any, whole_shape: torch.Size, world: World) -> li
 
 
 def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
-    spec = app([*arguments, "--model", folder], standalone_mode=False).args[0]
+    spec = action_of([*arguments, "--model", folder]).args[0]
     backend = DeepSpeedBackend.open(spec.actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs

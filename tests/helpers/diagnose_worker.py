@@ -15,7 +15,7 @@ import torch
 from actor_init.backends.fsdp2.engine import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import app, leave
+from replay.cli import action_of, leave
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -54,7 +54,7 @@ def main() -> int:
                 if "fault" in job:
                     stack.enter_context(rows_unproved())
                     stack.enter_context(FAULTS[job["fault"]](world))
-                app(["diagnose", *job["arguments"]], standalone_mode=False)()
+                action_of(["diagnose", *job["arguments"]])()
     return 0
 
 

@@ -17,7 +17,7 @@ from torch.utils._debug_mode import DebugMode
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import app, leave
+from replay.cli import action_of, leave
 from replay.runner.pass_runner import PassRunner
 from replay.runner.session import run_in
 from tests.helpers.faults import FAULTS
@@ -59,7 +59,7 @@ def main() -> int:
         for job in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             torch.manual_seed(0)
-            spec = app(job["arguments"], standalone_mode=False).args[0]
+            spec = action_of(job["arguments"]).args[0]
             before, logs = logs, []
             with ExitStack() as stack:
                 if job["fault"]:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import app, leave
+from replay.cli import action_of, leave
 from replay.runner.session import run_in
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
@@ -87,7 +87,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.pass_runner.open_backend", opened))
-        spec = app([*job["arguments"], *PATIENCE], standalone_mode=False).args[0]
+        spec = action_of([*job["arguments"], *PATIENCE]).args[0]
         code = run_in(world, spec, show_traceback=True)
     if world.rank == 0:
         torch.save(windows, job["gradients"])

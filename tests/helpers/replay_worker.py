@@ -19,7 +19,7 @@ from actor_init.head_form import HeadForm
 from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
-from replay.cli import app, leave
+from replay.cli import action_of, leave
 from replay.runner.session import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
@@ -60,7 +60,7 @@ def main() -> int:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
-            spec = app([*command, *PATIENCE], standalone_mode=False).args[0]
+            spec = action_of([*command, *PATIENCE]).args[0]
             codes.append(run_in(world, spec, show_traceback=True))
     return max(codes)
 

@@ -19,7 +19,7 @@ from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import app, main
+from replay.cli import action_of, main
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
@@ -249,7 +249,7 @@ def test_wrong_usage_is_one_line(
 def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnosed: Any) -> None:
     inputs = inputs_in(tmp_path / "inputs", vocab_size=64)
     with pytest.raises(UsageError, match="beyond the model's vocabulary of 64"):
-        app(["diagnose", *where(inputs, tmp_path)], standalone_mode=False)()
+        action_of(["diagnose", *where(inputs, tmp_path)])()
 
 
 # several ranks

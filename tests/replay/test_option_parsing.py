@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
-from replay.cli import app
+from replay.cli import action_of
 from replay.option_parsing import command_line, spec_from_dict, spec_of, spec_to_dict, toggles
 from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
 
 
 def parsed(*arguments: str) -> RunSpec:
-    spec = app(list(arguments), standalone_mode=False).args[0]
+    spec = action_of(list(arguments)).args[0]
     assert isinstance(spec, RunSpec)
     return spec
 

@@ -14,7 +14,7 @@ import torch
 
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
-from replay.cli import app
+from replay.cli import action_of
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
@@ -69,7 +69,7 @@ class Runs:
         self.limits: list[float] = []
 
     def __call__(self, task: Task) -> Child:
-        spec = app([*task.arguments], standalone_mode=False).args[0]
+        spec = action_of([*task.arguments]).args[0]
         place = self.place_of(spec)
         self.names.append(RUNS[place])
         self.limits.append(task.limit)
@@ -361,7 +361,7 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(task: Task) -> Child:
-        spec = app([*task.arguments, "--log-folder", str(task.logs)], standalone_mode=False).args[0]
+        spec = action_of([*task.arguments, "--log-folder", str(task.logs)]).args[0]
         return Child(exit_code=run_in(world, spec), seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype, UsageError
-from replay.cli import app, main
+from replay.cli import action_of, main
 from replay.on_ray.executor import ThisMachine
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, RunTasks, Task
@@ -226,7 +226,7 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
 
 
 def asked(*typed: str) -> SuiteSpec:
-    spec = app(["suite", *typed], standalone_mode=False).args[0]
+    spec = action_of(["suite", *typed]).args[0]
     assert isinstance(spec, SuiteSpec)
     return spec
 
@@ -242,7 +242,7 @@ def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.Mon
         num_gpus=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
     )
     assert asked() == expected
-    assert app(["suite"], standalone_mode=False).args[1] == Path("elsewhere")
+    assert action_of(["suite"]).args[1] == Path("elsewhere")
     assert asked("--tp", "2", "--dtype", "fp32") == SuiteSpec(
         **{name: getattr(expected, name) for name in ("num_gpus", "max_samples", "model", "dataset", "output_dir")},
         tp=2,
