@@ -25,7 +25,7 @@ IMPORTS = (  # none that is run with -m: runpy warns of those that are there alr
     "replay.processes.forkserver_preload",
     "torch.distributed.launcher.api",
     "deepspeed.checkpoint",
-    *("aiohttp", "fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests"),  # a worker's on Ray
+    *("fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests"),  # a worker's on Ray
 )
 
 
