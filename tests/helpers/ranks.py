@@ -4,14 +4,11 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
 from replay.processes.supervisor import Group, start
+from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
-
-ROOT = Path(__file__).parents[2]
-LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
 
 def run_ranks(arguments: Sequence[str], num_ranks: int, environment: Mapping[str, str] = os.environ) -> str:
