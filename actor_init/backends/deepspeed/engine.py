@@ -30,14 +30,14 @@ from actor_init.backends.deepspeed.config import config_of, has_whole_blocks
 from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
 from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse
+from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
 from actor_init.saving.universal import universal
-from actor_init.spec import ActorSpec, Compile, Kernels, UsageError
+from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -82,7 +82,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device, source.config)
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
-        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
+        kernels = fuse_as_asked(model, spec.kernels, world.device)
         add_adapter(model, source.adapter)
         check_autotp(model, spec.parallel.tp)
         num_elements = num_parameters(model)
