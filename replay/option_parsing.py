@@ -42,6 +42,8 @@ PANELS = {
 }
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
+NOT_WITH_CONTINUE = "--continue takes its options from that folder"  # of `refuse_typed`
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toggle:
@@ -181,6 +183,12 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
         inner = {way.removeprefix(f"{part}."): made.pop(way) for way in list(made) if way.startswith(f"{part}.")}
         made[part] = spec_class(**inner, **{name: value for (of, name), (_, value) in typed.items() if of == part})
     return RunSpec(**made)
+
+
+def refuse_typed(given: Mapping[str, Any], why: str) -> None:
+    """Raise UsageError for the first of `given`, by parameter name, that is not None. `why` says what excludes it."""
+    if typed := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{why}. Leave out --{typed[0].replace('_', '-')}")
 
 
 def _parsed(toggle: Toggle, given: str | bool) -> Any:

@@ -1,10 +1,8 @@
 """Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
 
-import math
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from replay.parity.state import FILE, ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
+from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
@@ -38,18 +37,11 @@ NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    cell: float  # seconds
-    total: float | None  # seconds; no cell is started after it
-    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell at a time
-
-
 def begin(
     matrix: str,
     common: Mapping[str, Any],
     num_devices: int | None,
-    limits: Limits,
+    limits: RunLimits,
     *,
     trace: bool,
     ray: RayOptions | None,
@@ -136,7 +128,7 @@ def _of_edges(here: Here, folder: Path) -> Here:
     return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
 
 
-def go_on(folder: Path, limits: Limits, *, trace: bool, ray: RayOptions | None) -> int:
+def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
@@ -190,19 +182,19 @@ def _here(spec: RunSpec, machine: Machine) -> Here:
     )
 
 
-def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, trace: bool) -> int:
+def _work(log: ParityLog, where: Executor, machine: Machine, limits: RunLimits, *, trace: bool) -> int:
     run, runs_alone = where.runner(log.folder, machine, limits.at_once), where.runs_alone(machine, limits.at_once)
-    until = math.inf if limits.total is None else time.monotonic() + limits.total
+    until = limits.end()
     judge, progress = MatrixJudge(), ParityProgress(log)
     differences: Pairs = []
     interrupted = False
     try:
         with sigterm_interrupts():
             for are_references in (True, False):  # the others depend on the outcome of their references
-                for number, settled in _settle(log, are_references, limits.cell, run, until, runs_alone):
+                for number, settled in _settle(log, are_references, limits.each, run, until, runs_alone):
                     progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
             if trace:
-                differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
+                differences.extend(Partings(log, limits.each, run).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
     result = judge.result_of(log.rows)
