@@ -1,8 +1,9 @@
 """Hold the gradient of a job's optimizer step against that of a replay's window: norm, elements, missing gradients."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.report.text import counted
@@ -287,50 +288,37 @@ def _elements(
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    findings = []
-    for step in steps:
-        for sample in step.gradients.samples if step.gradients is not None else ():
-            name = _own(sample.name, gradient.norms)
-            here = gradient.values.get((name, sample.start)) if name is not None else None
-            if name is None or here is None or len(here) != len(sample.values) or not here:
-                continue
-            scale = scale_of(gradient, name)
-            worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
-            apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
-            where = f"{name}, element {sample.start + worst}"
-            findings.append(
-                finding(
-                    GRADIENT,
-                    sample.values[worst],
-                    here[worst],
-                    difference=apart,
-                    bound=bound,
-                    doubt=doubt,
-                    where=where,
-                    counts=True,
-                )
-            )
-        for job_name in step.without_gradient:
-            name = _own(job_name, gradient.norms)
-            if name is None:
-                continue
-            rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
-            is_there = rms >= scale_of(gradient, name) > 0
-            findings.append(
-                finding(
-                    GRADIENT,
-                    0.0,
-                    rms,
-                    difference=1.0 if is_there else 0.0,
-                    bound=bound,
-                    doubt=doubt,
-                    where=f"{name}, which has no gradient in the job",
-                    counts=True,
-                )
-            )
+    make = partial(finding, GRADIENT, bound=bound, doubt=doubt, counts=True)
+    findings = [one for step in steps for one in (*_of_samples(step, gradient, make), *_of_none(step, gradient, make))]
     if not findings:
         return []
     return [replace(max(findings, key=lambda one: one.share), num_values=len(findings))]
+
+
+def _of_samples(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
+    """Judge the farthest element of each sample of a step."""
+    for sample in step.gradients.samples if step.gradients is not None else ():
+        name = _own(sample.name, gradient.norms)
+        here = gradient.values.get((name, sample.start)) if name is not None else None
+        if name is None or here is None or len(here) != len(sample.values) or not here:
+            continue
+        scale = scale_of(gradient, name)
+        worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
+        apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
+        where = f"{name}, element {sample.start + worst}"
+        yield make(sample.values[worst], here[worst], difference=apart, where=where)
+
+
+def _of_none(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
+    """Judge the replay's gradient of each parameter that had none in the job's step."""
+    for job_name in step.without_gradient:
+        name = _own(job_name, gradient.norms)
+        if name is None:
+            continue
+        rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
+        is_there = rms >= scale_of(gradient, name) > 0
+        where = f"{name}, which has no gradient in the job"
+        yield make(0.0, rms, difference=1.0 if is_there else 0.0, where=where)
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
