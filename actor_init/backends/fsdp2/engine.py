@@ -88,13 +88,7 @@ class FSDP2Backend:
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
-        embedding, head = embedding_and_head(model)
-        # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
-        default = signature(fully_shard).parameters["reshard_after_forward"].default
-        root_rule = default if spec.resolved_zero_stage == 3 else False
-        for module, rule in ((embedding, spec.resolved_zero_stage == 3), (head, root_rule), (model, root_rule)):
-            if module is not None:
-                fully_shard(module, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=rule)
+        _shard_rest(model, world.weights_mesh["shard"], policy, reshards=spec.resolved_zero_stage == 3)
         if spec.parallel.ring > 1:
             check_ring(model.eval(), source.config, compute_dtype, world.device)
             for module in model.modules():
@@ -181,6 +175,17 @@ class FSDP2Backend:
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def _shard_rest(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshards: bool) -> None:
+    """Shard what is outside of the blocks. `reshards`: after forward, as the blocks do."""
+    embedding, head = embedding_and_head(model)
+    # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
+    default = signature(fully_shard).parameters["reshard_after_forward"].default
+    root_rule = default if reshards else False
+    for module, rule in ((embedding, reshards), (head, root_rule), (model, root_rule)):
+        if module is not None:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=rule)
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
