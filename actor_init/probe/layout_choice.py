@@ -40,7 +40,7 @@ def choose_layout(
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
-        return spec, _in_ring(spec, config, world)
+        return spec, _proved_in_ring(spec, config, world)
     choice = world.from_first(_chosen(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal:
         raise UsageError(choice.refusal)
@@ -133,7 +133,11 @@ def _masked(kernel: str, config: PretrainedConfig) -> str:
     return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
 
 
-def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+    """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
+
+    `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
+    """
     kernel, ring = kernel_name(spec, world.device, config), spec.parallel.ring
     why = ""
     for seed in SEEDS:
