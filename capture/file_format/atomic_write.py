@@ -1,4 +1,4 @@
-"""Write files that are whole or not there, whatever dies when, remove dead processes' temporaries, and read files."""
+"""Write files of which readers see all or nothing, remove temporaries that dead processes left, and read files."""
 
 import itertools
 import os

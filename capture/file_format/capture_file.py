@@ -155,14 +155,14 @@ class Call:
         return None if is_of_embeddings(self.tensors) else Counts.of(self.micro_batch())
 
     def write(self, folder: str | Path) -> Path:
-        """Write it as a new file of format 1 and return its path. Raises what `write_call` does."""
+        """Write the call as a new file of format 1 and return its path. Raises what `write_call` does."""
         encoded = self.encoded()
         path = encoded.new_path(Path(folder))
         write_atomically(path, *encoded.parts())
         return path
 
     def encoded(self) -> "EncodedCall":
-        """Encode it. Raises what `encode_call` does."""
+        """Encode the call. Raises what `encode_call` does."""
         encoded = encode_call(
             self.tensors,
             self.call_facts,
@@ -231,7 +231,7 @@ class EncodedCall:
         return refused
 
     def record(self) -> PassRecord:
-        """Describe it as a segment's index does, without its place, length and checksum."""
+        """Describe the call as a segment's index does, without its place, length and checksum."""
         step = json.loads(self.body["step"]) if "step" in self.body else None
         return PassRecord(
             offset=0,
@@ -249,7 +249,7 @@ class EncodedCall:
         )
 
     def head(self) -> Head:
-        """Return what it shares with the other passes of its segment."""
+        """Return what the call shares with the other passes of its segment."""
         shared = {name: self.body["origin"][name] for name in ("rank", "world_size", "model_name", "versions")}
         return Head(**shared, host=HOST)
 
@@ -301,9 +301,10 @@ def encode_call(
 
 
 def _check_readable(encoded: EncodedCall, source: str) -> None:
-    """Read the body back, unless all that a job could make unreadable is as in the latest body that was read back.
+    """Read the body back, unless it differs from the latest one that was read back in its tensors' bytes alone.
 
-    Raises CaptureError. A job's passes mostly differ in the bytes of their tensors alone, and the reader is slow.
+    Raises CaptureError. Most passes of a job differ in these alone, which cannot make a body unreadable, and the
+    reader is slow.
     """
     global _latest_readable
     body = encoded.body

@@ -198,7 +198,7 @@ def _writable(target: Path) -> Iterator[None]:
 
 
 class _Stage(IntEnum):
-    """The order in which files come: what lists others before them, for more is written meanwhile."""
+    """The order in which files come: those that list others before these, as more is written meanwhile."""
 
     MODEL = 0
     RECORDS = 1
@@ -382,7 +382,7 @@ class _Home:
 
     @contextmanager
     def writing(self, name: str, num_kept: int) -> Iterator[IO[bytes]]:
-        """Open a temporary with the first bytes of the file that is here; it goes unless `keep` was called."""
+        """Open a temporary with the first bytes of the file that is here; it is removed unless `keep` was called."""
         path = self.folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _temporary(path) as file:

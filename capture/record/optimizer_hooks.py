@@ -51,7 +51,7 @@ class OptimizerHooks:
             _wrap_clipping()
 
     def remove(self) -> None:
-        """A second call does nothing."""
+        """Take the hooks off. A second call does nothing."""
         if self._handle is None:
             return
         self._handle.remove()
@@ -67,7 +67,7 @@ class OptimizerHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Tell of the step, or if it is given a closure, which is the pass, have the closure tell when it returns."""
+        """Tell of the step; if it is given a closure, which runs the pass, have the closure tell when it returns."""
         if not self.hears():
             return None
         if (given := _with_closure(args, kwargs, lambda: self._tell(optimizer))) is not None:
@@ -94,7 +94,7 @@ class LateHooks:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """A second call does nothing; a closure under way still tells."""
+        """Tell of no more steps, but for a closure that is running. A second call does nothing."""
         self._handle.remove()
 
     def _before_step(
