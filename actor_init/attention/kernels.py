@@ -1,4 +1,4 @@
-"""Name the attention kernels as transformers does, and give it this project's: flash-attn, cuDNN, torch's varlen."""
+"""Map kernels to transformers' names, and give it those of this project: flash-attn, cuDNN, torch's varlen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ HALF_PRECISION = {RING_FA2, *WITH_CUDNN.values()} | {  # bf16 and fp16 alone
 
 
 def described(name: str) -> str:
-    """Return a kernel's name for a reader: of two that are chosen from by row, both."""
+    """Return a kernel's name for a reader; where each row gets one of two kernels, both names."""
     first = next((NAMES[attention].packed for attention, both in WITH_CUDNN.items() if both == name), None)
     return name if first is None else f"{first}, {CUDNN_PACKED} for rows of one document of {LONG:,} tokens or more"
 

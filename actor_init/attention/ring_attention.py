@@ -21,7 +21,7 @@ POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of th
 
 
 class EachAlone:
-    """Stands for the slice where each token is to see itself alone, and notes what a model gives its kernel.
+    """Takes a slice's place so that each token sees itself alone, and notes what a model gives its kernel.
 
     No dataclass: FSDP2 copies these among a forward's arguments, and the notes would go to the copy.
     """
@@ -52,7 +52,7 @@ def has_ring_flash() -> bool:
 
 
 def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Tensor]) -> Kernel:
-    """Make a kernel for slices of `attend`, with transformers' attention signature.
+    """Give `attend` transformers' attention signature, which makes it a kernel for slices.
 
     Both take query [1, H, L, D], key and value [1, K, L, D], and return [1, L, H, D].
     """
@@ -147,7 +147,7 @@ class _GatherFromRing(torch.autograd.Function):
 
 @_for_slices
 def ring_sdpa(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
-    """Run the same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
+    """Run ring attention in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
 
     Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError for dropout.
     """

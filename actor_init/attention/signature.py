@@ -36,7 +36,7 @@ def asked_of(
 
 
 def for_packed_rows(attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, Asked], Tensor]) -> Kernel:
-    """Make a kernel for one packed row of `attend`, which has the arguments of flash-attn's functions.
+    """Give `attend` transformers' attention signature, which makes it a kernel for one packed row.
 
     attend   takes query [T, H, D], key and value [T, K, D], the documents' borders (int32 [documents + 1]), the longest
              document's tokens, and what is asked; returns [T, H, D]

@@ -79,7 +79,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, more: tuple[Any, ...],
 
 
 def replace_rotary(module: nn.Module, where: torch.device) -> bool:
-    """Make an attention module turn its queries and keys in the fused form, if its function is shown to be that."""
+    """Make an attention module turn queries and keys in the fused form if its function is shown to; return whether."""
     forward = module.forward
     if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
         return False
