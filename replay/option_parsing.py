@@ -239,7 +239,7 @@ def command_line(spec: RunSpec) -> list[str]:
 
 
 def spec_of(arguments: Sequence[str]) -> RunSpec:
-    """Return the spec that these arguments, as `command_line` returns them, produce. A later one counts."""
+    """Return the spec that these arguments, as `command_line` returns them, produce. Of two values the later counts."""
     flags = {toggle.flag: toggle for toggle in toggles()}
     negations = {toggle.negation: toggle for toggle in toggles() if toggle.base is bool and not toggle.is_switch}
     given: dict[str, Any] = {}

@@ -23,7 +23,7 @@ MOST_RUNS = 26  # they are called by letters
 def compare_logs(
     folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
 ) -> int:
-    """Return the exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
+    """Compare, print and draw; return 0 if no relative difference that decides is beyond `threshold`, else 1.
 
     Raises UsageError for logs that cannot be compared.
     """

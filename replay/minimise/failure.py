@@ -78,7 +78,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Say it in one line."""
+        """Say the failure in one line."""
         where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
         if self.kind is Kind.EXCEPTION:
             return f"{self.error_type}{where}: {self.said}"
@@ -224,7 +224,7 @@ def _verdict(child: Child, log: Log) -> Failure | None:
 
 
 def _at_the_start(child: Child, log: Log) -> Failure | None:
-    """Return an error outside a pass. A run that has a verdict failed for a damaged file, or none of its own."""
+    """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
     if child.exit_code == 0 or log.run.get("verdict") is not None:
         return None
     said = child.error.removesuffix(ADVICE)

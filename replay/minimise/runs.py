@@ -232,7 +232,7 @@ class _Work:
         return found
 
     def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
-        """Replay a candidate, with other inputs than its own or in another place, as no part of the search."""
+        """Replay a candidate outside the search: with other inputs than its own, or in another place."""
         return self._until_it_shows(replace(candidate, cuts=()), inputs, what)
 
     def _until_it_shows(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
@@ -250,7 +250,7 @@ class _Work:
         return found, seen.child
 
     def _seen(self, candidate: Candidate, inputs: Path | None) -> _Seen:
-        """Run one replay, of a parity cell also its reference; without `inputs`, with those that were typed."""
+        """Run one replay, and of a parity cell its reference too; without `inputs`, with those that were typed."""
         number = len(self.log.trials) + 1
         home = self.log.home_of(number)
         self.console.begins(number)

@@ -86,7 +86,7 @@ class Here:
 
     @property
     def only(self) -> Setting:
-        """Return values that are the only ones for this model, where a setting does not say others."""
+        """Return the only values that this model has of some options, where a setting does not say others."""
         return {"packing": False} if self.is_custom else {}
 
     def plain(self, dtype: Dtype) -> Setting:

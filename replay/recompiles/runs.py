@@ -67,7 +67,7 @@ class _Work:
     rows: Rows | None = None  # known from the first pass that ran
 
     def run(self, policy: Policy) -> Result:
-        """Replay all inputs twice under `policy`. What cannot be, such as lengths that are too short, is its error."""
+        """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
         try:
             sizes = self._sizes() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
@@ -96,7 +96,7 @@ class _Work:
         return _result(policy, actor, records, child, len(self.shapes), str(folders[0]) if folders else "")
 
     def _sizes(self) -> list[int]:
-        """Return the lengths of buckets. Raises UsageError if one is asked for that a row is longer than."""
+        """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
         if self.rows is None:
             raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
         lengths = {shape.longest_row(self.rows): shape for shape in self.shapes}

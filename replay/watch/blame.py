@@ -52,7 +52,7 @@ class Blame:
 
 
 class SeenRank(Protocol):
-    """What two of the rules read of a rank, in a run that is watched or in what a job left."""
+    """What rules read of a rank, be it of a run that is watched or of a job that left incidents."""
 
     @property
     def rank(self) -> int: ...

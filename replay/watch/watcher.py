@@ -76,7 +76,7 @@ class Watch:
     """One rank's view of all ranks. The main thread moves `tracker` and calls `meet`, `stop_all` and `leave`."""
 
     def __init__(self, world: World, folder: Path, timeout: float) -> None:
-        """Every rank calls this together."""
+        """Connect this rank to all others; every rank calls this together."""
         self.world = world
         self.folder = folder
         self.timeout = timeout

@@ -1,4 +1,4 @@
-"""Write what `replay worst` knows into `logs/<time>-worst/worst.json`, whenever it knows more.
+"""Keep what `replay worst` knows in `logs/<time>-worst/worst.json`, written whenever it knows more.
 
 {"format": 1, "command": "replay worst --inputs inputs/my-run", "rows": "packed", "memory": {...},
  "measured": [{"number": 4, "source": "a.pkl", "seconds": {"forward": 0.01}, "peaks": {"forward": 1000}}],
