@@ -17,7 +17,7 @@ from replay.verdict.findings import (
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded, inner_names
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
 from replay.verdict.tolerances import LEAST_RMS, SAME_SHARES, difference_of_norms
@@ -328,9 +328,8 @@ def scale_of(gradient: GradientSamples, name: str) -> float:
 
 
 def _own(job_name: str, names: Mapping[str, float]) -> str | None:
-    """Find the replay's name of a parameter. The job may have had the model inside others, with longer names."""
-    parts = job_name.split(".")
-    return next((name for begin in range(len(parts)) if (name := ".".join(parts[begin:])) in names), None)
+    """Find the replay's name of a parameter."""
+    return next((name for name in inner_names(job_name) if name in names), None)
 
 
 def _distance(there: float, here: float) -> float:
