@@ -411,13 +411,27 @@ def odd_numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
 
 def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
     """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
+    payload = memoryview(data)[start:]
+    _check_head(head, payload, source)
+    body: Any
+    body, end = load_plain(payload, source=source)
+    present = body if isinstance(body, dict) else {}
+    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
+    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
+        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+    _check_values(body, source)
+    checked: dict[str, Any] = body
+    return checked
+
+
+def _check_head(head: Any, payload: memoryview, source: str) -> None:
+    """Raise CaptureError if `head` is of no capture of this format, or says something else of the bytes behind it."""
     if not isinstance(head, dict) or "format" not in head:
         raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
     if head["format"] != FORMAT:
         raise CaptureError(other_format(source, head["format"]))
     if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
         raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
-    payload = memoryview(data)[start:]
     if len(payload) != head["num_bytes"]:
         raise CaptureError(
             f"{source}: {'truncated' if len(payload) < head['num_bytes'] else 'damaged'}: {head['num_bytes']} bytes "
@@ -425,12 +439,10 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         )
     if zlib.crc32(payload) != head["crc32"]:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
-    body: Any
-    body, end = load_plain(payload, source=source)
-    present = body if isinstance(body, dict) else {}
-    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
-    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
-        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+
+
+def _check_values(body: Mapping[str, Any], source: str) -> None:
+    """Raise CaptureError if a part of a body, which is of the right kind, holds something else than it may."""
     for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
         if not all(isinstance(value, str) for value in named.values()):
             raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
@@ -440,8 +452,6 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         raise CaptureError(
             f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
         )
-    checked: dict[str, Any] = body
-    return checked
 
 
 def _is_output(value: Any) -> bool:
