@@ -157,7 +157,7 @@ def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | No
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and job_weights(window) is None:
         by_tokens = [one.recorded.num_tokens for one in window]
-        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_SHARES:
+        if not sum(by_tokens) or _largest_difference(_as_shares(by_tokens), _equal_weights(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
     return None
 
@@ -168,10 +168,10 @@ def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], her
     if weights is None:
         return None
     there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
-    if _apart(there, ours) <= SAME_SHARES:
+    if _largest_difference(there, ours) <= SAME_SHARES:
         return None
     norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
-    if _apart(there, _equal(window)) <= SAME_SHARES:
+    if _largest_difference(there, _equal_weights(window)) <= SAME_SHARES:
         why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
     else:
         why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
@@ -183,7 +183,7 @@ def _as_shares(weights: Sequence[float]) -> list[float]:
     return [one / total for one in weights] if total else list(weights)
 
 
-def _equal(window: Sequence[Member]) -> list[float]:
+def _equal_weights(window: Sequence[Member]) -> list[float]:
     return [1 / len(window)] * len(window)
 
 
@@ -205,7 +205,7 @@ def job_weights(window: Sequence[Member]) -> list[float] | None:
     return weights
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
