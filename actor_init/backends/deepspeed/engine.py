@@ -97,12 +97,7 @@ class DeepSpeedBackend:
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
-            for module in _to_partition(spec, model, name, block):
-                deepspeed.zero.Init(
-                    module=module,
-                    config_dict_or_path=config | {"zero_optimization": config["zero_optimization"] | {"stage": 3}},
-                    dtype=TORCH_DTYPES[spec.dtype],
-                )
+            _partition(_to_partition(spec, model, name, block), config, TORCH_DTYPES[spec.dtype])
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -113,12 +108,7 @@ class DeepSpeedBackend:
         )
         gc.collect()  # frees modules that AutoTP replaced, which are in reference cycles
         if spec.compile is Compile.DEEPCOMPILE:
-            engine.compile()
-            if not engine.is_deepcompile_active():
-                raise UsageError(
-                    f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
-                    "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
-                )
+            _compile_deep(engine, spec.resolved_zero_stage)
         if spec.parallel.ring > 1:
             engine.eval()
             check_ring(engine, source.config, TORCH_DTYPES[spec.dtype], world.device)
@@ -221,6 +211,28 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
     if spec.resolved_zero_stage == 3:
         return [module]
     return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
+
+
+def _partition(modules: Iterable[nn.Module], config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Partition modules, which are on the device, over all ranks, as ZeRO 3 does under any stage."""
+    import deepspeed
+
+    for module in modules:
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path={**config, "zero_optimization": config["zero_optimization"] | {"stage": 3}},
+            dtype=dtype,
+        )
+
+
+def _compile_deep(engine: Any, zero_stage: int) -> None:
+    """Turn DeepCompile on. Raises UsageError if DeepSpeed does not."""
+    engine.compile()
+    if not engine.is_deepcompile_active():
+        raise UsageError(
+            f"DeepSpeed declined DeepCompile for ZeRO stage {zero_stage} and would run plain "
+            "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
+        )
 
 
 def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
