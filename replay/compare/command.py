@@ -11,13 +11,11 @@ from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
 from replay.compare.console import print_comparison
 from replay.compare.differences import Comparison, compare
+from replay.report.text import MOST_RUNS, run_letters
 from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
     from replay.tracing.first_difference import Parted
-
-
-MOST_RUNS = 26  # they are called by letters
 
 
 def compare_logs(
@@ -38,7 +36,7 @@ def compare_logs(
     reference, *others = runs = [PastRun.read(folder) for folder in folders]
     comparisons = [compare(reference, other) for other in others]
     parted = first_differences(reference, others)
-    names = [chr(ord("A") + number) for number in range(len(runs))]
+    names = run_letters(len(runs))
     differing = settings_that_differ(runs)
     if as_json is not None:
         write_json(as_json, runs, comparisons, differing, threshold, parted)
