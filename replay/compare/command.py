@@ -1,12 +1,11 @@
 """Run `replay compare A B ...`: read the logs, compare each with the first, print and draw the result."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes, to_json
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
 from replay.compare.console import print_comparison
@@ -85,6 +84,6 @@ def write_json(
         ],
     }
     try:
-        path.write_text(json.dumps(to_json(whole), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_bytes(json_bytes(whole, indent=2))
     except OSError as error:
         raise UsageError(f"--json {path}: {error.strerror}. Give a file that can be written") from error

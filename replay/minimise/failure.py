@@ -19,7 +19,7 @@ from typing import Any
 from replay.processes.pool import Child
 from replay.report.text import one_line
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import RUN_FILE, read_log
+from replay.runlog.writer import log_below
 from replay.verdict.findings import Status
 from replay.verdict.job_values import LOG_PROBS
 from replay.verdict.judge import Outcome
@@ -96,10 +96,7 @@ class Log:
     @classmethod
     def of(cls, folder: Path) -> "Log":
         """Read the only log below `folder`."""
-        found = sorted(folder.glob(f"*/{RUN_FILE}"))
-        if not found:
-            return cls()
-        run, records = read_log(found[0].parent)
+        _, run, records = log_below(folder)
         return cls(run=run, records=records)
 
 

@@ -8,7 +8,6 @@ d is the replay's log-prob minus the rollout's, in nats, of each action token. m
 """
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
@@ -103,7 +102,7 @@ def mismatch_in(
             report.show(_header(run, source, world, selection), folder)
             values = {"spec": spec_to_dict(run), "versions": versions(), **report.as_json()}
             for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
-                write_atomically(path, (json.dumps(to_json(values), indent=1) + "\n").encode())
+                write_atomically(path, json_bytes(values))
         world.gather(None)
     return 0
 

@@ -13,7 +13,7 @@ from replay.option_parsing import command_line
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
-from replay.runlog.writer import INTERRUPTED, RUN_FILE, create_folder, read_log
+from replay.runlog.writer import INTERRUPTED, create_folder, log_below
 from replay.runner.selection import select
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
@@ -99,9 +99,8 @@ def _task(log: ScanLog, number: int, group: Group, limit: float) -> Task:
 
 def _outcome(log: ScanLog, child: Child) -> dict[str, Any]:
     """Return what became of a group. A damaged file is no fault of the groups that come upon it."""
-    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
-    run, records = read_log(folders[0]) if folders else ({}, [])
-    place = {"log": str(folders[0].relative_to(log.folder))} if folders else {}
+    folder, run, records = log_below(child.logs)
+    place = {"log": str(folder.relative_to(log.folder))} if folder is not None else {}
     if failed := [record for record in records if record.error is not None]:
         first = failed[0]
         more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""

@@ -8,7 +8,7 @@ from replay.option_parsing import command_line
 from replay.processes.pool import Task, run_child
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
-from replay.runlog.writer import RUN_FILE, read_log
+from replay.runlog.writer import log_below
 from replay.spec import Order, RunSpec
 from replay.worst.predicting import Cost
 
@@ -52,8 +52,7 @@ def measure(
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
     child = run_child(Task.attempt(home, command_line(run), num_processes=num_processes, limit=limit))
-    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
-    facts, records = read_log(folders[0]) if folders else ({}, [])
+    folder, facts, records = log_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
     for index, ranks in _whole_passes(records, num_processes):
         if (index + 1) % window == 0:
@@ -69,7 +68,7 @@ def measure(
         failed=failed,
         overhead=_overhead(records),
         ended="" if is_whole else child.error or f"no end in its log, see {child.output}",
-        log=str(folders[0]) if folders else "",
+        log=str(folder) if folder is not None else "",
     )
 
 

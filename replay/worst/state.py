@@ -7,11 +7,10 @@
 Seconds and bytes. `ranking` holds all inputs, the slowest first.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes, to_json
 from capture.file_format.atomic_write import write_atomically
 
 FORMAT = 1
@@ -30,5 +29,4 @@ class WorstLog:
 
     def add(self, **known: Any) -> None:
         self._known |= {name: to_json(value) for name, value in known.items()}
-        text = json.dumps(self._known, indent=1, allow_nan=False)
-        write_atomically(self.folder / FILE, f"{text}\n".encode())
+        write_atomically(self.folder / FILE, json_bytes(self._known))
