@@ -4,7 +4,6 @@ Shape letters as in `actor_init.attention.ring`, and H query heads, K key-value 
 """
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actor_init.attention.ring import RingSlice
-from actor_init.attention.signature import Asked, Kernel, asked_of
+from actor_init.attention.signature import Asked, Kernel, asked_of, named_like
 from actor_init.spec import UsageError
 
 POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
@@ -57,7 +56,6 @@ def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Ten
     Both take query [1, H, L, D], key and value [1, K, L, D], and return [1, L, H, D].
     """
 
-    @wraps(attend)
     def kernel(
         module: nn.Module,
         query: Tensor,
@@ -73,7 +71,7 @@ def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Ten
         return attend(query, key, value, ring, asked_of(**more)), None
 
     # collectives, and lengths as ints: a compiled block's graph breaks here
-    disabled: Kernel = torch.compiler.disable(kernel)
+    disabled: Kernel = torch.compiler.disable(named_like(kernel, attend))
     return disabled
 
 

@@ -4,7 +4,7 @@ Shape letters: T tokens of a packed row, H query heads, K key-value heads, D hea
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ def asked_of(
     return Asked(scaling, dropout, sliding_window, softcap, s_aux)
 
 
+def named_like(kernel: Kernel, attend: Callable[..., Any]) -> Kernel:
+    """Give a kernel the name and the docstring of `attend`, which it calls; its signature stays its own."""
+    named = update_wrapper(kernel, attend, assigned=("__name__", "__qualname__", "__doc__"))
+    del named.__wrapped__
+    return named
+
+
 def for_packed_rows(attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, Asked], Tensor]) -> Kernel:
     """Give `attend` transformers' attention signature, which makes it a kernel for one packed row.
 
@@ -43,7 +50,6 @@ def for_packed_rows(attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, Asked
     Returns  a kernel that takes query [1, H, T, D], key and value [1, K, T, D], and returns [1, T, H, D].
     """
 
-    @wraps(attend)
     def kernel(
         module: nn.Module,
         query: Tensor,
@@ -65,4 +71,4 @@ def for_packed_rows(attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, Asked
         )
         return out.unsqueeze(0), None
 
-    return kernel
+    return named_like(kernel, attend)
