@@ -7,18 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
-from replay.parity.html import page
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.parity.plan import Here, Plan, Role, in_environments, plan, together
-from replay.parity.results import MatrixJudge, MatrixResult
-from replay.parity.shares import shares_of
-from replay.parity.state import FILE, ParityLog, Row, State
+from replay.parity.report import report
+from replay.parity.results import MatrixJudge
+from replay.parity.state import ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
@@ -198,7 +196,7 @@ def _work(log: ParityLog, where: Executor, machine: Machine, limits: RunLimits, 
     except KeyboardInterrupt:
         interrupted = True
     result = judge.result_of(log.rows)
-    _report(log, result, differences, progress)
+    report(log, result, differences, progress)
     if interrupted:
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
@@ -245,24 +243,3 @@ def _outcome(child: Child) -> tuple[State, str, Path | None]:
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
         return State.FAILED, str(error) if has_run else child.error, None
-
-
-def _report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
-    log.finished = all(row.state is not State.PENDING for row in log.rows)
-    log.result = {**to_json(result), "first_differences": [text for _, text in differences]}
-    log.write()
-    written, note, picture = [log.folder / FILE], "", None
-    if shares := shares_of(log, result):
-        drawn = log.folder / "parity.svg"
-        try:
-            from replay.compare.plot import draw_parity
-
-            draw_parity(drawn, shares)
-        except ImportError:
-            note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
-        else:
-            written.append(drawn)
-            picture = drawn.read_text(encoding="utf-8")
-    report = log.folder / "parity.html"
-    report.write_text(page(log, result, differences, picture), encoding="utf-8")
-    progress.finish(result, differences, [*written, report], note)
