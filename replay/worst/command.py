@@ -8,7 +8,7 @@ import typer
 from replay.option_parsing import Action, Toggle, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
-from replay.worst.other_configuration import Other, parsed
+from replay.worst.other import Other, parsed
 
 NUM_MEASURED = 12  # inputs
 

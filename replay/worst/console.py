@@ -16,10 +16,10 @@ from replay.report.printing import open_console, print_line, print_pairs, print_
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
 from replay.worst.fitting import TERMS, Fit
 from replay.worst.measuring import Measuring
-from replay.worst.other_configuration import Other
+from replay.worst.other import Other
+from replay.worst.others import Bounds
 from replay.worst.predicting import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
-from replay.worst.predicting_other import Bounds
-from replay.worst.room import Fits, Ranked, Room
+from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import FILE
 
 

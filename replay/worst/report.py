@@ -18,10 +18,10 @@ from replay.spec import RunSpec
 from replay.worst.console import WorstConsole
 from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
-from replay.worst.other_configuration import Other
+from replay.worst.other import Other
+from replay.worst.others import Bounds, predict_other
 from replay.worst.predicting import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
-from replay.worst.predicting_other import Bounds, predict_other
-from replay.worst.room import Fits, Ranked, Room
+from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import WorstLog
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random

@@ -20,7 +20,7 @@ from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape
 from replay.runner.session import find_source
 from replay.spec import RunSpec
-from replay.worst.other_configuration import Other
+from replay.worst.other import Other
 from replay.worst.predicting import Cost, Measured, Model
 
 
