@@ -69,7 +69,7 @@ class WorstConsole:
             self.line("error", "not known: there are too few inputs to hold some out of the fit")
         else:
             held_out = counted(model.error.num_inputs, "input")
-            self.line("error", f"{_error_text(model.error)}, on {held_out} held out of a fit to the others")
+            self.line("error", f"{_said(model.error)}, on {held_out} held out of a fit to the others")
         highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(
@@ -99,8 +99,7 @@ class WorstConsole:
             self.line("failed", f"the run that checks ended early: {ended}")
         if error is not None:
             self.line(
-                "checked",
-                f"{_error_beside_bounds(error)}, on {counted(error.num_inputs, 'input')}, the worst and some others",
+                "checked", f"{_judged(error)}, on {counted(error.num_inputs, 'input')}, the worst and some others"
             )
 
     def other(self, other: Other, num_layers: int, slowest: Bounds, highest: Bounds, room: Room, fits: Fits) -> None:
@@ -123,9 +122,7 @@ class WorstConsole:
             self.line("failed", f"{other.text}: {said}")
         if error is not None:
             passes = counted(error.num_inputs, "pass")
-            self.line(
-                "checked", f"{other.text}: {_error_beside_bounds(error)}, on {passes}, the slowest and some others"
-            )
+            self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
 
     def finish(self, folder: Path) -> None:
         self.line("written", str(folder / FILE))
@@ -185,16 +182,16 @@ def _formula(fit: Fit, unit: float, name: str) -> str:
     return f"{' + '.join(parts) or f'0 {name}'}{floor}"
 
 
-def _error_text(error: Error) -> str:
+def _said(error: Error) -> str:
     return (
         f"at most {error.most_of_peak:.1%} of a peak and {error.most_of_seconds:.1%} of a time "
         f"(medians {error.median_of_peak:.1%} and {error.median_of_seconds:.1%})"
     )
 
 
-def _error_beside_bounds(error: Error) -> str:
+def _judged(error: Error) -> str:
     bounds = f"{MOST_OF_PEAK:.0%} and {MOST_OF_SECONDS:.0%}"
-    return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_error_text(error)}"
+    return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_said(error)}"
 
 
 def _between(least: str, most: str) -> str:
