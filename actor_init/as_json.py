@@ -58,6 +58,11 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) or value is None else str(value)
 
 
+def json_bytes(value: Any, *, indent: int = 1) -> bytes:
+    """Return the content of a file that holds what `to_json` makes of `value`."""
+    return f"{json.dumps(to_json(value), indent=indent, allow_nan=False)}\n".encode()
+
+
 def from_json(kind: type[T], value: Any, *, source: str, ignore_others: bool = False) -> T:
     """Make a `kind` from the result of `json.loads`. With `ignore_others` unknown fields of objects are ignored.
 

@@ -245,7 +245,7 @@ def set_up(model: PreTrainedModel, spec: ActorSpec) -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count the elements of the parameters that a model holds, whole ones of sharded ones; a tied one counts once."""
+    """Count the elements of a model's parameters; of a sharded one all ranks' count, and a tied one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

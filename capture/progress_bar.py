@@ -9,7 +9,7 @@ BAR_WIDTH = 20
 
 
 class ProgressBar:
-    """Print nothing if `file`, stdout by default, is no terminal."""
+    """Shows progress on a terminal; prints nothing if `file`, stdout by default, is none."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file = sys.stdout if file is None else file

@@ -130,7 +130,7 @@ class ModelSearch:
             self.end_with_process()
 
     def end_with_process(self) -> None:
-        """Sum up when this process ends, which another one has started for its function."""
+        """Have this process, which multiprocessing has started for a function, say at its end what was recorded."""
         leave_mark(Path(self._order.marks))
         at_end_of_child(self._sum_up_as_child, order=0)  # the recorder has closed before
 

@@ -42,6 +42,8 @@ PANELS = {
 }
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
+NOT_WITH_CONTINUE = "--continue takes its options from that folder"  # of `refuse_typed`
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toggle:
@@ -183,6 +185,12 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
     return RunSpec(**made)
 
 
+def refuse_typed(given: Mapping[str, Any], why: str) -> None:
+    """Raise UsageError for the first of `given`, by parameter name, that is not None. `why` says what excludes it."""
+    if typed := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{why}. Leave out --{typed[0].replace('_', '-')}")
+
+
 def _parsed(toggle: Toggle, given: str | bool) -> Any:
     """Convert the typed text to the field's type."""
     try:
@@ -231,7 +239,7 @@ def command_line(spec: RunSpec) -> list[str]:
 
 
 def spec_of(arguments: Sequence[str]) -> RunSpec:
-    """Return the spec that these arguments, as `command_line` returns them, produce. A later one counts."""
+    """Return the spec that these arguments, as `command_line` returns them, produce. Of two values the later counts."""
     flags = {toggle.flag: toggle for toggle in toggles()}
     negations = {toggle.negation: toggle for toggle in toggles() if toggle.base is bool and not toggle.is_switch}
     given: dict[str, Any] = {}

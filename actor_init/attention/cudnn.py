@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from actor_init.attention.signature import Asked, asked_of
 from actor_init.spec import UsageError
 
 MAX_HEAD_DIM = 128  # of cuDNN's backward on every device that it has kernels for
@@ -23,35 +24,20 @@ BACKEND = SDPBackend.CUDNN_ATTENTION
 
 
 def cudnn_dense(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
     """Run cuDNN on rows of one document each, padded on the right or not at all, with transformers' signature.
 
     query is [B, H, S, D], key and value are [B, K, S, D]. Returns [B, S, H, D]. Tokens see those before them; what a
     padding token sees is of no matter, as no other token sees it. Raises UsageError for what the kernel lacks.
     """
-    _refuse(query.shape[2], query.shape[3], dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    asked = asked_of(**more)
+    _refuse(asked, longest=query.shape[2], head_dim=query.shape[3])
+    return _causal(query, key, value, asked.scaling).transpose(1, 2).contiguous(), None
 
 
 def cudnn_padded(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **more: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
     """Run cuDNN on rows of one document each, with padding on either side, with transformers' attention signature.
 
@@ -94,12 +80,7 @@ def cudnn_packed(
     *,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Run cuDNN on one packed row, a call a document, with transformers' attention signature.
 
@@ -107,10 +88,13 @@ def cudnn_packed(
     for a row of several documents. Raises UsageError for what the kernel lacks: dropout, softcap, attention sinks, and
     a sliding window shorter than the longest document.
     """
-    _refuse(max_length_q, query.shape[3], dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
+    asked = asked_of(**more)
+    _refuse(asked, longest=max_length_q, head_dim=query.shape[3])
     is_one = cu_seq_lens_q.shape[0] == 2
-    call = _causal(query, key, value, scaling) if is_one else _each(query, key, value, cu_seq_lens_q, scaling)
-    return call.transpose(1, 2).contiguous(), None
+    out = (
+        _causal(query, key, value, asked.scaling) if is_one else _each(query, key, value, cu_seq_lens_q, asked.scaling)
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 # the number of calls is that of documents, and would be a constant of a graph
@@ -144,13 +128,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 
 
-def _refuse(
-    longest: int, head_dim: int, *, dropout: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
-    lacking = [name for name, given in (("dropout", dropout), ("softcap", softcap)) if given]
-    lacking += ["attention sinks"] if sinks is not None else []
-    if window is not None and window < longest:
-        lacking.append(f"sliding window (here {window} of {longest} tokens)")
+def _refuse(asked: Asked, *, longest: int, head_dim: int) -> None:
+    lacking = [name for name, given in (("dropout", asked.dropout), ("softcap", asked.softcap)) if given]
+    lacking += ["attention sinks"] if asked.s_aux is not None else []
+    if asked.sliding_window is not None and asked.sliding_window < longest:
+        lacking.append(f"sliding window (here {asked.sliding_window} of {longest} tokens)")
     if head_dim > MAX_HEAD_DIM:
         lacking.append(f"heads of more than {MAX_HEAD_DIM} (here {head_dim})")
     if lacking:

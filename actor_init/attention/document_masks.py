@@ -25,7 +25,7 @@ def document_numbers(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
 
 @contextmanager
 def documents_masked(document_1T: Tensor) -> Iterator[None]:
-    """Within this context no mask that transformers makes lets a token see another document."""
+    """Keep documents apart in the masks that transformers makes within this context: no token sees another's."""
     _register()
     token = _DOCUMENTS.set(document_1T)
     try:

@@ -1,6 +1,6 @@
-"""Name the attention kernels as transformers does, and give it this project's: flash-attn, cuDNN, torch's varlen."""
+"""Map kernels to transformers' names, and give it those of this project: flash-attn, cuDNN, torch's varlen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +15,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from actor_init.attention.cudnn import MAX_HEAD_DIM, cudnn_dense, cudnn_packed, cudnn_padded
 from actor_init.attention.ring_attention import ring_flash_attn, ring_sdpa
+from actor_init.attention.signature import Asked, Kernel, for_packed_rows
 from actor_init.spec import Attention, UsageError
 
 # Without the words flash and sdpa, for which transformers would look up its own kernel, or ask the class.
@@ -30,7 +31,6 @@ TORCH_OR_CUDNN = "torch_varlen_attn_or_cudnn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_gathered"
 OWN = "of its own"  # of a model that a user's function builds
-Kernel = Callable[..., tuple[Tensor, None]]  # with transformers' signature
 PLAIN = (Attention.SDPA.value, Attention.EAGER.value)  # also in fp32, and on every device
 
 
@@ -67,7 +67,7 @@ HALF_PRECISION = {RING_FA2, *WITH_CUDNN.values()} | {  # bf16 and fp16 alone
 
 
 def described(name: str) -> str:
-    """Return a kernel's name for a reader: of two that are chosen from by row, both."""
+    """Return a kernel's name for a reader; where each row gets one of two kernels, both names."""
     first = next((NAMES[attention].packed for attention, both in WITH_CUDNN.items() if both == name), None)
     return name if first is None else f"{first}, {CUDNN_PACKED} for rows of one document of {LONG:,} tokens or more"
 
@@ -146,130 +146,87 @@ def _or_cudnn(kernel: Kernel) -> Kernel:
     return chosen
 
 
-def flash_attn_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run flash-attn on one packed row, with transformers' attention signature.
+@for_packed_rows
+def flash_attn_varlen(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked) -> Tensor:
+    """Run flash-attn on one packed row.
 
-    query, key and value are [1, heads, T, head_dim] for the row's T tokens. Returns [1, T, heads, head_dim]. It is a
-    shorter path than transformers' own, and compiles once for all layers: transformers' reads `layer_idx`, for which
-    dynamo compiles a graph per layer. Raises UsageError for attention sinks (`s_aux`), which the kernel lacks.
+    It is a shorter path than transformers' own, and compiles once for all layers: transformers' reads `layer_idx`, for
+    which dynamo compiles a graph per layer. Raises UsageError for attention sinks (`s_aux`), which the kernel lacks.
     """
     from flash_attn import flash_attn_varlen_func
 
-    if s_aux is not None:
+    if asked.s_aux is not None:
         raise UsageError("flash-attn has no attention sinks, which this model needs. Try: --attention eager")
-
-    out = flash_attn_varlen_func(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        dropout_p=dropout,
-        softmax_scale=scaling,
+    out: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        longest,
+        longest,
+        dropout_p=asked.dropout,
+        softmax_scale=asked.scaling,
         causal=True,
-        window_size=((sliding_window or 0) - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=_window(asked),
+        softcap=asked.softcap or 0.0,
     )
-    return out.unsqueeze(0), None
+    return out
 
 
+@for_packed_rows
 def flash_attn_3_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run flash-attn 3 on one packed row; shapes as in `flash_attn_varlen`.
-
-    Raises UsageError for what the kernel lacks: dropout and attention sinks.
-    """
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked
+) -> Tensor:
+    """Run flash-attn 3 on one packed row. Raises UsageError for what the kernel lacks: dropout and attention sinks."""
     from flash_attn_interface import flash_attn_varlen_func
 
-    if dropout or s_aux is not None:
+    if asked.dropout or asked.s_aux is not None:
         raise UsageError("flash-attn 3 has no dropout and no attention sinks. Try: --attention eager")
     out = flash_attn_varlen_func(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        softmax_scale=scaling,
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        longest,
+        longest,
+        softmax_scale=asked.scaling,
         causal=True,
-        window_size=((sliding_window or 0) - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=_window(asked),
+        softcap=asked.softcap or 0.0,
     )
-    return _first(out).unsqueeze(0), None
+    return _first(out)
 
 
 # it compiles its kernels in Python, which dynamo cannot follow: a compiled block's graph breaks here
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@for_packed_rows
 def flash_attn_4_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run flash-attn 4 on one packed row; shapes as in `flash_attn_varlen`.
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked
+) -> Tensor:
+    """Run flash-attn 4 on one packed row.
 
     Raises UsageError for what the kernel lacks, or is not used for here: dropout and attention sinks.
     """
     from flash_attn.cute import flash_attn_varlen_func
 
-    if dropout or s_aux is not None:
+    if asked.dropout or asked.s_aux is not None:
         raise UsageError("flash-attn 4 runs without dropout and attention sinks here. Try: --attention eager")
     out = flash_attn_varlen_func(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        cu_seqlens_q=cu_seq_lens_q,
-        cu_seqlens_k=cu_seq_lens_q,
-        max_seqlen_q=max_length_q,
-        max_seqlen_k=max_length_q,
-        softmax_scale=scaling,
+        query,
+        key,
+        value,
+        cu_seqlens_q=borders,
+        cu_seqlens_k=borders,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=asked.scaling,
         causal=True,
-        window_size=(sliding_window - 1, 0) if sliding_window else (None, None),
-        softcap=softcap or 0.0,
+        window_size=(asked.sliding_window - 1, 0) if asked.sliding_window else (None, None),
+        softcap=asked.softcap or 0.0,
     )
-    return _first(out).unsqueeze(0), None
+    return _first(out)
 
 
 def _first(out: Any) -> Tensor:
@@ -278,43 +235,34 @@ def _first(out: Any) -> Tensor:
     return whole
 
 
-def torch_varlen_attn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run torch.nn.attention.varlen on one packed row; shapes as in `flash_attn_varlen`.
+@for_packed_rows
+def torch_varlen_attn(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked) -> Tensor:
+    """Run torch.nn.attention.varlen on one packed row.
 
     Raises UsageError for what the kernel lacks: dropout, softcap and attention sinks.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout or softcap or s_aux is not None:
+    if asked.dropout or asked.softcap or asked.s_aux is not None:
         raise UsageError("torch's varlen attention has no dropout, softcap or sinks. Try: --attention eager")
     # torch 2.11 groups queries by their shapes; later releases need an argument for it
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
-        query.squeeze(0).transpose(0, 1).contiguous(),
-        key.squeeze(0).transpose(0, 1).contiguous(),
-        value.squeeze(0).transpose(0, 1).contiguous(),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=((sliding_window or 0) - 1, 0),
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=asked.scaling,
+        window_size=_window(asked),
         **grouped,
     )
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0), None
+    return out
+
+
+def _window(asked: Asked) -> tuple[int, int]:
+    """Return how many tokens each sees before and after itself; -1: all of them."""
+    return (asked.sliding_window or 0) - 1, 0

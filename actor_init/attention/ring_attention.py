@@ -3,6 +3,7 @@
 Shape letters as in `actor_init.attention.ring`, and H query heads, K key-value heads, D head_dim.
 """
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actor_init.attention.ring import RingSlice
+from actor_init.attention.signature import Asked, Kernel, asked_of, named_like
 from actor_init.spec import UsageError
 
 POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
 
 
 class EachAlone:
-    """Stands for the slice where each token is to see itself alone, and notes what a model gives its kernel.
+    """Takes a slice's place so that each token sees itself alone, and notes what a model gives its kernel.
 
     No dataclass: FSDP2 copies these among a forward's arguments, and the notes would go to the copy.
     """
@@ -34,14 +36,12 @@ class EachAlone:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def attend(
-        self, query: Tensor, value: Tensor, mask: Tensor | None, sliding_window: int | None, others: dict[str, Any]
-    ) -> tuple[Tensor, None]:
+    def attend(self, query: Tensor, value: Tensor, mask: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
         self.num_calls += 1
-        self.num_windowed += bool(sliding_window)
+        self.num_windowed += bool(asked_of(**more).sliding_window)
         if mask is not None:
             self.given.add("a mask of its own")
-        self.given |= {name for name, one in others.items() if isinstance(one, Tensor)} - POSITIONS
+        self.given |= {name for name, one in more.items() if isinstance(one, Tensor)} - POSITIONS - {*Asked._fields}
         heads = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return heads.transpose(1, 2).contiguous(), None
 
@@ -50,37 +50,42 @@ def has_ring_flash() -> bool:
     return find_spec("ring_flash_attn") is not None and find_spec("flash_attn") is not None
 
 
-# collectives, and lengths as ints: a compiled block's graph breaks here
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def ring_flash_attn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    ring: RingSlice | EachAlone,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Run ring-flash-attn on this rank's slice, with transformers' attention signature.
+def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Tensor]) -> Kernel:
+    """Give `attend` transformers' attention signature, which makes it a kernel for slices.
 
-    query is [1, H, L, D], key and value [1, K, L, D]. Returns [1, L, H, D]. Raises UsageError for what it lacks.
+    Both take query [1, H, L, D], key and value [1, K, L, D], and return [1, L, H, D].
     """
-    if isinstance(ring, EachAlone):
-        return ring.attend(query, value, attention_mask, sliding_window, others)
-    _refuse(softcap=softcap, sinks=s_aux)
+
+    def kernel(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        ring: RingSlice | EachAlone,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        if isinstance(ring, EachAlone):
+            return ring.attend(query, value, attention_mask, more)
+        return attend(query, key, value, ring, asked_of(**more)), None
+
+    # collectives, and lengths as ints: a compiled block's graph breaks here
+    disabled: Kernel = torch.compiler.disable(named_like(kernel, attend))
+    return disabled
+
+
+@_for_slices
+def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
+    """Run ring-flash-attn on this rank's slice. Raises UsageError for what it lacks."""
+    _refuse(softcap=asked.softcap, sinks=asked.s_aux)
     functions = ring_flash_attn_package()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if ring.is_zigzag:
         out: Tensor = functions.zigzag_ring_flash_attn_func(
-            query, key, value, dropout_p=dropout, softmax_scale=scaling, causal=True, group=ring.group
+            query, key, value, dropout_p=asked.dropout, softmax_scale=asked.scaling, causal=True, group=ring.group
         )
-        return out, None
+        return out
     out = functions.llama3_flash_attn_varlen_func(
         query.squeeze(0),  # indexing would make its gradient a copy into zeros
         key.squeeze(0),
@@ -91,13 +96,13 @@ def ring_flash_attn(
         ring.max_length_k,
         heads_k_stride=ring.head_stride or key.shape[2],
         local_k_slice=slice(ring.first_key, ring.end_key),
-        dropout_p=dropout,
-        softmax_scale=scaling,
+        dropout_p=asked.dropout,
+        softmax_scale=asked.scaling,
         causal=True,
-        window_size=((sliding_window or 0) - 1, 0),
+        window_size=((asked.sliding_window or 0) - 1, 0),
         group=ring.group,
     )
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0)
 
 
 def ring_flash_attn_package() -> Any:
@@ -138,31 +143,14 @@ class _GatherFromRing(torch.autograd.Function):
         return own, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def ring_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    ring: RingSlice | EachAlone,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Run the same exchange in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
+@_for_slices
+def ring_sdpa(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
+    """Run ring attention in plain torch, for any device: gather a few heads' keys and values, attend with SDPA.
 
-    Shapes are as in `ring_flash_attn`. Scores with softcap or sinks are computed in full, as SDPA cannot. Raises
-    UsageError for dropout.
+    Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError for dropout.
     """
-    if isinstance(ring, EachAlone):
-        return ring.attend(query, value, attention_mask, sliding_window, others)
-    _refuse(dropout=dropout)
-    visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, sliding_window)
+    _refuse(dropout=asked.dropout)
+    visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, asked.sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
     head_stride = ring.head_stride or key.shape[1]
@@ -173,37 +161,29 @@ def ring_sdpa(
             keys, values = keys[:, ring.first_key : ring.end_key], values[:, ring.first_key : ring.end_key]
         own_heads = slice(head * group_size, (head + head_stride) * group_size)
         own = query[0, own_heads]
-        if softcap or s_aux is not None:
-            sinks = None if s_aux is None else s_aux[own_heads]
-            outs.append(_attended(own, keys, values, visible_LT, scaling=scaling, softcap=softcap, sinks=sinks))
+        if asked.softcap or asked.s_aux is not None:
+            own_sinks = None if asked.s_aux is None else asked.s_aux[own_heads]
+            outs.append(_attended(own, keys, values, visible_LT, asked._replace(s_aux=own_sinks)))
         else:
             outs.append(
                 F.scaled_dot_product_attention(
-                    own, keys, values, attn_mask=visible_LT, scale=scaling, enable_gqa=group_size > 1
+                    own, keys, values, attn_mask=visible_LT, scale=asked.scaling, enable_gqa=group_size > 1
                 )
             )
-    return torch.cat(outs).transpose(0, 1).unsqueeze(0).contiguous(), None
+    return torch.cat(outs).transpose(0, 1).unsqueeze(0).contiguous()
 
 
-def _attended(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible_LT: Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attended(query: Tensor, keys: Tensor, values: Tensor, visible_LT: Tensor, asked: Asked) -> Tensor:
     """Attend as transformers' eager functions do: tanh caps the scores; a head's sink takes part in its softmax."""
     group_size = query.shape[0] // keys.shape[0]
     keys, values = (one.repeat_interleave(group_size, dim=0) for one in (keys, values))
-    scores = query @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = query @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling)
+    if asked.softcap:
+        scores = asked.softcap * torch.tanh(scores / asked.softcap)
     scores = scores.masked_fill(~visible_LT, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1).to(scores.dtype)], dim=-1)
+    if asked.s_aux is not None:
+        sinks = asked.s_aux[:, None, None].expand(-1, scores.shape[1], 1).to(scores.dtype)
+        scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return weights[..., : keys.shape[1]] @ values
 

@@ -26,7 +26,7 @@ UNKNOWN_WAYS_TO_FAIL = (TypeError, KeyError, ValueError, IndexError, AttributeEr
 
 
 def check_ring(model: Callable[..., Any], config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError unless `model`, opened with a ring kernel, keeps slices apart but for that kernel.
+    """Raise UsageError unless tokens of `model`, opened with a ring kernel, meet in that kernel alone.
 
     All ranks must call this. It takes two forwards of 16 tokens, without gradients.
     """

@@ -82,7 +82,7 @@ class States:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """Bytes for each parameter that a rank holds whatever it is fed."""
+    """Bytes that a rank holds for each parameter, whatever it is fed."""
 
     weights: float = 0.0
     gradients: float = 0.0  # from backward on

@@ -22,7 +22,7 @@ _UNKNOWN_VOCABULARY = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomConfig:
-    """A user's model, cut to its first layers; what is read of transformers' configs can be read of it."""
+    """A user's model, cut to its first layers, with the attributes that are read of transformers' configs."""
 
     function: UserFunction
     captured: Mapping[str, Any] | None

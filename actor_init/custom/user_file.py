@@ -146,7 +146,7 @@ def _run(file: Path, sha256: str) -> ModuleType:
 
 @contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Let the file's neighbours be imported, before others; later, in a forward, after all others."""
+    """Let the file's neighbours be imported: before other modules here, and after them later, as in a forward."""
     path = str(folder)
     was_there = path in sys.path
     sys.path.insert(0, path)

@@ -9,9 +9,15 @@ from actor_init.fused.liger import has_liger, liger_version
 from actor_init.fused.rms_norm import replace_norm
 from actor_init.fused.rotary import replace_rotary
 from actor_init.fused.swiglu import replace_swiglu
+from actor_init.spec import Kernels
 
 OWN = "the model's own"
 NONE_FOUND = f"{OWN}: no module of it is shown to have a fused form"
+
+
+def fuse_as_asked(model: nn.Module, asked: Kernels, where: torch.device) -> str | None:
+    """Call `fuse` under --kernels fused. Returns its description, or None under any other."""
+    return fuse(model, where) if asked is Kernels.FUSED else None
 
 
 def fuse(model: nn.Module, where: torch.device) -> str:

@@ -58,7 +58,7 @@ class _NormTimesOneAnd(torch.autograd.Function):
 
 
 def replace_norm(module: nn.Module, where: torch.device) -> bool:
-    """Make `module` compute the fused form, and say so, if it is shown to be an RMSNorm over its last dimension."""
+    """Make `module` compute the fused form if it is shown to be an RMSNorm over its last dimension; return whether."""
     parameters = dict(module.named_parameters(recurse=False))
     if len(parameters) != 1 or next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return False

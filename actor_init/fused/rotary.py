@@ -79,7 +79,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, more: tuple[Any, ...],
 
 
 def replace_rotary(module: nn.Module, where: torch.device) -> bool:
-    """Make an attention module turn its queries and keys in the fused form, if its function is shown to be that."""
+    """Make an attention module turn queries and keys in the fused form if its function is shown to; return whether."""
     forward = module.forward
     if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
         return False
@@ -117,7 +117,7 @@ def _is_rotary(own: Rotary, where: torch.device) -> bool:
     angles = random_numbers(1, 5, 8, where=where, seed=3)
 
     def turned(function: Rotary, width: int, dtype: torch.dtype) -> Rotary:
-        cos, sin = (torch.cat((half, half), dim=-1).to(dtype) for half in _both(angles[..., : width // 2]))
+        cos, sin = (torch.cat((half, half), dim=-1).to(dtype) for half in _cos_and_sin(angles[..., : width // 2]))
         # copies of q and k, as the kernel may write where they are
         return lambda q, k: function(q.clone(), k.clone(), cos, sin)
 
@@ -130,15 +130,15 @@ def _is_rotary(own: Rotary, where: torch.device) -> bool:
         )
         for dtype in DTYPES
         for width in (16, 8)
-        if width == 16 or _takes(turned(own, width, dtype), q.to(dtype), k.to(dtype))
+        if width == 16 or _runs_on(turned(own, width, dtype), q.to(dtype), k.to(dtype))
     )
 
 
-def _both(angles: Tensor) -> tuple[Tensor, Tensor]:
+def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _takes(own: Rotary, q: Tensor, k: Tensor) -> bool:
+def _runs_on(own: Rotary, q: Tensor, k: Tensor) -> bool:
     try:
         own(q, k)
     except TRIED:

@@ -84,7 +84,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_swiglu(module: nn.Module, where: torch.device) -> bool:
-    """Make `module` compute the fused product, and say so, if it is shown to be down(silu(gate(x)) * up(x))."""
+    """Make `module` compute the fused product if it is shown to be down(silu(gate(x)) * up(x)); return whether."""
     roles = next((roles for roles in _candidates(module) if _is_swiglu(module, roles, where)), None)
     if roles is None:
         return False

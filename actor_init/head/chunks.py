@@ -231,7 +231,7 @@ class _Head:
     def gradient(
         self, logits_CV: Tensor | None, chunk: slice, softmax: _Softmax, gradient_C: Tensor, of_entropy_C: Tensor | None
     ) -> Tensor:
-        """Return the gradient of the head's logits, which may be overwritten by it; None: they are computed again."""
+        """Return the gradient of the head's logits, perhaps written over them; logits of None are computed again."""
         logits_CV = self.logits(chunk) if logits_CV is None else logits_CV
         target_C, owned_N = self.wanted.target_N[chunk], self.wanted.owned_N
         onehot_C = gradient_C if owned_N is None else gradient_C.masked_fill(~owned_N[chunk], 0)
@@ -281,7 +281,7 @@ class _Gradients:
         return self._hidden_TH, weight_VH, bias_V
 
     def taken(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the dtypes of what they are of."""
+        """Return each gradient in the dtype of its tensor."""
         hidden_TH, weight_VH, bias_V = self.sums()
         dtype = self._head.weight_VH.dtype
         return (
@@ -292,7 +292,7 @@ class _Gradients:
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_all: bool) -> Tensor:
-    """Add a product of matrices to `total`, which is fp32 for matrices of half precision unless this `is_all`."""
+    """Add a product of matrices to `total`, in fp32 for half precision; a product that `is_all` keeps its dtype."""
     if is_all:
         return left @ right
     if left.dtype not in (torch.bfloat16, torch.float16):

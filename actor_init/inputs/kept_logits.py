@@ -15,7 +15,7 @@ from actor_init.parallel.vocab_parallel import entropies_of_shards
 
 
 class KeptLogits:
-    """Holds the logits of the latest forward, of which what is not asked for costs nothing; or only their entropies."""
+    """Holds the latest forward's logits, or only their entropies. What is not asked for is not computed."""
 
     def __init__(self) -> None:
         self._logits: Tensor | None = None

@@ -60,21 +60,10 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     each row has S, and A is S. Raises CaptureError if no token is real, for
     documents that `documents_of` refuses, and for rows of several documents that are not to be packed.
     """
+    documents = _checked_documents(batch, packing=packing)
     real_BS = batch.attention_mask_BS
-    num_tokens = real_BS.shape[1]
-    if not real_BS.any():
-        raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
-    documents = documents_of(batch)
-    if documents.share_rows and not packing:
-        raise CaptureError(
-            f"{batch.origin.source}: a row holds several packed documents, which padded rows cannot keep apart. "
-            f"Try: --packing"
-        )
+    num_tokens, num_actions = real_BS.shape[1], _num_actions(batch)
     has_log_prob_BS = _have_log_probs(batch, documents)
-    num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
-    next_BS = _next_labels(batch)
-    if next_BS is not None:
-        num_actions = num_tokens
     row_N, token_N = has_log_prob_BS.nonzero(as_tuple=True)
 
     flat_BS = torch.arange(real_BS.numel()).view_as(real_BS)
@@ -82,18 +71,13 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     packed_of_flat = torch.full((real_BS.numel(),), -1)
     packed_of_flat[flat_T] = torch.arange(flat_T.numel())
     predictor_N = packed_of_flat[flat_BS[row_N, token_N]]
-    if next_BS is None:
+    if _next_labels(batch) is None:
         predictor_N -= 1  # the previous real token, as a packed index
 
-    targets_BS = batch.sequences_BS
-    if batch.labels_BS is not None:
-        targets_BS = torch.where(batch.labels_BS == IGNORED_LABEL, targets_BS, batch.labels_BS)
-    targets_BS = targets_BS if next_BS is None else next_BS
-    effective_BA = has_log_prob_BS[:, num_tokens - num_actions :]
     shared: dict[str, Any] = {
-        "target_ids_N": targets_BS[row_N, token_N],
+        "target_ids_N": _targets(batch)[row_N, token_N],
         "slot_N": row_N * num_actions + token_N - (num_tokens - num_actions),
-        "action_mask_BA": effective_BA,
+        "action_mask_BA": has_log_prob_BS[:, num_tokens - num_actions :],
     }
     if not packing:
         return ActorInputs(
@@ -118,6 +102,35 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         borders=Borders.MASK if documents.continue_on(real_BS) else Borders.OWN,
         **shared,
     )
+
+
+def _checked_documents(batch: MicroBatch, *, packing: bool) -> Documents:
+    """Return the documents. Raises CaptureError where no token is real, or padded rows would hold several of them."""
+    if not batch.attention_mask_BS.any():
+        raise CaptureError(f"{batch.origin.source}: the attention mask leaves no real token")
+    documents = documents_of(batch)
+    if documents.share_rows and not packing:
+        raise CaptureError(
+            f"{batch.origin.source}: a row holds several packed documents, which padded rows cannot keep apart. "
+            f"Try: --packing"
+        )
+    return documents
+
+
+def _num_actions(batch: MicroBatch) -> int:
+    """Return how many of a row's last columns have a place in [B, A]."""
+    if _next_labels(batch) is not None:
+        return batch.sequences_BS.shape[1]
+    return batch.sequences_BS.shape[1] - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
+
+
+def _targets(batch: MicroBatch) -> Tensor:
+    """Return [B, S], the token whose log-prob is computed at each place."""
+    if (next_BS := _next_labels(batch)) is not None:
+        return next_BS
+    if batch.labels_BS is None:
+        return batch.sequences_BS
+    return torch.where(batch.labels_BS == IGNORED_LABEL, batch.sequences_BS, batch.labels_BS)
 
 
 def arranged(inputs: ActorInputs, layout: Layout) -> ActorInputs:

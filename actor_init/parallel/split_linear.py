@@ -210,7 +210,7 @@ def summed_copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Replace parameters, equal on all ranks, by the shards that `placements` give them, as far as there are any."""
+    """Replace parameters, equal on all ranks, by the shards that `placements` give them; None stays None."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         if parameter is not None:

@@ -88,8 +88,10 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
 
 
 def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping[str, str], tp: int) -> Plan:
-    """Mix the plans: by one of them the parts that it splits as a whole, a mixture's experts by expert, each other
-    Linear with its outputs gathered, which is right for any model and costs more communication.
+    """Mix the plans: a part is split by the first plan that splits all of it, and every other Linear is gathered.
+
+    A mixture's experts are split expert by expert. To gather outputs is right for any model, and costs more
+    communication.
     """
     splits: dict[str, Split] = {}
     gathered: list[str] = []

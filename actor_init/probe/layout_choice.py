@@ -40,7 +40,7 @@ def choose_layout(
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
-        return spec, _in_ring(spec, config, world)
+        return spec, _proved_in_ring(spec, config, world)
     choice = world.from_first(_chosen(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal:
         raise UsageError(choice.refusal)
@@ -57,12 +57,12 @@ def why_not_packed(config: PretrainedConfig) -> str:
     key = str(config.model_type), config.to_json_string(use_diff=False)
     if key not in _not_packed:
         search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config).value
-        is_right = any(search.is_right(kernel, layout) for layout in _packed())
+        is_right = any(search.is_right(kernel, layout) for layout in _packed_layouts())
         _not_packed[key] = "" if is_right else search.why(kernel)
     return _not_packed[key]
 
 
-def _packed() -> Iterator[Layout]:
+def _packed_layouts() -> Iterator[Layout]:
     for borders in Borders:
         why = "" if borders is Borders.OWN else "its own masks do not see where one begins"
         yield Layout(packs=True, borders=borders, why=why)
@@ -111,7 +111,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     if spec.attention is Attention.AUTO:
         kernels.setdefault(plain_kernel(config).value, plain_kernel(config))
     for name, attention in kernels.items():
-        for layout in _packed():
+        for layout in _packed_layouts():
             if search.is_right(name, layout):
                 return Choice(attention=attention, layout=layout)
     why = search.why(kernel)
@@ -133,7 +133,11 @@ def _masked(kernel: str, config: PretrainedConfig) -> str:
     return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
 
 
-def _in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+    """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
+
+    `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
+    """
     kernel, ring = kernel_name(spec, world.device, config), spec.parallel.ring
     why = ""
     for seed in SEEDS:

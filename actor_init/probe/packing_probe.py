@@ -42,7 +42,7 @@ class NotProvedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What some documents give, each alone."""
+    """Log-probs and gradients of some documents, each fed alone."""
 
     documents: tuple[int, ...]
     log_probs_N: Tensor

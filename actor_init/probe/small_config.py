@@ -27,7 +27,7 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "w
 CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")  # that recurrent layers work in
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 TOP_K = ("index_topk",)
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names of the number of layers
 PERIOD = re.compile(r"period|pattern|interval|every|freq|offset|first_k_dense|_step$|hash_layers")
 SMALL = 100_000  # elements of all layers' widest matrix: below that, nothing has to be narrower
 

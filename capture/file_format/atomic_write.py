@@ -1,4 +1,4 @@
-"""Write files that are whole or not there, whatever dies when, remove dead processes' temporaries, and read files."""
+"""Write files of which readers see all or nothing, remove temporaries that dead processes left, and read files."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _TOKEN = secrets.token_hex(4)  # tells this process from a dead one of the same number
 _number = itertools.count()
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+\.tmp$")
-_OTHER_HOSTS_SECONDS = 3600.0  # by then a temporary that another host may have been writing is a dead one's
+OTHER_HOSTS_SECONDS = 3600.0  # by then what another host may have been writing is a dead process's
 
 
 def write_atomically(path: Path, *parts: bytes) -> None:
@@ -62,7 +62,7 @@ def remove_stale_temporaries(folder: Path, rank: int) -> None:
 
 def _is_stale(match: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
     if match["host"] != HOST:
-        return not is_shared or time.time() - entry.stat().st_mtime > _OTHER_HOSTS_SECONDS
+        return not is_shared or time.time() - entry.stat().st_mtime > OTHER_HOSTS_SECONDS
     if int(match["pid"]) == os.getpid():
         return match["token"] != _TOKEN
     try:

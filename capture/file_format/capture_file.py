@@ -155,14 +155,14 @@ class Call:
         return None if is_of_embeddings(self.tensors) else Counts.of(self.micro_batch())
 
     def write(self, folder: str | Path) -> Path:
-        """Write it as a new file of format 1 and return its path. Raises what `write_call` does."""
+        """Write the call as a new file of format 1 and return its path. Raises what `write_call` does."""
         encoded = self.encoded()
         path = encoded.new_path(Path(folder))
         write_atomically(path, *encoded.parts())
         return path
 
     def encoded(self) -> "EncodedCall":
-        """Encode it. Raises what `encode_call` does."""
+        """Encode the call. Raises what `encode_call` does."""
         encoded = encode_call(
             self.tensors,
             self.call_facts,
@@ -231,7 +231,7 @@ class EncodedCall:
         return refused
 
     def record(self) -> PassRecord:
-        """Describe it as a segment's index does, without its place, length and checksum."""
+        """Describe the call as a segment's index does, without its place, length and checksum."""
         step = json.loads(self.body["step"]) if "step" in self.body else None
         return PassRecord(
             offset=0,
@@ -249,7 +249,7 @@ class EncodedCall:
         )
 
     def head(self) -> Head:
-        """Return what it shares with the other passes of its segment."""
+        """Return what the call shares with the other passes of its segment."""
         shared = {name: self.body["origin"][name] for name in ("rank", "world_size", "model_name", "versions")}
         return Head(**shared, host=HOST)
 
@@ -301,9 +301,10 @@ def encode_call(
 
 
 def _check_readable(encoded: EncodedCall, source: str) -> None:
-    """Read the body back, unless all that a job could make unreadable is as in the latest body that was read back.
+    """Read the body back, unless it differs from the latest one that was read back in its tensors' bytes alone.
 
-    Raises CaptureError. A job's passes mostly differ in the bytes of their tensors alone, and the reader is slow.
+    Raises CaptureError. Most passes of a job differ in these alone, which cannot make a body unreadable, and the
+    reader is slow.
     """
     global _latest_readable
     body = encoded.body
@@ -410,13 +411,27 @@ def odd_numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
 
 def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
     """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
+    payload = memoryview(data)[start:]
+    _check_head(head, payload, source)
+    body: Any
+    body, end = load_plain(payload, source=source)
+    present = body if isinstance(body, dict) else {}
+    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
+    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
+        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+    _check_values(body, source)
+    checked: dict[str, Any] = body
+    return checked
+
+
+def _check_head(head: Any, payload: memoryview, source: str) -> None:
+    """Raise CaptureError if `head` is of no capture of this format, or says something else of the bytes behind it."""
     if not isinstance(head, dict) or "format" not in head:
         raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
     if head["format"] != FORMAT:
         raise CaptureError(other_format(source, head["format"]))
     if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
         raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
-    payload = memoryview(data)[start:]
     if len(payload) != head["num_bytes"]:
         raise CaptureError(
             f"{source}: {'truncated' if len(payload) < head['num_bytes'] else 'damaged'}: {head['num_bytes']} bytes "
@@ -424,12 +439,10 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         )
     if zlib.crc32(payload) != head["crc32"]:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
-    body: Any
-    body, end = load_plain(payload, source=source)
-    present = body if isinstance(body, dict) else {}
-    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
-    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
-        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
+
+
+def _check_values(body: Mapping[str, Any], source: str) -> None:
+    """Raise CaptureError if a part of a body, which is of the right kind, holds something else than it may."""
     for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
         if not all(isinstance(value, str) for value in named.values()):
             raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
@@ -439,8 +452,6 @@ def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, 
         raise CaptureError(
             f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
         )
-    checked: dict[str, Any] = body
-    return checked
 
 
 def _is_output(value: Any) -> bool:

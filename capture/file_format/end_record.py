@@ -43,13 +43,13 @@ assert _KINDS.keys() == {one.name for one in fields(EndRecord)}
 
 
 def write_end(home: Path, end: EndRecord, *, stamp: str) -> None:
-    """Write it into the rank's folder. Raises OSError."""
+    """Write a rank's end record into its folder. Raises OSError."""
     make_home(home)
     write_atomically(home / f"end_rank{end.rank}_{stamp}.json", json.dumps({"format": FORMAT, **asdict(end)}).encode())
 
 
 def read_ends(folder: Path) -> list[EndRecord]:
-    """Read all of a folder and of its ranks' folders. Raises CaptureError for a damaged one."""
+    """Read the end records of a folder and of its ranks' folders. Raises CaptureError for a damaged one."""
     return [_read(path) for home in homes_in(folder) for path in sorted(home.glob("end_rank*.json"))]
 
 

@@ -1,4 +1,4 @@
-"""Say where a rank's files are: in the folder itself, or, of many ranks or in segments, in a folder a rank.
+"""Say where a rank's files are: in the folder itself; with many ranks, or with segments, in a folder for each rank.
 
 inputs/my-run/actor.json
 inputs/my-run/rank0/...

@@ -36,7 +36,7 @@ class Entry:
     shapes: Mapping[str, Sequence[int]]  # by argument
 
     def text(self) -> str:
-        """Return it as a manifest has it: a line of JSON."""
+        """Return the entry as a manifest has it: a line of JSON."""
         return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
 
 
@@ -63,7 +63,7 @@ class FolderCheck:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """List the ranks of the job's world of which nothing is here."""
+        """List the ranks of the job's world that left nothing here."""
         return [rank for rank in range(self.world_size) if self.ranks and rank not in self.ranks]
 
     @property

@@ -10,7 +10,7 @@ SHAPES = "a number, [rows], [rows / 2] for pairs, or [rows, up to as many as a r
 
 
 def misfit(shape: Sequence[int], *, rows: int, row_length: int) -> str | None:
-    """Say why a tensor of `shape` is none of a pass with `rows` of `row_length` tokens; None if it may be."""
+    """Say why a tensor of `shape` does not fit a pass with `rows` of `row_length` tokens; None if it does."""
     match tuple(shape):
         case () | (1,):
             return None

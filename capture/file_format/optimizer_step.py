@@ -50,7 +50,7 @@ class OptimizerStep:
     has_state: bool | None = None
 
     def text(self) -> str:
-        """Return it as it is written."""
+        """Return the step as the text that is written."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every sample
         return json.dumps({**plain, "gradients": None if self.gradients is None else self.gradients.text()})
 

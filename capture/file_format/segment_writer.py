@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from capture.file_format.atomic_write import HOST, write_atomically
+from capture.file_format.atomic_write import HOST, OTHER_HOSTS_SECONDS, write_atomically
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, make_home, rank_in_name
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.pass_record import RECORD_BYTES, PassRecord
 from capture.file_format.segment import MAX_HEAD_BYTES, Head, Segment, index_of, pass_name, segments_in
 
 SECONDS_BETWEEN_SYNCS = 1.0  # what a host that goes down may take along; a killed process takes nothing
-_OTHER_HOSTS_SECONDS = 3600.0  # by then a segment that another host may have been writing is a dead one's
 _open_here: set[int] = set()  # descriptors, each with a lock on its segment
 
 
@@ -176,7 +175,7 @@ def _repair(path: Path, descriptor: int) -> bool:
         return False
     if segment.num_cut_off or segment.gaps or (segment.has_whole_index and not segment.num_torn_bytes):
         return False
-    may_be_written = segment.head.host != HOST and time.time() - path.stat().st_mtime < _OTHER_HOSTS_SECONDS
+    may_be_written = segment.head.host != HOST and time.time() - path.stat().st_mtime < OTHER_HOSTS_SECONDS
     if may_be_written:
         return False
     if segment.num_torn_bytes:

@@ -69,11 +69,9 @@ def convert_folder(
             try:
                 for call in read_dump(path, name, project, num_rows):
                     rank = call.origin.rank or 0
-                    step = num_of_rank[rank] if call.origin.step is None else call.origin.step
-                    time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, path.name)
-                    call = replace(call, origin=replace(call.origin, step=step, time=time))
-                    copy = writer.write(call)
-                    _refuse_other(call, read_call(copy), copy)
+                    converted = _with_step_and_time(call, num_of_rank[rank], now, path.name)
+                    copy = writer.write(converted)
+                    _refuse_other(converted, read_call(copy), copy)
                     num_of_rank[rank] += 1
             except CaptureError as error:
                 refused[name] = str(error)
@@ -82,6 +80,13 @@ def convert_folder(
     return Conversion(
         num_written=num_of_rank.total(), refused=refused, num_bytes_before=before, num_bytes_after=writer.num_bytes
     )
+
+
+def _with_step_and_time(call: Call, number: int, now: str, source: str) -> Call:
+    """Return the call with `number` as its step and the time `now`, where the dump does not say them."""
+    step = number if call.origin.step is None else call.origin.step
+    time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, source)
+    return replace(call, origin=replace(call.origin, step=step, time=time))
 
 
 def _refuse_other(call: Call, again: Call, copy: Path) -> None:

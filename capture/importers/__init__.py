@@ -69,7 +69,7 @@ def _passes_of(segment: Path) -> list[Path]:
 
 
 def read_dump(path: Path, source: str, project: Project | None, num_rows: int | None) -> Iterator[Call]:
-    """Read the micro-batches of one file, in its order, without step; only OpenRLHF and format 1 have a time.
+    """Read the micro-batches of one file, in its order. None has a step; those of OpenRLHF and format 1 have a time.
 
     source    name of the file in messages
     project   project that wrote it; None: told from the file

@@ -35,7 +35,7 @@ _PARTS = "a part of input_ids"
 
 
 def verl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read verl's dump, a whole file. `step` counts if the dump does not say one. Raises CaptureError."""
+    """Read verl's dump, a whole file. `step` is taken if the dump does not say one. Raises CaptureError."""
     batch, others, meta = _state(data, source, VERL_CLASS)
     tensors, left_out = _tensors(batch, others, len(data), source)
     responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)

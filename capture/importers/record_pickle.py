@@ -48,7 +48,7 @@ class Array:
     data: bytes | None = None
 
     def tensor(self) -> Tensor | None:
-        """Copy it; None if torch has no such elements, or if the bytes are not what the shape says."""
+        """Copy it into a tensor; None if torch has no such elements, or if the bytes are not what the shape says."""
         dtype = _ARRAY_DTYPES.get(self.code)
         if dtype is None or self.data is None or len(self.shape) > 16 or not _are_sizes(self.shape):
             return None

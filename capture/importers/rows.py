@@ -38,7 +38,7 @@ class Dump:
     rank: int | None = None
 
     def calls(self, num_rows: int | None) -> Iterator[Call]:
-        """Make micro-batches of `num_rows` consecutive rows, the last one of the rest; None: one of all rows.
+        """Make micro-batches of `num_rows` consecutive rows, the last one of what is left; None: one of all rows.
 
         Raises CaptureError where a dump's tensors do not fit together, or do not fit into one micro-batch.
         """

@@ -28,7 +28,7 @@ _NUMPY_CODES = {"bool": "b1", "uint8": "u1"} | {
 
 
 def skyrl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read a whole file, given as `data`. `step` counts if the dump does not say one. Raises CaptureError."""
+    """Read a whole file, given as `data`. `step` is taken if the dump does not say one. Raises CaptureError."""
 
     def rebuilt(*arguments: Any) -> Record:
         return Record("batch", arguments)

@@ -131,34 +131,38 @@ def collect_folder(
 
 def _lines(done: Collected, folder: str | Path, target: str | Path) -> Iterator[str]:
     for one in done.nodes:
-        if not one.has_folder:
+        if one.has_folder:
+            yield from _lines_of_node(one, folder, target)
+        else:
             yield f"node       {one.node}: {one.problem or f'no folder {folder}'}"
-            continue
-        later = f", {one.num_later} in the place of an earlier state" if one.num_later else ""
-        here = f"; here already: {one.num_equal}" if one.num_equal else ""
-        yield f"node       {one.node}: {_counted(one.num_files, 'file')}, {one.num_bytes:,} bytes{later}{here}"
-        if one.num_salvaged:
-            yield f"salvaged   {_counted(one.num_salvaged, 'pass', 'passes')} of processes that died on {one.node}"
-        if one.problem:
-            yield f"failed     {one.node}: {one.problem}. Type the same again, or do without what is not here"
-        if one.others:
-            yield f"failed     {one.node}: {_first(one.others)} not brought: here is another file of that name"
-        if one.growing:
-            yield f"failed     {one.node}: {_first(one.growing)} still being written: the beginning is here"
-        for reason in sorted(set(one.unread.values())):
-            names = [name for name, why in one.unread.items() if why == reason]
-            yield f"failed     {one.node}: {_first(names)} not brought: {reason}"
-        if one.others:
-            yield f"           Try: capture collect '{folder}' --to {target}-2 --node {one.node.id[:8]}"
-        if one.num_unfinished:
-            yield (
-                f"           {_counted(one.num_unfinished, 'temporary', 'temporaries')} left there: being written, or "
-                "cut short with its process"
-            )
     if done.lost:
         yield f"lost       {_names(done.lost)}: left the cluster before; what they alone had is not here"
     yield f"           capture check {target}"
     yield f"           replay inspect {target}"
+
+
+def _lines_of_node(one: FromNode, folder: str | Path, target: str | Path) -> Iterator[str]:
+    later = f", {one.num_later} in the place of an earlier state" if one.num_later else ""
+    here = f"; here already: {one.num_equal}" if one.num_equal else ""
+    yield f"node       {one.node}: {_counted(one.num_files, 'file')}, {one.num_bytes:,} bytes{later}{here}"
+    if one.num_salvaged:
+        yield f"salvaged   {_counted(one.num_salvaged, 'pass', 'passes')} of processes that died on {one.node}"
+    if one.problem:
+        yield f"failed     {one.node}: {one.problem}. Type the same again, or do without what is not here"
+    if one.others:
+        yield f"failed     {one.node}: {_first(one.others)} not brought: here is another file of that name"
+    if one.growing:
+        yield f"failed     {one.node}: {_first(one.growing)} still being written: the beginning is here"
+    for reason in sorted(set(one.unread.values())):
+        names = [name for name, why in one.unread.items() if why == reason]
+        yield f"failed     {one.node}: {_first(names)} not brought: {reason}"
+    if one.others:
+        yield f"           Try: capture collect '{folder}' --to {target}-2 --node {one.node.id[:8]}"
+    if one.num_unfinished:
+        yield (
+            f"           {_counted(one.num_unfinished, 'temporary', 'temporaries')} left there: being written, or "
+            "cut short with its process"
+        )
 
 
 def _counted(number: int, one: str, several: str | None = None) -> str:
@@ -198,7 +202,7 @@ def _writable(target: Path) -> Iterator[None]:
 
 
 class _Stage(IntEnum):
-    """The order in which files come: what lists others before them, for more is written meanwhile."""
+    """The order in which files come: those that list others before these, as more is written meanwhile."""
 
     MODEL = 0
     RECORDS = 1
@@ -286,26 +290,27 @@ class _Collection:
                 self._came.num_equal += 1
             else:
                 to_compare.append((name, listed, here))
-        for name, listed, here in to_compare:
-            num_bytes = min(listed.num_bytes, here.st_size)
-            (crc,) = self._ask("checksums", [(name, num_bytes)])
-            if crc is not None and crc == checksum(self._home.folder / name, num_bytes):
-                if listed.num_bytes > here.st_size:
-                    wanted.append(_Wanted(name, here.st_size, *listed))
-                else:  # equal, or here is a later state
-                    self._came.num_equal += 1
-            elif _stage(name) == _Stage.RECORDS:
-                if listed.modified_ns > here.st_mtime_ns:
-                    wanted.append(_Wanted(name, 0, *listed))
-                else:
-                    self._came.num_equal += 1
-            elif _stage(name) == _Stage.MODEL and self._is_same_model(name, listed):
-                self._came.num_equal += 1
-            else:
-                self._came.others.append(name)
-                if _stage(name) == _Stage.MODEL:
-                    self._other_models.append(PurePosixPath(name).parent)
-        return wanted
+        return [*wanted, *filter(None, (self._rest_of(*one) for one in to_compare))]
+
+    def _rest_of(self, name: str, listed: Listed, here: os.stat_result) -> _Wanted | None:
+        """Return what has to come of a file that is here in another state; None, noted, for nothing or another file."""
+        num_bytes = min(listed.num_bytes, here.st_size)
+        (crc,) = self._ask("checksums", [(name, num_bytes)])
+        if crc is not None and crc == checksum(self._home.folder / name, num_bytes):
+            if listed.num_bytes > here.st_size:
+                return _Wanted(name, here.st_size, *listed)
+            self._came.num_equal += 1  # or here is a later state
+        elif _stage(name) == _Stage.RECORDS:
+            if listed.modified_ns > here.st_mtime_ns:
+                return _Wanted(name, 0, *listed)
+            self._came.num_equal += 1
+        elif _stage(name) == _Stage.MODEL and self._is_same_model(name, listed):
+            self._came.num_equal += 1
+        else:
+            self._came.others.append(name)
+            if _stage(name) == _Stage.MODEL:
+                self._other_models.append(PurePosixPath(name).parent)
+        return None
 
     def _is_same_model(self, name: str, listed: Listed) -> bool:
         (part,) = self._ask("parts", [(name, 0, listed.num_bytes)])
@@ -382,7 +387,7 @@ class _Home:
 
     @contextmanager
     def writing(self, name: str, num_kept: int) -> Iterator[IO[bytes]]:
-        """Open a temporary with the first bytes of the file that is here; it goes unless `keep` was called."""
+        """Open a temporary with the first bytes of the file that is here; it is removed unless `keep` was called."""
         path = self.folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _temporary(path) as file:

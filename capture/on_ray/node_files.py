@@ -53,7 +53,7 @@ class NodeFiles:
         self._seen: dict[str, tuple[int, int, int]] = {}  # by name: inode, modification time, bytes that were sent
 
     def news(self) -> list[Change]:
-        """Return what was written since the last call, a file that was replaced or rewritten whole, and deletions.
+        """Return changes since the last call: what was appended, files that were replaced or rewritten, and deletions.
 
         An empty list says that all has been sent.
         """

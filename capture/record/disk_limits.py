@@ -1,4 +1,4 @@
-"""Write one rank's passes within its limits, as files of one pass each or into segments: room is made before."""
+"""Write one rank's passes within its limits, as files of one pass each or into segments; first make room."""
 
 import os
 import re
@@ -44,7 +44,7 @@ class RankWriter(Protocol):
         """Write a pass. Returns None if there is no room: under `keep="first"`, or for a pass of this size."""
 
     def commit(self) -> None:
-        """Have manifests say, and the disk hold, what was written."""
+        """List what was written in manifests, and have the disk hold it."""
 
     def close(self) -> None:
         """Let go of open files. It raises nothing."""
@@ -63,7 +63,7 @@ def rank_writer(folder: Path, keep: Keep, *, rank: int, world_size: int | None, 
 
 
 class RankFiles:
-    """A RankWriter of a file a pass. What it holds in memory does not grow with the passes, or is within the limit."""
+    """Writes a file for each pass. What it holds in memory does not grow with the passes, or is within the limit."""
 
     def __init__(self, folder: Path, home: Path, keep: Keep, *, rank: int, stamp: str) -> None:
         self.home = home
@@ -199,7 +199,7 @@ class _Taken:
 
 
 class RankSegments:
-    """A RankWriter of segments. Where room has to be made, the oldest segment goes as a whole.
+    """Writes passes into segments. Where room has to be made, the oldest segment is deleted as a whole.
 
     Files of one pass each, of earlier recordings, count for the limit, and stay.
     """

@@ -107,7 +107,7 @@ class EngineGradients:
         return norm is not None and all(not norm.is_cuda or one.device == norm.device for one in self.held)
 
     def _in_sub_group(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
-        """Find it under ZeRO 3: a gradient holds the partitions of several parameters, one after the other."""
+        """Find the gradient under ZeRO 3: one tensor has the partitions of several parameters, one by one."""
         position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
         place = slot.place(slot.of_weight, parameter)
         if position is None or isinstance(place, str) or not place.count:
@@ -121,7 +121,7 @@ class EngineGradients:
         return None
 
     def _in_copy(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
-        """Find it at stage 0 in half precision: a flat copy of each group's parameters, or one of each parameter."""
+        """Find the gradient at stage 0 in half precision: of a flat copy of each group, or of one of each parameter."""
         for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
             begin = 0
             for index, own in enumerate(group):
@@ -137,7 +137,7 @@ class EngineGradients:
     def _at(
         self, slot: Slot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
     ) -> tuple[Tensor, Place] | None:
-        """Find it in the gradient of the partition that shares its storage with `own`.
+        """Find the samples in the gradient of the partition that shares its storage with `own`.
 
         There `count` elements of the parameter, from `start` on, lie at `begin`.
         """

@@ -40,7 +40,7 @@ class SharedFolder:
         fcntl.flock(_own[self.directory], fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Remove it. A second call does nothing."""
+        """Remove the directory. A second call does nothing."""
         if (lock := _own.pop(self.directory, None)) is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(lock)

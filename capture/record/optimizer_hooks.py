@@ -51,7 +51,7 @@ class OptimizerHooks:
             _wrap_clipping()
 
     def remove(self) -> None:
-        """A second call does nothing."""
+        """Take the hooks off. A second call does nothing."""
         if self._handle is None:
             return
         self._handle.remove()
@@ -67,7 +67,7 @@ class OptimizerHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Tell of the step, or if it is given a closure, which is the pass, have the closure tell when it returns."""
+        """Tell of the step; if it is given a closure, which runs the pass, have the closure tell when it returns."""
         if not self.hears():
             return None
         if (given := _with_closure(args, kwargs, lambda: self._tell(optimizer))) is not None:
@@ -94,7 +94,7 @@ class LateHooks:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """A second call does nothing; a closure under way still tells."""
+        """Tell of no more steps, but for a closure that is running. A second call does nothing."""
         self._handle.remove()
 
     def _before_step(
@@ -184,18 +184,20 @@ def _unwrap_clipping() -> None:
     _norms_of_other_kinds.clear()
 
 
-def _heard_by() -> list[Listener]:
+def _open_listeners() -> list[Listener]:
     return [] if torch.compiler.is_compiling() else [hooks.listener for hooks in _listening if hooks.hears()]
 
 
-def _listed(parameters: Any) -> list[Tensor]:
+def _as_list(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def _by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's clipping by a norm that is given, which tells listeners before it clips."""
+
     def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if listeners := _heard_by():
-            parameters = _listed(parameters)
+        if listeners := _open_listeners():
+            parameters = _as_list(parameters)
             is_of_other_kind = any(norm is total_norm for norm in _norms_of_other_kinds)
             for listener in listeners:
                 if is_of_other_kind:
@@ -208,9 +210,11 @@ def _by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measuring(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what computes a norm, to remember one of another order than 2."""
+
     def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         total_norm = own(tensors, norm_type, *args, **kwargs)
-        if _heard_by():
+        if _open_listeners():
             _norms_of_other_kinds[:] = [] if norm_type == 2 else [total_norm]
         return total_norm
 
@@ -218,9 +222,11 @@ def _measuring(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_value(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's clipping by value, which tells listeners before it clips."""
+
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if listeners := _heard_by():
-            parameters = _listed(parameters)
+        if listeners := _open_listeners():
+            parameters = _as_list(parameters)
             for listener in listeners:
                 listener.clips(parameters, None, None)
         return own(parameters, *args, **kwargs)
@@ -229,15 +235,16 @@ def _by_value(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's clipping that computes the norm itself, which tells listeners before and after."""
     signature = inspect.signature(own)
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        listeners = _heard_by()
+        listeners = _open_listeners()
         if not listeners:
             return own(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        given.arguments["parameters"] = _listed(given.arguments["parameters"])
+        given.arguments["parameters"] = _as_list(given.arguments["parameters"])
         is_of_squares = given.arguments.get("norm_type") == 2
         for listener in listeners:
             listener.clips(given.arguments["parameters"], given.arguments["max_norm"] if is_of_squares else None, None)

@@ -44,7 +44,7 @@ class TakenSamples:
     left_out: Mapping[str, int]
 
     def parameter_samples(self) -> ParameterSamples:
-        """Return them as they are written, once `values` are on the host."""
+        """Return the samples as they are written, once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
         for name, place in self.places:
@@ -246,7 +246,7 @@ class ParameterSampler:
         return any(slot.is_among(parameters) for slot in (*self._window, *self._all))
 
     def has_no_gradients(self, *, in_shards: bool) -> bool:
-        """Tell whether the first few trained parameters have no gradients, emptied or never filled.
+        """Tell whether the first few trained parameters have no gradients: they were emptied, or never filled.
 
         in_shards  look at sharded parameters too, whose gradients may be kept elsewhere for a time
         """

@@ -39,7 +39,7 @@ _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The recording of a rank of several was closed."""
+    """Says that the recording of a rank of several was closed."""
 
     num_passes: int
     num_steps: int | None
@@ -63,7 +63,7 @@ Item = Pass | Outputs | Notes | StepPart | Opened | Incident | Ended
 
 
 class Store:
-    """Counts the passes that were handed in and did not fail.
+    """Takes the passes, and counts those that did not fail.
 
     num_written   files
     num_not_kept  passes that a limit or the flight recorder left out, and files that made room for later ones

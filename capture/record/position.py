@@ -48,7 +48,7 @@ class PositionPage:
         self._stacks: IO[bytes] | None = None
 
     def open(self, shared: SharedFolder, *, opened: str) -> None:
-        """Keep it in shared memory from here on, and have faulthandler write there unless the job uses that.
+        """Keep the position in shared memory from here on, and have faulthandler write there unless the job uses that.
 
         `opened` is the time of the recording's beginning. Raises OSError.
         """
@@ -123,7 +123,7 @@ class LastPosition:
 
 
 def read_position(directory: Path) -> LastPosition | None:
-    """Read what a dead process left; None if there is none, or it is damaged."""
+    """Read the position that a dead process left; None if there is none, or it is damaged."""
     try:
         data = (directory / POSITION_FILE).read_bytes()
         forward, number, seconds, rank, world_size, was_told, has_stacks, last_backward = _MOVING.unpack_from(data)

@@ -422,7 +422,7 @@ class Recorder:
             self._writer.stop(error, num_lost=1)
 
     def _look_at_rank(self) -> None:
-        """A job may join a process group after the recording was opened, or leave it."""
+        """Look at the rank again: a job may join a process group after the recording was opened, or leave it."""
         self._is_in_group = is_in_group()
         self.rank, self.world_size = rank_and_world_size()
         self._position.rank, self._position.world_size = self.rank, self.world_size

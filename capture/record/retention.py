@@ -95,10 +95,7 @@ def keep_of(
     Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
     had another one.
     """
-    for name in unknown:
-        if name in FORMER_NAMES:
-            raise TypeError(f"the setting `{name}` is now `{FORMER_NAMES[name]}`: {_EXAMPLES[name]}")
-        raise TypeError(f"there is no setting `{name}`. There are: {', '.join(SETTINGS)}")
+    _refuse_unknown(unknown)
     counts = {"every": every, "max_files": max_files, "max_bytes": max_bytes, "flight_recorder": flight_recorder}
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
@@ -111,13 +108,8 @@ def keep_of(
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
     first_forward, end_forward = _first_and_end(forwards)
     segment_bytes = None if segment is None else num_bytes_of(segment)
-    if segment_bytes is not None and max_files is not None:
-        raise ValueError("max_files counts files of one pass each, and segment puts many into one. Give max_bytes")
-    if segment_bytes is not None and keep == "last" and max_bytes is not None and 2 * segment_bytes > max_bytes:
-        raise ValueError(
-            "segment must be at most half of max_bytes with keep='last', which deletes whole segments: "
-            f"{segment_bytes} bytes are more than half of {max_bytes}"
-        )
+    if segment_bytes is not None:
+        _check_segment(segment_bytes, keep, max_files, max_bytes)
     return Keep(
         every=every,
         first_forward=first_forward,
@@ -133,6 +125,24 @@ def keep_of(
         reproduce=flight_recorder is not None if reproduce is None else reproduce,
         segment=segment_bytes,
     )
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        if name in FORMER_NAMES:
+            raise TypeError(f"the setting `{name}` is now `{FORMER_NAMES[name]}`: {_EXAMPLES[name]}")
+        raise TypeError(f"there is no setting `{name}`. There are: {', '.join(SETTINGS)}")
+
+
+def _check_segment(num_bytes: int, keep: WhichEnd, max_files: int | None, max_bytes: int | None) -> None:
+    """Raise ValueError for a segment that the limits exclude."""
+    if max_files is not None:
+        raise ValueError("max_files counts files of one pass each, and segment puts many into one. Give max_bytes")
+    if keep == "last" and max_bytes is not None and 2 * num_bytes > max_bytes:
+        raise ValueError(
+            "segment must be at most half of max_bytes with keep='last', which deletes whole segments: "
+            f"{num_bytes} bytes are more than half of {max_bytes}"
+        )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -62,9 +62,10 @@ def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
 
 
 def place_in_flat(flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """Find it in a rank's shard of FSDP1's flat parameter, of which it is number `number`. Raises NotMappedError.
+    """Find the run in a rank's shard of FSDP1's flat parameter. Raises NotMappedError.
 
-    held  the shard, or its gradient
+    held    the shard, or its gradient
+    number  of the parameter in the flat one
     """
     shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
     _check(held, shape)
@@ -135,7 +136,7 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
 
 
 def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """Find it under ZeRO 3, which flattens a parameter and gives each rank an equal piece, the last ones padded."""
+    """Find the run under ZeRO 3, which flattens a parameter and gives each rank an equal piece, padded at the end."""
     part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     group = parameter.ds_process_group
     num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)

@@ -28,7 +28,7 @@ _SAMPLES = " weights"  # no argument of a forward has this name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A recording was opened, on this rank of so many."""
+    """Says that a recording was opened, on this rank of so many."""
 
     rank: int
     world_size: int
@@ -136,13 +136,13 @@ class Clock:
         self._began = datetime.now(timezone.utc), time.monotonic_ns()
 
     def at(self, monotonic_ns: int) -> str:
-        """Return the time in timezone.utc, to the microsecond."""
+        """Return the time in UTC, to the microsecond."""
         began, began_ns = self._began
         return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
 
 
 class Taker:
-    """Makes a pass of each call of `model`; with `reproduce` it holds all that it takes to do it again.
+    """Makes a `Pass` of each call of `model`; with `reproduce` one that can be done again.
 
     names   the forward's names of arguments to those that they are kept by
     window  what is seen of the optimizer's steps, with `reproduce`

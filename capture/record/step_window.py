@@ -104,13 +104,13 @@ class StepWindow:
         self._sampled: set[str] = set()  # names, in the parts of the step so far
 
     def begin_pass(self, number: int) -> None:
-        """A forward with autograd on begins."""
+        """Note that a forward with autograd on begins."""
         if self._has_stepped or self._was_emptied():
             self._begin()
         self._passes.append(number)
 
     def keep_pass(self) -> bool:
-        """The pass that has begun is recorded. Returns whether it is the first one since the last step."""
+        """Note that the pass that has begun is recorded. Returns whether it is the first one since the last step."""
         is_first, self._is_kept = not self._is_kept, True
         return is_first
 
@@ -133,7 +133,7 @@ class StepWindow:
         loss.register_hook(differentiated)
 
     def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
-        """The gradients of these parameters will be clipped by their norm."""
+        """Note that the gradients of these parameters will be clipped by their norm."""
         if not self._is_kept or self._has_stepped or self._is_up_to_date:
             return
         ids = set(map(id, parameters))
@@ -153,13 +153,13 @@ class StepWindow:
         )
 
     def clipped(self, norm: Any) -> None:
-        """The gradients were clipped, and this was their norm, if it was not known before."""
+        """Note that the gradients were clipped, and their norm, if it was not known before."""
         if self._clipping is not None and self._clipping.norm is None:
             own, is_part = own_norm(norm)
             self._clipping = replace(self._clipping, norm=own, is_part_of_norm=is_part)
 
     def steps(self, optimizer: Optimizer) -> StepPart | None:
-        """The optimizer will step. Returns None if it is not the model's, or if no pass of the window is recorded."""
+        """Note that an optimizer will step. Returns None if it is not the model's, or no pass of its window is kept."""
         is_related, engine = self._relation(optimizer)
         if not is_related:
             return None

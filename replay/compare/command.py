@@ -1,29 +1,26 @@
 """Run `replay compare A B ...`: read the logs, compare each with the first, print and draw the result."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes, to_json
 from actor_init.spec import UsageError
 from replay.compare.comparable import settings_that_differ
 from replay.compare.console import print_comparison
 from replay.compare.differences import Comparison, compare
+from replay.report.text import MOST_RUNS, run_letters
 from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
     from replay.tracing.first_difference import Parted
 
 
-MOST_RUNS = 26  # they are called by letters
-
-
 def compare_logs(
     folders: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
 ) -> int:
-    """Return the exit code: 0 if no relative difference that decides is beyond `threshold`, else 1.
+    """Compare, print and draw; return 0 if no relative difference that decides is beyond `threshold`, else 1.
 
     Raises UsageError for logs that cannot be compared.
     """
@@ -38,7 +35,7 @@ def compare_logs(
     reference, *others = runs = [PastRun.read(folder) for folder in folders]
     comparisons = [compare(reference, other) for other in others]
     parted = first_differences(reference, others)
-    names = [chr(ord("A") + number) for number in range(len(runs))]
+    names = run_letters(len(runs))
     differing = settings_that_differ(runs)
     if as_json is not None:
         write_json(as_json, runs, comparisons, differing, threshold, parted)
@@ -87,6 +84,6 @@ def write_json(
         ],
     }
     try:
-        path.write_text(json.dumps(to_json(whole), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_bytes(json_bytes(whole, indent=2))
     except OSError as error:
         raise UsageError(f"--json {path}: {error.strerror}. Give a file that can be written") from error

@@ -61,7 +61,7 @@ def _of_model(reference: PastRun, other: PastRun) -> list[str]:
         keys.remove(FILE_DIGEST)
         file = other.facts["model_file"]
         reasons.append(
-            f"{file} has changed, or is another file: its sha256 is {_short(other)}, not {_short(reference)}"
+            f"{file} has changed, or is another file: its sha256 is {_digest(other)}, not {_digest(reference)}"
         )
     reasons += [f"{key} is {other.config[key]}, not {reference.config[key]}" for key in keys[:MOST_NAMED]]
     if len(keys) > MOST_NAMED:
@@ -74,7 +74,7 @@ def _of_model(reference: PastRun, other: PastRun) -> list[str]:
     return reasons
 
 
-def _short(run: PastRun) -> str:
+def _digest(run: PastRun) -> str:
     return str(run.config[FILE_DIGEST])[:12]
 
 
@@ -131,14 +131,14 @@ def settings(run: PastRun) -> dict[str, str]:
     asked: dict[str, Any] = {}
     for part in spec_to_dict(run.spec).values():
         asked |= {name: value for name, value in _flat(part).items() if name not in MEANS_NOTHING}
-    shown = {name.replace("_", " "): _said(value) for name, value in {**asked, **run.facts}.items()}
+    shown = {name.replace("_", " "): _value_text(value) for name, value in {**asked, **run.facts}.items()}
     devices = [f"{run.devices.count(name)} x {name}" for name in dict.fromkeys(run.devices)]
     return {
         **shown,
         "data ranks": str(run.num_data_ranks),
         "devices": ", ".join(devices),
         "memory": run.memory_kind,
-        **{name: _said(number) for name, number in run.versions.items()},
+        **{name: _value_text(number) for name, number in run.versions.items()},
     }
 
 
@@ -149,7 +149,7 @@ def _flat(part: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

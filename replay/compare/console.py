@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from replay.compare import text as compare_wording
 from replay.compare.differences import Comparison
@@ -23,10 +23,9 @@ def print_comparison(
     *,
     written: Sequence[Path],
     full_names: bool = False,
-    file: IO[str] | None = None,
 ) -> None:
     """Print the answer to `replay compare`; docs/compare.md shows one."""
-    out = open_console(file)
+    out = open_console()
     print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
     print_line(out)
     if differing:

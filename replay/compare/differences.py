@@ -145,11 +145,11 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
         num_only_in_other=len(other_passes) - len(pairs),
         results=results,
         costs=costs,
-        notes=notes + more + _chances(reference),
+        notes=notes + more + _dropout_notes(reference),
     )
 
 
-def _chances(reference: PastRun) -> list[str]:
+def _dropout_notes(reference: PastRun) -> list[str]:
     drops = acting_dropouts(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 

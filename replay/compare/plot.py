@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], threshold: float) -> None:
-    """Save the picture. Raises UsageError if `path` cannot be written."""
+    """Save a picture of losses by input and their differences. Raises UsageError if `path` cannot be written."""
     from matplotlib.figure import Figure  # not pyplot: no display, and no state beyond this figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")

@@ -44,14 +44,7 @@ def plain_answer(
     All ranks must call this. It computes in `spec.dtype`, but in fp32 for fp16: without loss scaling, fp16 gradients
     vanish.
     """
-    dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
-    kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
-    model = build_on_meta(source.config, attention=kernel, dtype=dtype)
-    add_adapter(model, source.adapter)
-    materialise(model, source.weights, world.device, on_progress=on_progress)
-    if spec.is_custom:
-        set_up(model, replace(spec, gradient_checkpointing=False))
-    model.eval()
+    model = _plain_model(spec, source, world.device, on_progress)
     documents = [(ids_1L, at_1L, label_1L) for ids_1L, at_1L, label_1L in documents_alone(batch) if _counted(label_1L)]
     num_labels = max(1, sum(_counted(label_1L) for _, _, label_1L in documents))
     if spec.is_custom:
@@ -89,6 +82,17 @@ def plain_answer(
         ways = {"Hugging Face": ways["Hugging Face"]}
         missing = f"chunked and Liger's left out: {type(model).__name__} changes what its head computes"
     return PlainAnswer(losses=ways, left_out=missing, gradients=dict(_averaged(model, world)))
+
+
+def _plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
+    dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
+    kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
+    model = build_on_meta(source.config, attention=kernel, dtype=dtype)
+    add_adapter(model, source.adapter)
+    materialise(model, source.weights, device, on_progress=on_progress)
+    if spec.is_custom:
+        set_up(model, replace(spec, gradient_checkpointing=False))
+    return model.eval()
 
 
 def _own_answer(

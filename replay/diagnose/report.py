@@ -11,14 +11,13 @@
 Lines, and diagnose.json, are written as they become known.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
@@ -178,7 +177,7 @@ class Report:
         if self._world.rank == 0:
             values = {"status": status, **self._facts, "failing": self._failing(), "checks": self._checks}
             for path in self._files:
-                write_atomically(path, (json.dumps(to_json(values), indent=1) + "\n").encode())
+                write_atomically(path, json_bytes(values))
 
 
 def _check_writable(path: Path) -> None:

@@ -8,14 +8,13 @@ Each check is a line: status, name, finding, consequence and what to type. What 
 its own, in parallel. Of a replay's dependencies only typer is required, so output goes through plain print.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes
 from actor_init.spec import UsageError
 from replay.doctor.environment import variables
 from replay.doctor.hardware import devices, limits, log_folder, shared_memory
@@ -55,7 +54,7 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
     print(f"\n{verdict}")
     if json_file is not None:
         whole = {"works": not failing, "failing": failing, "groups": dict(groups)}
-        json_file.write_text(json.dumps(to_json(whole), indent=1) + "\n")
+        json_file.write_bytes(json_bytes(whole))
     return 1 if failing else 0
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from replay.hang.last_seen import End, LastSeen
-from replay.watch.blame import Blame
+from replay.watch.blame import Blame, blame_fewest, blame_some
 
 _Rule = Callable[[Sequence[LastSeen]], Blame | None]
 
@@ -41,13 +41,6 @@ def who_was_behind(seen: Sequence[LastSeen], world_size: int) -> Blame:
     return Blame(ranks=(), reason="the ranks were at the same place of the same pass")
 
 
-def _named(seen: Sequence[LastSeen], named: Sequence[LastSeen], reason: str) -> Blame | None:
-    """Return a blame if `named` are some of the ranks and not all."""
-    if not named or len(named) == len(seen):
-        return None
-    return Blame(ranks=tuple(one.rank for one in named), reason=reason)
-
-
 def _failed(seen: Sequence[LastSeen]) -> Blame | None:
     failed = sorted((one for one in seen if one.end is End.FAILED), key=lambda one: one.time)
     if not failed:
@@ -57,11 +50,11 @@ def _failed(seen: Sequence[LastSeen]) -> Blame | None:
 
 def _crashed(seen: Sequence[LastSeen]) -> Blame | None:
     crashed = [one for one in seen if one.end is End.CRASHED]
-    return _named(seen, crashed, _message(crashed[0]) if crashed else "")
+    return blame_some(seen, crashed, _message(crashed[0]) if crashed else "")
 
 
 def _killed(seen: Sequence[LastSeen]) -> Blame | None:
-    return _named(
+    return blame_some(
         seen,
         [one for one in seen if one.end is End.KILLED],
         "it was killed (by hand, for memory, by a launcher that it did not answer), or it left by os._exit",
@@ -75,7 +68,7 @@ def _ended_from_outside(seen: Sequence[LastSeen]) -> Blame | None:
     if not lost or len(lost) < len(others) or len(ended) != 1 or ended[0].time > min(one.time for one in lost):
         return None
     assert ended[0].incident is not None
-    return _named(seen, ended, f"it was ended from outside ({ended[0].incident.where})")
+    return blame_some(seen, ended, f"it was ended from outside ({ended[0].incident.where})")
 
 
 def _without_backward(seen: Sequence[LastSeen]) -> Blame | None:
@@ -85,7 +78,7 @@ def _without_backward(seen: Sequence[LastSeen]) -> Blame | None:
         return None
     past = [one for one in seen if one.forward is not None and one.forward > number]
     skipped = [one for one in past if one.last_backward is not None and one.last_backward < number]
-    return _named(seen, skipped, f"it made no backward of pass {number}, in which others are")
+    return blame_some(seen, skipped, f"it made no backward of pass {number}, in which others are")
 
 
 def _at_earlier_pass(seen: Sequence[LastSeen]) -> Blame | None:
@@ -97,10 +90,10 @@ def _at_earlier_pass(seen: Sequence[LastSeen]) -> Blame | None:
         return None
     others = f"others are in pass {max(numbers)}"
     if over := [one for one in behind if one.end is End.CLOSED]:
-        return _named(seen, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
+        return blame_some(seen, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
     if outside := [one for one in behind if not one.waits]:
-        return _named(seen, outside, others)
-    return _named(seen, behind, f"it waits in a collective of its own, and {others}")
+        return blame_some(seen, outside, others)
+    return blame_some(seen, behind, f"it waits in a collective of its own, and {others}")
 
 
 def _at_earlier_place(seen: Sequence[LastSeen]) -> Blame | None:
@@ -113,33 +106,23 @@ def _at_earlier_place(seen: Sequence[LastSeen]) -> Blame | None:
         return None
     in_own_code = [one for one in ahead if one.waits is False]
     if in_own_code and all(one.waits for one in behind):
-        return _named(seen, in_own_code, "it stands in code of its own, and others wait in a collective")
+        return blame_some(seen, in_own_code, "it stands in code of its own, and others wait in a collective")
     if over := [one for one in behind if one.end is End.CLOSED]:
-        return _named(seen, over, f"its loop was over there, and others are {ahead[0].where}")
-    return _named(seen, [one for one in behind if not one.waits] or behind, f"others are {ahead[0].where}")
+        return blame_some(seen, over, f"its loop was over there, and others are {ahead[0].where}")
+    return blame_some(seen, [one for one in behind if not one.waits] or behind, f"others are {ahead[0].where}")
 
 
 def _fewest(seen: Sequence[LastSeen]) -> Blame | None:
-    laggards: set[tuple[int, ...]] = set()
-    for group in {group for one in seen for group in one.collectives}:
-        members = [one for one in seen if group in one.collectives]
-        fewest = min(one.collectives[group] for one in members)
-        fewer = tuple(one.rank for one in members if one.collectives[group] == fewest)
-        if len(fewer) < len(members):
-            laggards.add(fewer)
-    if len(laggards) != 1:
-        return None
-    named = laggards.pop()
-    return _named(seen, [one for one in seen if one.rank in named], "it entered fewer collectives than the others")
+    return blame_fewest(seen, "it entered fewer collectives than the others")
 
 
 def _in_own_code(seen: Sequence[LastSeen]) -> Blame | None:
     own = [one for one in seen if one.waits is False]
-    return _named(seen, own, "the others wait in a collective or a backward, and it stands in code of its own")
+    return blame_some(seen, own, "the others wait in a collective or a backward, and it stands in code of its own")
 
 
 def _aborted(seen: Sequence[LastSeen]) -> Blame | None:
-    return _named(seen, [one for one in seen if one.end is End.ABORTED], "native code aborted it")
+    return blame_some(seen, [one for one in seen if one.end is End.ABORTED], "native code aborted it")
 
 
 def _message(one: LastSeen) -> str:

@@ -10,10 +10,9 @@ from capture.file_format.end_record import EndRecord, read_ends
 from capture.file_format.manifest import stamp_of
 from capture.record.incidents import Incident, read_incidents
 from capture.record.stacks import PLACES, Frame, main_stack, traceback_frames
+from replay.watch.stacks import COLLECTIVE_CODE, NUM_INNERMOST
 
-COLLECTIVE_CODE = ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "_fsdp_collectives.py")
 COLLECTIVE_FUNCTIONS = ("_distributed_broadcast_coalesced",)  # torch's own that wait in C++
-NUM_INNERMOST = 6  # frames in which a wait for the others shows
 BACKWARD = "_engine_run_backward"  # a wait of DDP's is in C++ below it
 _GLOO_GAVE_UP = re.compile(r"Timed out waiting \d+ ?ms for")
 _GAVE_UP = re.compile(r"time[sd]?[ -]?out|DistBackendError|NCCL error|monitoredBarrier", re.IGNORECASE)

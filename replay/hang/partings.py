@@ -67,7 +67,7 @@ def _common(schedule: Schedule) -> Iterator[tuple[int, list[tuple[int, PlannedPa
 
 
 def _others(values: Sequence[tuple[int, object]]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most ranks; of as many ranks, not that of the first."""
+    """Return the ranks whose value is not that of most ranks; in a tie, not that of the first."""
     usual, _ = Counter(value for _, value in values).most_common(1)[0]
     return tuple(rank for rank, value in values if value != usual)
 
@@ -139,7 +139,7 @@ def _last_border(schedule: Schedule) -> Parting | None:
 
 
 def _last_windows(schedule: Schedule) -> list[tuple[int, bool]]:
-    """Return whether a step came behind the last pass of each rank, where all that have steps have that pass."""
+    """Tell for each rank whether a step followed the last pass; nothing unless all ranks with steps have that pass."""
     with_steps = [rank for rank in schedule.ranks if any(True for _ in windows_of(rank))]
     last = schedule.num_passes - 1
     if len(with_steps) < 2 or any(last not in rank.passes or not rank.passes[last].trains for rank in with_steps):

@@ -1,4 +1,4 @@
-"""Read what each rank of a folder did pass by pass, as far as it decides in which collectives the rank was."""
+"""Read what each rank of a folder did, pass by pass, as far as it decides which collectives the rank entered."""
 
 import re
 import zlib
@@ -76,7 +76,7 @@ class Schedule:
 
 
 def read_schedules(folder: Path) -> list[Schedule]:
-    """Read each recording of the folder, in order; those of ranks that recorded more often than others only last.
+    """Read the folder's recordings, in order; the last one alone where some ranks recorded more often than others.
 
     Raises CaptureError for a damaged capture.
     """

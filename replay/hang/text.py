@@ -46,13 +46,13 @@ def _verb(named: Sequence[LastSeen]) -> str:
 
 
 def described(one: LastSeen) -> str:
-    parts = [", ".join(filter(None, (one.where, one.line))), _how(one)]
+    parts = [", ".join(filter(None, (one.where, one.line))), _end_text(one)]
     if one.incident is not None and one.incident.last_collective:
         parts.append(f"last collective {one.incident.last_collective}")
     return "; ".join(parts)
 
 
-def _how(one: LastSeen) -> str:
+def _end_text(one: LastSeen) -> str:
     if one.incident is None:
         return str(one.end)
     if one.end in (End.SIGNALLED, End.SLOW):

@@ -58,18 +58,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
-    incidents: list[RankIncident] = []
-    hang: Pairs = []
-    try:
-        records = read_incidents(folder)
-        hang = post_mortem(last_seen(folder))
-    except CaptureError as error:
-        records = []
-        damaged.append((folder, str(error)))
-    for record in records:
-        incidents.extend(
-            RankIncident(rank=record.rank, incident=one, num_others=record.num_others) for one in record.incidents
-        )
+    incidents, hang = _incidents_of(folder, damaged)
     files, segments = lone_files(folder), segment_files(folder)
     if not files and not segments and not incidents and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl, or segments, *.seg). Try: replay inspect inputs/sample")
@@ -79,13 +68,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
     with one_thread():
         for path in segments:
             totals.add_segment(path)
-    model = "no actor.json: replay needs --model"
-    try:
-        if (config := read_actor_config(folder)) is not None:
-            model = describe_model(config)
-    except CaptureError as error:
-        damaged.append((folder / "actor.json", str(error)))
-        model = "actor.json cannot be read"
+    model = _model_of(folder, damaged)
     return FolderFacts(
         folder=folder,
         model=model,
@@ -105,6 +88,32 @@ def inspect_folder(folder: Path) -> FolderFacts:
         odd=totals.odd,
         num_odd=totals.num_odd,
     )
+
+
+def _incidents_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[RankIncident], Pairs]:
+    """Return the incidents, and which rank was behind; where they cannot be read, none, and say so in `damaged`."""
+    try:
+        records = read_incidents(folder)
+        hang = post_mortem(last_seen(folder))
+    except CaptureError as error:
+        damaged.append((folder, str(error)))
+        return [], []
+    incidents = [
+        RankIncident(rank=record.rank, incident=one, num_others=record.num_others)
+        for record in records
+        for one in record.incidents
+    ]
+    return incidents, hang
+
+
+def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
+    """Describe the model of actor.json; where that cannot be read, say so in `damaged`."""
+    try:
+        config = read_actor_config(folder)
+    except CaptureError as error:
+        damaged.append((folder / "actor.json", str(error)))
+        return "actor.json cannot be read"
+    return "no actor.json: replay needs --model" if config is None else describe_model(config)
 
 
 def describe_model(config: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ class Shape:
                 return max(self.documents)
 
     def squared_rows(self, rows: Rows) -> int:
-        """Return the sum of the squared rows: what attention computes under a mask, whatever that leaves out."""
+        """Return the sum of the rows' squared lengths: what attention computes under a mask, whatever it masks."""
         return self.fed_tokens(rows) * self.longest_row(rows)
 
     def squares(self, rows: Rows) -> int:

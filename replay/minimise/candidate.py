@@ -49,14 +49,14 @@ class Candidate:
         return replace(self, cuts=tuple(cuts))
 
     def without(self, dropped: Sequence[Toggle]) -> "Candidate":
-        """Return it without these options. Raises UsageError if the rest contradict each other."""
+        """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
         spec = self.spec
         kept = [toggle for toggle in self.given if toggle not in dropped]
         words = [word for toggle in kept for word in toggle.as_typed(toggle.value_in(spec))]
         return replace(self, arguments=tuple(_words(spec_of(words))))
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
-        """Return it with the option `flag` set. Raises UsageError if that contradicts the others."""
+        """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
         toggle = next(one for one in toggles() if one.flag == flag)
         spec = self.spec
         words = [word for one in self.given if one != toggle for word in one.as_typed(one.value_in(spec))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
 
@@ -65,17 +65,13 @@ def minimise(
     limits = (tries, run_timeout, max_runs)
     own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if go_on is not None:
-        if typed := [name for name, value in {**own, **given}.items() if value is not None]:
-            option = f"--{typed[0].replace('_', '-')}"
-            raise UsageError(f"--continue takes its options from that folder. Leave out {option}")
+        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
         return partial(_go_on, go_on, limits)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
         others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
-        if typed := [name for name, value in others.items() if value is not None]:
-            option = f"--{typed[0].replace('_', '-')}"
-            raise UsageError(f"--cell {cell!r} has its options from {parity}. Leave out {option}")
+        refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
         return partial(_minimise_cell, parity, cell, run_spec(given).measure.log_folder, limits, redact)
     return partial(_minimise, run_spec(given), processes, limits, redact)
 

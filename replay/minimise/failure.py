@@ -19,7 +19,7 @@ from typing import Any
 from replay.processes.pool import Child
 from replay.report.text import one_line
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import RUN_FILE, read_log
+from replay.runlog.writer import log_below
 from replay.verdict.findings import Status
 from replay.verdict.job_values import LOG_PROBS
 from replay.verdict.judge import Outcome
@@ -78,7 +78,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Say it in one line."""
+        """Say the failure in one line."""
         where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
         if self.kind is Kind.EXCEPTION:
             return f"{self.error_type}{where}: {self.said}"
@@ -96,10 +96,7 @@ class Log:
     @classmethod
     def of(cls, folder: Path) -> "Log":
         """Read the only log below `folder`."""
-        found = sorted(folder.glob(f"*/{RUN_FILE}"))
-        if not found:
-            return cls()
-        run, records = read_log(found[0].parent)
+        _, run, records = log_below(folder)
         return cls(run=run, records=records)
 
 
@@ -224,7 +221,7 @@ def _verdict(child: Child, log: Log) -> Failure | None:
 
 
 def _at_the_start(child: Child, log: Log) -> Failure | None:
-    """Return an error outside a pass. A run that has a verdict failed for a damaged file, or none of its own."""
+    """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
     if child.exit_code == 0 or log.run.get("verdict") is not None:
         return None
     said = child.error.removesuffix(ADVICE)

@@ -212,26 +212,20 @@ def _words(arguments: Sequence[str], num_processes: int) -> list[str]:
 def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
     failure = written.failure or log.failure
     assert failure is not None
-    chosen, standalone = written.candidate, written.standalone
-    arguments = shlex.join(chosen.arguments) or "none but the inputs"
+    standalone = written.standalone
     smaller = (
         "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
         if is_whole
         else f"The search ended after {counted(log.num_runs, 'run')}: something smaller may show it too. "
         f"Go on: replay minimise --continue {log.folder} --max-runs N"
     )
-    lines = [
-        "# A failure, as small as was found",
-        "",
-        f"    {one_line(failure.text)}",
-        "",
-        "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`.",
-    ]
+    shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
     if written.failure is None:
-        lines[-1] = (
+        shown = (
             "* THE LAST RUN, IN THIS FOLDER, DID NOT SHOW IT: `output.txt` says what it did. `./run.sh` may show it "
             "if the failure does not come each time."
         )
+    lines = ["# A failure, as small as was found", "", f"    {one_line(failure.text)}", "", shown]
     if standalone.shows:
         lines.append(
             f"* `python repro.py` shows it with torch and transformers alone. Its weights are {standalone.weights}."
@@ -240,9 +234,22 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         lines.append(f"* There is no repro.py for torch and transformers alone: {one_line(standalone.why)}.")
     lines += [f"* Inputs: {written.redaction}."] if written.redaction else []
     lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
-    first = next(trial for trial in log.trials if trial.found is not None)
     lines += [
         "",
+        *_size_table(log, written),
+        "",
+        f"{smaller} `{log.command}` found it in {counted(log.num_runs, 'run')}; "
+        f"the failure came in run {sum(trial.what == 'as typed' for trial in log.trials)} of the replay as typed.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _size_table(log: MinimiseLog, written: Written) -> list[str]:
+    """Set the replay as it was typed beside the smallest that fails, in lines of Markdown."""
+    chosen = written.candidate
+    first = next(trial for trial in log.trials if trial.found is not None)
+    smallest = shlex.join(chosen.arguments) or "none but the inputs"
+    return [
         "| | as typed | smallest |",
         "|---|---|---|",
         f"| files | {len(log.sources)} | {written.num_files} |",
@@ -250,9 +257,5 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         f"| tokens, padding included | {log.num_tokens} | {written.num_tokens} |",
         f"| layers | {log.num_layers or 'not known'} | {chosen.spec.actor.num_layers or log.num_layers or 'all'} |",
         f"| processes | {log.num_processes} | {chosen.num_processes} |",
-        f"| options | `{shlex.join(first.arguments) or 'none'}` | `{arguments}` |",
-        "",
-        f"{smaller} `{log.command}` found it in {counted(log.num_runs, 'run')}; "
-        f"the failure came in run {sum(trial.what == 'as typed' for trial in log.trials)} of the replay as typed.",
+        f"| options | `{shlex.join(first.arguments) or 'none'}` | `{smallest}` |",
     ]
-    return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
@@ -29,7 +30,6 @@ from replay.runner.selection import select
 from replay.spec import RunSpec
 
 KEPT_CALLS = 16  # captures in memory
-LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in configs
 AS_TYPED = "as typed"
 
 
@@ -232,7 +232,7 @@ class _Work:
         return found
 
     def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
-        """Replay a candidate, with other inputs than its own or in another place, as no part of the search."""
+        """Replay a candidate outside the search: with other inputs than its own, or in another place."""
         return self._until_it_shows(replace(candidate, cuts=()), inputs, what)
 
     def _until_it_shows(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
@@ -250,7 +250,7 @@ class _Work:
         return found, seen.child
 
     def _seen(self, candidate: Candidate, inputs: Path | None) -> _Seen:
-        """Run one replay, of a parity cell also its reference; without `inputs`, with those that were typed."""
+        """Run one replay, and of a parity cell its reference too; without `inputs`, with those that were typed."""
         number = len(self.log.trials) + 1
         home = self.log.home_of(number)
         self.console.begins(number)
@@ -296,7 +296,7 @@ class _Work:
 def _num_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of layers that a config says; None if it does not."""
     text = config.get("text_config") or {}
-    named = [part[name] for part in (config, text) for name in LAYER_NAMES if isinstance(part.get(name), int)]
+    named = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]
     return named[0] if named else None
 
 

@@ -49,7 +49,7 @@ def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> lis
 
 
 def bisect(fails_not: int, fails: int, shows: Callable[[int], bool]) -> int:
-    """Return the number nearest to `fails_not` that shows the failure, if all beyond it do, as far as `fails`."""
+    """Return the number nearest to `fails_not` that shows the failure, if all from it to `fails` show it."""
     while abs(fails - fails_not) > 1:
         middle = (fails + fails_not) // 2
         if shows(middle):
@@ -100,7 +100,7 @@ class Search:
 
     @property
     def _keeps_rows(self) -> bool:
-        """Are the numbers that differ of all rows and tokens together, so that none can go?"""
+        """Do the numbers that differ come of all rows and tokens together, so that none can be left out?"""
         return self.is_of_numbers and not {*self.failure.quantities} & {*BY_ROW}
 
     def _ranks(self) -> None:
@@ -142,7 +142,7 @@ class Search:
         return self.best.num_processes // (parallel.tp * parallel.ring)
 
     def _place(self) -> int | None:
-        """Return which cut the failing pass is of; None where that is not known."""
+        """Return the place of the cut that the failing pass was fed; None where that is not known."""
         names = [self.shapes[cut.source].name for cut in self.best.cuts]
         if self.failure.source in names:
             return names.index(self.failure.source)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
-from actor_init.as_json import from_json, to_json
+from actor_init.as_json import from_json, json_bytes
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.minimise.candidate import Candidate, Cut
@@ -117,8 +117,7 @@ class MinimiseLog:
 
     def write(self) -> None:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
-        text = json.dumps(to_json(values), indent=1, allow_nan=False)
-        write_atomically(self.folder / FILE, f"{text}\n".encode())
+        write_atomically(self.folder / FILE, json_bytes(values))
 
     @property
     def spec(self) -> RunSpec:

@@ -8,7 +8,6 @@ d is the replay's log-prob minus the rollout's, in nats, of each action token. m
 """
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 
-from actor_init.as_json import to_json
-from actor_init.backends.protocol import open_backend
+from actor_init.as_json import json_bytes
+from actor_init.backends.protocol import Backend, open_backend
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
 from actor_init.spec import Attention, Dtype, UsageError
@@ -103,7 +102,7 @@ def mismatch_in(
             report.show(_header(run, source, world, selection), folder)
             values = {"spec": spec_to_dict(run), "versions": versions(), **report.as_json()}
             for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
-                write_atomically(path, (json.dumps(to_json(values), indent=1) + "\n").encode())
+                write_atomically(path, json_bytes(values))
         world.gather(None)
     return 0
 
@@ -136,26 +135,8 @@ def _replayed(
 ) -> tuple[Cell, list[Tokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
     backend = open_backend(spec.actor, source, world, lambda _: tracker.goes_on())
-    own: list[Tokens] = []
     try:
-        for batch, recorded in batches:
-            tracker.begins(tracker.position.index + 1, batch.origin.source)
-            tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            inputs = inputs_for(batch, spec.actor, source, world)
-            tracker.at(Phase.FORWARD)
-            log_probs_BA = backend.forward(inputs, trains=False)
-            tracker.at(Phase.ENDING)
-            given = ObjectiveInputs(
-                log_probs_BA=log_probs_BA,
-                action_mask_BA=inputs.action_mask_BA,
-                recorded=recorded.to(world.device),
-                num_window_tokens=int(inputs.action_mask_BA.sum()),
-                num_window_passes=1,
-            )
-            try:
-                own.append(tokens_of(given, batch.sequences_BS))
-            except ObjectiveError as error:
-                raise UsageError(str(error)) from error
+        own = [_forward(backend, spec, source, world, tracker, *one) for one in batches]
         attention = str(backend.facts()["attention_kernel"])
     finally:
         backend.close()
@@ -163,10 +144,7 @@ def _replayed(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    by_data_rank: dict[int, list[Tokens]] = {}
-    for data_rank, tokens in world.gather((world.data_rank, own)):
-        by_data_rank.setdefault(data_rank, tokens)
-    everything = [one for data_rank in sorted(by_data_rank) for one in by_data_rank[data_rank]]
+    everything = _of_all_data_ranks(own, world)
     if not sum(len(one.id_N) for one in everything):
         raise UsageError("no row of these inputs has an action token. Try: other inputs")
     cell = Cell(
@@ -180,6 +158,43 @@ def _replayed(
         ),
     )
     return cell, everything
+
+
+def _forward(
+    backend: Backend,
+    spec: RunSpec,
+    source: ModelSource,
+    world: World,
+    tracker: Tracker,
+    batch: MicroBatch,
+    recorded: Recorded,
+) -> Tokens:
+    """Run one forward, and put its log-probs beside the rollout's."""
+    tracker.begins(tracker.position.index + 1, batch.origin.source)
+    tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+    inputs = inputs_for(batch, spec.actor, source, world)
+    tracker.at(Phase.FORWARD)
+    log_probs_BA = backend.forward(inputs, trains=False)
+    tracker.at(Phase.ENDING)
+    given = ObjectiveInputs(
+        log_probs_BA=log_probs_BA,
+        action_mask_BA=inputs.action_mask_BA,
+        recorded=recorded.to(world.device),
+        num_window_tokens=int(inputs.action_mask_BA.sum()),
+        num_window_passes=1,
+    )
+    try:
+        return tokens_of(given, batch.sequences_BS)
+    except ObjectiveError as error:
+        raise UsageError(str(error)) from error
+
+
+def _of_all_data_ranks(own: list[Tokens], world: World) -> list[Tokens]:
+    """Return the micro-batches of each data rank, in their order; ranks that share one have the same."""
+    by_data_rank: dict[int, list[Tokens]] = {}
+    for data_rank, tokens in world.gather((world.data_rank, own)):
+        by_data_rank.setdefault(data_rank, tokens)
+    return [one for data_rank in sorted(by_data_rank) for one in by_data_rank[data_rank]]
 
 
 def _numbered(batches: Sequence[Tokens]) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Objective:
         return needs + ([(names.DIVISOR, "or --divisor X")] if lacks_divisor else [])
 
     def described(self) -> str:
-        """Describe it for the header."""
+        """Describe the objective for the header."""
         match self.loss:
             case LossName.POLICY:
                 return f"policy, {', '.join(self._of_policy())}"

@@ -31,7 +31,7 @@ class RayStates:
     has_folder = False
 
     def check(self) -> None:
-        """Ray Train and the driver have looked at the storage."""
+        """Do nothing: Ray Train and the driver have looked at the storage."""
 
     def latest(self, world: World) -> Path | None:
         return self.begun

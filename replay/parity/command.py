@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import Action, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed, with_options
 from replay.processes.launch import refuse_launcher
+from replay.processes.limits import RunLimits
 
 
 @with_options
@@ -58,7 +58,7 @@ def parity(
     A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
-    limits = {"cell": cell_timeout, "total": time_limit, "at_once": at_once}
+    limits = RunLimits(each=cell_timeout, total=time_limit, at_once=at_once)
     ray = ray_options(launcher, address)
     return partial(_parity, matrix, num_devices, go_on, limits, first_difference, ray, python, given)
 
@@ -67,20 +67,18 @@ def _parity(
     matrix: str | None,
     num_devices: int | None,
     go_on: Path | None,
-    limits_given: dict[str, Any],
+    limits: RunLimits,
     first_difference: bool,
     ray: RayOptions | None,
     python: list[str] | None,
     given: dict[str, Any],
 ) -> int:
     refuse_launcher("parity")
-    own = {"matrix": matrix, "num_devices": num_devices, "python": python}
-    typed = [name for name, value in {**own, **given}.items() if value is not None]
-    if go_on is not None and typed:
-        raise UsageError(f"--continue takes its options from that folder. Leave out --{typed[0].replace('_', '-')}")
+    if go_on is not None:
+        own = {"matrix": matrix, "num_devices": num_devices, "python": python}
+        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
     from replay.parity import runs as work
 
-    limits = work.Limits(**limits_given)
     if go_on is not None:
         return work.go_on(go_on, limits, trace=first_difference, ray=ray)
     return work.begin(

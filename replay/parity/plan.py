@@ -86,7 +86,7 @@ class Here:
 
     @property
     def only(self) -> Setting:
-        """Return values that are the only ones for this model, where a setting does not say others."""
+        """Return the only values that this model has of some options, where a setting does not say others."""
         return {"packing": False} if self.is_custom else {}
 
     def plain(self, dtype: Dtype) -> Setting:
@@ -233,33 +233,15 @@ def _admit(
     """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
     setting = {**here.only, **setting}
     name = here.named(setting, suffix)
-    num_data_ranks = setting.get(DATA, 1)
-    backend = setting.get("backend", common.get("backend", DEFAULT))
-    shared = {
-        parameter: value
-        for parameter, value in common.items()
-        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
-    }
     try:
-        own = {"grad_accumulation": "1", **typed(setting), **(more or {})}
-        num_each = here.num_inputs // num_data_ranks
-        if num_each < 1:
-            raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
-        if num_each < int(own["grad_accumulation"]):
-            raise UsageError(
-                f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
-                f"each, and there are {here.num_inputs}"
-            )
-        always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
-        spec = run_spec({**shared, **own, **always})
-        spec = replace(spec, actor=spec.actor.settled())
+        spec = _spec_of(setting, here, common, more or {})
         _check(spec, num_processes_of(setting), here)
         key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
     except UsageError as error:
         refused[name] = str(error)
         return
     plain = here.named(here.plain(spec.actor.dtype))
-    window = num_data_ranks * spec.actor.num_accumulated
+    window = setting.get(DATA, 1) * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:
         reference = name  # steps on other windows are a different training run
@@ -273,6 +255,29 @@ def _admit(
         group=here.group,
     )
     cells.setdefault(key, cell)
+
+
+def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any]) -> RunSpec:
+    """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
+    num_data_ranks = setting.get(DATA, 1)
+    backend = setting.get("backend", common.get("backend", DEFAULT))
+    shared = {
+        parameter: value
+        for parameter, value in common.items()
+        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
+    }
+    own = {"grad_accumulation": "1", **typed(setting), **more}
+    num_each = here.num_inputs // num_data_ranks
+    if num_each < 1:
+        raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
+    if num_each < int(own["grad_accumulation"]):
+        raise UsageError(
+            f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
+            f"each, and there are {here.num_inputs}"
+        )
+    always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
+    spec = run_spec({**shared, **own, **always})
+    return replace(spec, actor=spec.actor.settled())
 
 
 def _is_served(field: str, backend: str) -> bool:

@@ -1,29 +1,26 @@
 """Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
 
-import math
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, run_spec, toggles
 from replay.parity.console import ParityProgress
-from replay.parity.html import page
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.parity.plan import Here, Plan, Role, in_environments, plan, together
-from replay.parity.results import MatrixJudge, MatrixResult
-from replay.parity.shares import shares_of
-from replay.parity.state import FILE, ParityLog, Row, State
+from replay.parity.report import report
+from replay.parity.results import MatrixJudge
+from replay.parity.state import ParityLog, Row, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
+from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.runlog.reader import PastRun
@@ -38,18 +35,11 @@ NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    cell: float  # seconds
-    total: float | None  # seconds; no cell is started after it
-    at_once: int | None  # processes on each GPU at the same time, or cells on a CPU; None: one cell at a time
-
-
 def begin(
     matrix: str,
     common: Mapping[str, Any],
     num_devices: int | None,
-    limits: Limits,
+    limits: RunLimits,
     *,
     trace: bool,
     ray: RayOptions | None,
@@ -136,7 +126,7 @@ def _of_edges(here: Here, folder: Path) -> Here:
     return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
 
 
-def go_on(folder: Path, limits: Limits, *, trace: bool, ray: RayOptions | None) -> int:
+def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
@@ -190,23 +180,23 @@ def _here(spec: RunSpec, machine: Machine) -> Here:
     )
 
 
-def _work(log: ParityLog, where: Executor, machine: Machine, limits: Limits, *, trace: bool) -> int:
+def _work(log: ParityLog, where: Executor, machine: Machine, limits: RunLimits, *, trace: bool) -> int:
     run, runs_alone = where.runner(log.folder, machine, limits.at_once), where.runs_alone(machine, limits.at_once)
-    until = math.inf if limits.total is None else time.monotonic() + limits.total
+    until = limits.end()
     judge, progress = MatrixJudge(), ParityProgress(log)
     differences: Pairs = []
     interrupted = False
     try:
         with sigterm_interrupts():
             for are_references in (True, False):  # the others depend on the outcome of their references
-                for number, settled in _settle(log, are_references, limits.cell, run, until, runs_alone):
+                for number, settled in _settle(log, are_references, limits.each, run, until, runs_alone):
                     progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
             if trace:
-                differences.extend(Partings(log, limits.cell, run).of(judge.result_of(log.rows)))
+                differences.extend(Partings(log, limits.each, run).of(judge.result_of(log.rows)))
     except KeyboardInterrupt:
         interrupted = True
     result = judge.result_of(log.rows)
-    _report(log, result, differences, progress)
+    report(log, result, differences, progress)
     if interrupted:
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
@@ -253,24 +243,3 @@ def _outcome(child: Child) -> tuple[State, str, Path | None]:
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
         return State.FAILED, str(error) if has_run else child.error, None
-
-
-def _report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
-    log.finished = all(row.state is not State.PENDING for row in log.rows)
-    log.result = {**to_json(result), "first_differences": [text for _, text in differences]}
-    log.write()
-    written, note, picture = [log.folder / FILE], "", None
-    if shares := shares_of(log, result):
-        drawn = log.folder / "parity.svg"
-        try:
-            from replay.compare.plot import draw_parity
-
-            draw_parity(drawn, shares)
-        except ImportError:
-            note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
-        else:
-            written.append(drawn)
-            picture = drawn.read_text(encoding="utf-8")
-    report = log.folder / "parity.html"
-    report.write_text(page(log, result, differences, picture), encoding="utf-8")
-    progress.finish(result, differences, [*written, report], note)

@@ -1,4 +1,4 @@
-"""Other environments: what is installed beside an interpreter, and a replay that runs there.
+"""Tell what is installed in another environment, by its interpreter, and start replays there.
 
 env 2      old/bin/python: python 3.11.7, torch 2.8.0, transformers 4.57.6, deepspeed 0.16.5, micro-replay 0.1.0
 """

@@ -25,7 +25,7 @@ NAMES = tuple(policy.value for policy in Policy)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What of `replay recompiles` was asked for."""
+    """What was asked of `replay recompiles`."""
 
     policies: Sequence[Policy]
     sizes: int | Sequence[int]  # of buckets: how many, or which

@@ -5,12 +5,11 @@
                "net_seconds": 120.3}]}
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes, to_json
 from capture.file_format.atomic_write import write_atomically
 from replay.recompiles.policies import Policy
 
@@ -56,4 +55,4 @@ def write(folder: Path, command: str, num_passes: int, results: Sequence[Result]
     """Write what is known so far."""
     policies = [{**to_json(one), "net_seconds": one.net_seconds(num_passes)} for one in results]
     whole = {"format": FORMAT, "command": command, "num_passes": num_passes, "policies": policies}
-    write_atomically(folder / FILE, f"{json.dumps(whole, indent=1, allow_nan=False)}\n".encode())
+    write_atomically(folder / FILE, json_bytes(whole))

@@ -18,7 +18,7 @@ from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Asked, Policy, actor_under, least_padding
 from replay.recompiles.result import Result, write
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED, RUN_FILE, create_folder, read_log
+from replay.runlog.writer import INTERRUPTED, create_folder, log_below
 from replay.runner.selection import select
 from replay.spec import RunSpec
 
@@ -67,7 +67,7 @@ class _Work:
     rows: Rows | None = None  # known from the first pass that ran
 
     def run(self, policy: Policy) -> Result:
-        """Replay all inputs twice under `policy`. What cannot be, such as lengths that are too short, is its error."""
+        """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
         try:
             sizes = self._sizes() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
@@ -88,15 +88,14 @@ class _Work:
                     self.folder / "runs", command_line(run), num_processes=num_processes, limit=self.asked.limit
                 )
             )
-        folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
-        _, records = read_log(folders[0]) if folders else ({}, [])
+        folder, _, records = log_below(child.logs)
         if self.rows is None and policy is Policy.OFF:
             first = [one for one in records if one.error is None and one.index < len(self.shapes)]
             self.rows = rows_fed((self.shapes[one.index], one.fed_tokens) for one in first) if first else None
-        return _result(policy, actor, records, child, len(self.shapes), str(folders[0]) if folders else "")
+        return _result(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
 
     def _sizes(self) -> list[int]:
-        """Return the lengths of buckets. Raises UsageError if one is asked for that a row is longer than."""
+        """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
         if self.rows is None:
             raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
         lengths = {shape.longest_row(self.rows): shape for shape in self.shapes}

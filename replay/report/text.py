@@ -20,7 +20,13 @@ Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
 
 PHASES = ("forward", "backward", "step")
+MOST_RUNS = 26  # beside each other, as they are called by letters
 _CAPTURE = re.compile(r"actor_inputs_rank(\d+)_\d{8}_(\d{6}_\d{6})(?:_(\d{8}))?\.pkl")
+
+
+def run_letters(number: int) -> list[str]:
+    """Return `A`, `B`, ...: what runs beside each other are called, MOST_RUNS at most."""
+    return [chr(ord("A") + place) for place in range(number)]
 
 
 def engine_text(backend: str, zero_stage: object) -> str:

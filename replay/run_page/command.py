@@ -5,11 +5,11 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.report.printing import open_console, print_pairs
+from replay.report.text import MOST_RUNS
 from replay.run_page.comparing import changes
 from replay.run_page.logs import RunSoFar
 from replay.run_page.page import page
 
-MOST_RUNS = 26  # they are called by letters
 FILE_NAME = "report.html"
 
 

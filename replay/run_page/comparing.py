@@ -8,7 +8,7 @@ from replay.compare.command import first_differences
 from replay.compare.comparable import settings_that_differ
 from replay.compare.differences import compare
 from replay.compare.text import difference_table, partings, remarks, setting_table
-from replay.report.text import Columns, Pairs, gibibytes, milliseconds, short_names
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
 from replay.run_page.logs import RunSoFar
 from replay.runlog.matching import matched
 from replay.runlog.reader import PastRun
@@ -26,7 +26,7 @@ class Change:
 
 def changes(runs: Sequence[RunSoFar]) -> list[Change]:
     """Hold each run against the first. Numbers of runs that did other work are not compared; the reason is said."""
-    return [_change(runs[0], other, chr(ord("A") + number)) for number, other in enumerate(runs[1:], start=1)]
+    return [_change(runs[0], other, name) for other, name in zip(runs[1:], run_letters(len(runs))[1:], strict=True)]
 
 
 def _change(first: RunSoFar, other: RunSoFar, name: str) -> Change:

@@ -12,7 +12,7 @@ from actor_init.spec import UsageError
 from replay.profiling.records import MemoryPeak, Profile
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
-from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, short_names
+from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, run_letters, short_names
 from replay.run_page.comparing import Change
 from replay.run_page.logs import RunSoFar
 from replay.run_page.pictures import Bar, Point, Unit, bars, points
@@ -37,7 +37,7 @@ LINKED = {
 def page(runs: Sequence[RunSoFar], changes: Sequence[Change], beside: Path) -> str:
     """Return the page. `beside` is the folder that it is written into: links are relative to it."""
     title = " and ".join(run.folder.name for run in runs)
-    names = [chr(ord("A") + number) for number in range(len(runs))]
+    names = run_letters(len(runs))
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",

@@ -167,6 +167,12 @@ def replace_run(folder: Path, run: Mapping[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
+def log_below(folder: Path) -> tuple[Path | None, dict[str, Any], list[PassRecord]]:
+    """Read the only run below `folder`: its folder, run.json and records; nothing where it did not get that far."""
+    found = sorted(path.parent for path in folder.glob(f"*/{RUN_FILE}"))
+    return (found[0], *read_log(found[0])) if found else (None, {}, [])
+
+
 def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
     """Read run.json and all ranks' records, by pass and rank. An incomplete last line of a killed run is skipped."""
     run: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))

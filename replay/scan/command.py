@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from actor_init.spec import UsageError
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
 from replay.processes.launch import refuse_launcher
+from replay.processes.limits import RunLimits
 from replay.spec import RunSpec
 
 GROUP_SIZE = 8  # inputs
@@ -47,24 +47,22 @@ def scan(
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
     """
     ray = ray_options(launcher, address)
-    limits = (group_timeout, time_limit, at_once)
+    limits = RunLimits(each=group_timeout, total=time_limit, at_once=at_once)
     if go_on is not None:
-        if typed := [name for name, value in {"group": group, **given}.items() if value is not None]:
-            option = f"--{typed[0].replace('_', '-')}"
-            raise UsageError(f"--continue takes its options from that folder. Leave out {option}")
+        refuse_typed({"group": group, **given}, NOT_WITH_CONTINUE)
         return partial(_go_on, go_on, limits, ray)
     return partial(_scan, run_spec(given), group or GROUP_SIZE, limits, ray)
 
 
-def _scan(spec: RunSpec, size: int, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
+def _scan(spec: RunSpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
     from replay.scan import runs
 
     refuse_launcher("scan")
-    return runs.begin(spec, size, runs.Limits(*limits), ray)
+    return runs.begin(spec, size, limits, ray)
 
 
-def _go_on(folder: Path, limits: tuple[float, float | None, int | None], ray: RayOptions | None) -> int:
+def _go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     from replay.scan import runs
 
     refuse_launcher("scan")
-    return runs.go_on(folder, runs.Limits(*limits), ray)
+    return runs.go_on(folder, limits, ray)

@@ -2,8 +2,7 @@
 
 import math
 import shlex
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line
+from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
-from replay.runlog.writer import INTERRUPTED, RUN_FILE, create_folder, read_log
+from replay.runlog.writer import INTERRUPTED, create_folder, log_below
 from replay.runner.selection import select
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
@@ -21,14 +21,7 @@ from replay.spec import RunSpec
 from replay.verdict.judge import Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    group: float  # seconds
-    total: float | None  # seconds; no group is started after it
-    at_once: int | None  # groups on each GPU, or on a CPU, at the same time; None: one group at a time
-
-
-def begin(spec: RunSpec, size: int, limits: Limits, ray: RayOptions | None) -> int:
+def begin(spec: RunSpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
     """Scan the inputs of `spec` in groups of `size`, and return the exit code.
 
     A gradient is never split: the size is rounded up to whole accumulation windows. Raises UsageError before anything
@@ -62,7 +55,7 @@ def begin(spec: RunSpec, size: int, limits: Limits, ray: RayOptions | None) -> i
         return _work(log, where, limits)
 
 
-def go_on(folder: Path, limits: Limits, ray: RayOptions | None) -> int:
+def go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     """Run the groups of a scan that have not run yet, and report all of them.
 
     Raises UsageError if there is no such scan, or if it was made on another machine.
@@ -74,15 +67,14 @@ def go_on(folder: Path, limits: Limits, ray: RayOptions | None) -> int:
         return _work(log, where, limits)
 
 
-def _work(log: ScanLog, where: Executor, limits: Limits) -> int:
+def _work(log: ScanLog, where: Executor, limits: RunLimits) -> int:
     console = ScanConsole(log)
-    until = math.inf if limits.total is None else time.monotonic() + limits.total
     run = where.runner(log.folder, log.machine, limits.at_once)
-    tasks = ((number, _task(log, number, group, limits.group)) for number, group in log.pending())
+    tasks = ((number, _task(log, number, group, limits.each)) for number, group in log.pending())
     interrupted = False
     try:
         with sigterm_interrupts():
-            for number, child in run(tasks, until=until):
+            for number, child in run(tasks, until=limits.end()):
                 group = log.settle(number, seconds=child.seconds, **_outcome(log, child))
                 console.ended(group, run.num_running)
     except KeyboardInterrupt:
@@ -107,9 +99,8 @@ def _task(log: ScanLog, number: int, group: Group, limit: float) -> Task:
 
 def _outcome(log: ScanLog, child: Child) -> dict[str, Any]:
     """Return what became of a group. A damaged file is no fault of the groups that come upon it."""
-    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
-    run, records = read_log(folders[0]) if folders else ({}, [])
-    place = {"log": str(folders[0].relative_to(log.folder))} if folders else {}
+    folder, run, records = log_below(child.logs)
+    place = {"log": str(folder.relative_to(log.folder))} if folder is not None else {}
     if failed := [record for record in records if record.error is not None]:
         first = failed[0]
         more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.as_json import from_json, to_json
+from actor_init.as_json import from_json, json_bytes
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.option_parsing import spec_from_dict, spec_to_dict
@@ -84,7 +84,7 @@ class ScanLog:
             damaged=self.damaged,
             groups=self.groups,
         )
-        write_atomically(self.folder / FILE, f"{json.dumps(to_json(file), indent=1, allow_nan=False)}\n".encode())
+        write_atomically(self.folder / FILE, json_bytes(file))
 
     def pending(self) -> Iterator[tuple[int, Group]]:
         return ((number, group) for number, group in enumerate(self.groups) if group.state is State.PENDING)

@@ -94,26 +94,11 @@ def suite(
     """
     ray = ray_options(launcher, address)
     if go_on is not None or resume_from is not None:
-        option = "--continue" if resume_from is None else "--resume-from"
         if go_on is not None and resume_from is not None:
             raise UsageError("--continue and --resume-from exclude each other. Give one of the two")
-        where = ["go_on", "resume_from", "launcher", "address", "plot"]
-        where += ["storage", "log_folder"] if resume_from is not None else []
-        typed = [name for name in context.params if _is_typed(context, name) and name not in where]
-        if typed:
-            other = f"--{typed[0].replace('_', '-')}"
-            raise UsageError(
-                f"{option} takes its options from the suite that was begun. Try: replay suite, with {other}"
-            )
+        _refuse_options_of_the_suite(context, resumes=resume_from is not None)
         return partial(_continue_suite, go_on, resume_from, log_folder, storage, ray, plot)
-    if not save_state:
-        for other, value in (("--save-every", save_every), ("--storage", storage)):
-            if value is not None:
-                raise UsageError(f"{other} is for the states of --save-state. Try: --save-state {other} {value}")
-    elif storage is None and ray is not None and ray.address is not None:
-        raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
-    elif storage is not None and ray is None and "://" in storage:
-        raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
+    _check_storage(storage, save_every, ray, saves=save_state)
     if save_init_weights and init_weights is not None:
         raise UsageError("--init-weights and --save-init-weights exclude each other. Give one of the two")
     if skip and only:
@@ -141,6 +126,28 @@ def suite(
         storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
     )
     return partial(_suite, spec, log_folder, ray, plot)
+
+
+def _refuse_options_of_the_suite(context: typer.Context, *, resumes: bool) -> None:
+    """Raise UsageError for an option that --continue, or --resume-from, takes from the suite that was begun."""
+    option = "--resume-from" if resumes else "--continue"
+    allowed = ["go_on", "resume_from", "launcher", "address", "plot", *(["storage", "log_folder"] if resumes else [])]
+    typed = [name for name in context.params if _is_typed(context, name) and name not in allowed]
+    if typed:
+        other = f"--{typed[0].replace('_', '-')}"
+        raise UsageError(f"{option} takes its options from the suite that was begun. Try: replay suite, with {other}")
+
+
+def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions | None, *, saves: bool) -> None:
+    """Raise UsageError for a storage, or for numbers of steps, where no state is saved or none can be saved there."""
+    if not saves:
+        for other, value in (("--save-every", save_every), ("--storage", storage)):
+            if value is not None:
+                raise UsageError(f"{other} is for the states of --save-state. Try: --save-state {other} {value}")
+    elif storage is None and ray is not None and ray.address is not None:
+        raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
+    elif storage is not None and ray is None and "://" in storage:
+        raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.as_json import from_json, parse_json, to_json
+from actor_init.as_json import from_json, json_bytes, parse_json, to_json
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
@@ -98,8 +98,7 @@ class Suite:
             "inputs_a_step": self.inputs_a_step,
             "configurations": results,
         }
-        text = json.dumps(to_json(whole), indent=2, allow_nan=False)
-        self._write_file(self.folder / SUITE_FILE, f"{text}\n".encode())
+        self._write_file(self.folder / SUITE_FILE, json_bytes(whole, indent=2))
 
     def curve(self, name: str) -> Curve | None:
         """Return the curve of a finished configuration, else None."""

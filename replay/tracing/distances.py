@@ -128,7 +128,7 @@ def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
 
 
 def _share_that_differs(a: Table, b: Table, column: int) -> tuple[float, int]:
-    """Return the share of tokens that differ, and the first. One that a run alone has differs in the first column."""
+    """Return the share of tokens that differ, and the first. Tokens of one run alone count in the first column."""
     is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
     differ_T = a.values_TK[is_in_a, column] != b.values_TK[is_in_b, column]
     places = a.places_T[is_in_a][differ_T]

@@ -70,7 +70,7 @@ class TracedRun:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises UsageError for a run that was not traced, or whose log or trace cannot be used."""
+        """Read a traced run. Raises UsageError if it was not traced, or its log or trace cannot be used."""
         run = PastRun.read(path)
         if not run.spec.measure.trace:
             raise UsageError(f"{run.folder} was not traced. Try: {run.command} --trace")

@@ -1,4 +1,4 @@
-"""The files of a traced run, beside its log: sketches, never code.
+"""Write and read the files of a traced run, beside its log: sketches, never code.
 
     trace/parameters.safetensors          by rank 0 before the first pass: a sketch of every parameter
     trace/pass000003-rank1.safetensors    by each rank after each pass: what it fed, and of every traced tensor a row
@@ -78,7 +78,7 @@ def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What a file's metadata says of it. Those with defaults are said of a pass, not of parameters."""
+    """What a file's metadata says of it. Fields with defaults are those of a pass, and not of parameters."""
 
     order: list[str]
     blocks: str
@@ -98,7 +98,7 @@ class TraceFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises UsageError for what is not there, damaged, or of another format."""
+        """Open a file. Raises UsageError if it is not there, damaged, or of another format."""
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})["trace"])
@@ -113,7 +113,7 @@ class TraceFile:
             raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again, with --trace") from error
 
     def tensor(self, key: Key | str) -> "Tensor":
-        """Raises UsageError where the file is damaged."""
+        """Read one tensor. Raises UsageError where the file is damaged."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(str(key))

@@ -1,8 +1,9 @@
 """Hold the gradient of a job's optimizer step against that of a replay's window: norm, elements, missing gradients."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.report.text import counted
@@ -16,7 +17,7 @@ from replay.verdict.findings import (
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded, inner_names
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
 from replay.verdict.tolerances import LEAST_RMS, SAME_SHARES, difference_of_norms
@@ -156,7 +157,7 @@ def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | No
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and job_weights(window) is None:
         by_tokens = [one.recorded.num_tokens for one in window]
-        if not sum(by_tokens) or _apart(_as_shares(by_tokens), _equal(window)) > SAME_SHARES:
+        if not sum(by_tokens) or _largest_difference(_as_shares(by_tokens), _equal_weights(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
     return None
 
@@ -167,10 +168,10 @@ def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], her
     if weights is None:
         return None
     there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
-    if _apart(there, ours) <= SAME_SHARES:
+    if _largest_difference(there, ours) <= SAME_SHARES:
         return None
     norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
-    if _apart(there, _equal(window)) <= SAME_SHARES:
+    if _largest_difference(there, _equal_weights(window)) <= SAME_SHARES:
         why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
     else:
         why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
@@ -182,7 +183,7 @@ def _as_shares(weights: Sequence[float]) -> list[float]:
     return [one / total for one in weights] if total else list(weights)
 
 
-def _equal(window: Sequence[Member]) -> list[float]:
+def _equal_weights(window: Sequence[Member]) -> list[float]:
     return [1 / len(window)] * len(window)
 
 
@@ -204,7 +205,7 @@ def job_weights(window: Sequence[Member]) -> list[float] | None:
     return weights
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
@@ -287,50 +288,37 @@ def _elements(
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    findings = []
-    for step in steps:
-        for sample in step.gradients.samples if step.gradients is not None else ():
-            name = _own(sample.name, gradient.norms)
-            here = gradient.values.get((name, sample.start)) if name is not None else None
-            if name is None or here is None or len(here) != len(sample.values) or not here:
-                continue
-            scale = scale_of(gradient, name)
-            worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
-            apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
-            where = f"{name}, element {sample.start + worst}"
-            findings.append(
-                finding(
-                    GRADIENT,
-                    sample.values[worst],
-                    here[worst],
-                    difference=apart,
-                    bound=bound,
-                    doubt=doubt,
-                    where=where,
-                    counts=True,
-                )
-            )
-        for job_name in step.without_gradient:
-            name = _own(job_name, gradient.norms)
-            if name is None:
-                continue
-            rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
-            is_there = rms >= scale_of(gradient, name) > 0
-            findings.append(
-                finding(
-                    GRADIENT,
-                    0.0,
-                    rms,
-                    difference=1.0 if is_there else 0.0,
-                    bound=bound,
-                    doubt=doubt,
-                    where=f"{name}, which has no gradient in the job",
-                    counts=True,
-                )
-            )
+    make = partial(finding, GRADIENT, bound=bound, doubt=doubt, counts=True)
+    findings = [one for step in steps for one in (*_of_samples(step, gradient, make), *_of_none(step, gradient, make))]
     if not findings:
         return []
     return [replace(max(findings, key=lambda one: one.share), num_values=len(findings))]
+
+
+def _of_samples(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
+    """Judge the farthest element of each sample of a step."""
+    for sample in step.gradients.samples if step.gradients is not None else ():
+        name = _own(sample.name, gradient.norms)
+        here = gradient.values.get((name, sample.start)) if name is not None else None
+        if name is None or here is None or len(here) != len(sample.values) or not here:
+            continue
+        scale = scale_of(gradient, name)
+        worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
+        apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
+        where = f"{name}, element {sample.start + worst}"
+        yield make(sample.values[worst], here[worst], difference=apart, where=where)
+
+
+def _of_none(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
+    """Judge the replay's gradient of each parameter that had none in the job's step."""
+    for job_name in step.without_gradient:
+        name = _own(job_name, gradient.norms)
+        if name is None:
+            continue
+        rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
+        is_there = rms >= scale_of(gradient, name) > 0
+        where = f"{name}, which has no gradient in the job"
+        yield make(0.0, rms, difference=1.0 if is_there else 0.0, where=where)
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
@@ -340,9 +328,8 @@ def scale_of(gradient: GradientSamples, name: str) -> float:
 
 
 def _own(job_name: str, names: Mapping[str, float]) -> str | None:
-    """Find the replay's name of a parameter. The job may have had the model inside others, with longer names."""
-    parts = job_name.split(".")
-    return next((name for begin in range(len(parts)) if (name := ".".join(parts[begin:])) in names), None)
+    """Find the replay's name of a parameter."""
+    return next((name for name in inner_names(job_name) if name in names), None)
 
 
 def _distance(there: float, here: float) -> float:

@@ -5,7 +5,7 @@ the file, such as the objective of a loss that the loop computed, is the claim's
 something, and different ones prove nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,12 @@ TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer 
 WEIGHTING = "weighting of passes"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+
+
+def inner_names(job_name: str) -> Iterator[str]:
+    """Return the names that a parameter of the job may have here: the job may have had the model inside others."""
+    parts = job_name.split(".")
+    return (".".join(parts[begin:]) for begin in range(len(parts)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,21 +75,7 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
     weights = _weights([(record, recorded) for record, recorded, _ in known])
     if setting.steps is not None:
         weights = _after_steps(weights, members, grouped, setting)
-    same_masks: set[int] = set()
-    for _ in range(2 if setting.dropout else 1):  # again, once it is known whether masks are the job's anywhere
-        judged = [
-            _verdict_on(
-                one.record,
-                _outcome(one.findings, one, weights[id(one.recorded)], setting, has_masks=bool(same_masks)),
-                one.findings,
-            )
-            for one in members
-        ]
-        same_masks |= {
-            id(one.recorded)
-            for one, verdict in zip(members, judged, strict=True)
-            if verdict.outcome is Outcome.REPRODUCED and one.recorded.trains
-        }
+    judged, same_masks = _of_passes(members, weights, setting)
     judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
     windows = [
         one
@@ -120,6 +106,29 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
         passes=judged,
         windows=windows,
     )
+
+
+def _of_passes(
+    members: Sequence[Member], weights: Mapping[int, WeightComparison], setting: Setting
+) -> tuple[list[PassVerdict], Set[int]]:
+    """Judge each pass, and name by id the recorded ones whose dropout masks are the job's, as their numbers are."""
+    judged: list[PassVerdict] = []
+    same_masks: set[int] = set()
+    for _ in range(2 if setting.dropout else 1):  # again, once it is known whether masks are the job's anywhere
+        judged = [
+            _verdict_on(
+                one.record,
+                _outcome(one.findings, one, weights[id(one.recorded)], setting, has_masks=bool(same_masks)),
+                one.findings,
+            )
+            for one in members
+        ]
+        same_masks |= {
+            id(one.recorded)
+            for one, verdict in zip(members, judged, strict=True)
+            if verdict.outcome is Outcome.REPRODUCED and one.recorded.trains
+        }
+    return judged, same_masks
 
 
 def _none_judged(windows: Sequence[PassVerdict]) -> list[PassVerdict] | None:

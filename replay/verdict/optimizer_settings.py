@@ -9,7 +9,6 @@ from capture.file_format.optimizer_step import OptimizerStep
 
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
-NOT_A_SETTING = ("num_parameters", "initial_lr", "fused", "foreach", "capturable", "differentiable", "bias_correction")
 OFF = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "momentum": 0}  # torch's defaults
 
 

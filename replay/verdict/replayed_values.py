@@ -73,7 +73,7 @@ def sampled_log_probs(
 def gradient_samples(
     gradients: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Sequence[Sample]]
 ) -> GradientSamples:
-    """`gradients` as a backend gives them, whole; `wanted` by the name that the parameter has in the replay.
+    """Take norms, sizes and the wanted samples of `gradients`, which are whole; `wanted` has the replay's names.
 
     For all ranks to call, since a backend gathers each gradient.
     """

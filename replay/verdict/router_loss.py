@@ -1,6 +1,6 @@
-"""A mixture of experts may add its routers' auxiliary loss to the loss that it returns; the replay computes none.
+"""Doubt the loss of a mixture of experts to which the model added its routers' loss: the replay computes none.
 
-transformers does where labels are given and `output_router_logits` is asked for, by the call or by the config.
+transformers adds it where labels are given and `output_router_logits` is asked for, by the call or by the config.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute
 
 
 def without_router_loss(recorded: Recorded, call: Call, config: PretrainedConfig) -> Recorded:
-    """`recorded`, its loss and gradient norm doubted if the job's model added that loss to its own."""
+    """Return `recorded`, its loss and gradient norm doubted if the job's model added that loss to its own."""
     if not adds_router_loss(call, config):
         return recorded
     return replace(recorded, claims=[_doubted(claim) for claim in recorded.claims])

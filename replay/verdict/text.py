@@ -17,7 +17,7 @@ SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
 
 
 def verdict_lines(verdict: Verdict) -> Pairs:
-    lines: Pairs = [("verdict", f"{verdict.outcome}: {_explained(verdict)}")]
+    lines: Pairs = [("verdict", f"{verdict.outcome}: {_outcome_text(verdict)}")]
     lines += [("not judged", _open_line(one)) for one in verdict.open]
     if verdict.weights is not None and verdict.weights.num_parameters:
         others = next((f" (pass {one.index + 1})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), "")
@@ -44,7 +44,7 @@ def weights_line(weights: WeightComparison) -> str:
     )
 
 
-def _explained(verdict: Verdict) -> str:
+def _outcome_text(verdict: Verdict) -> str:
     num_passes = sum(verdict.counts.values())
     share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
     if num_windows := sum(verdict.window_counts.values()):
@@ -58,16 +58,16 @@ def _explained(verdict: Verdict) -> str:
         case Outcome.CANNOT_TELL:
             return str(verdict.reason)
         case Outcome.REPRODUCED:
-            return f"{share}; {_largest(verdict)}; computed in {_dtypes(verdict)}"
+            return f"{share}; {_worst_text(verdict)}; computed in {_dtypes(verdict)}"
         case _:
             first = verdict.first
             assert first is not None
             wrong = max(first.findings, key=lambda one: SEVERITY.index(one.status))
             why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
-            return f"{_place(first, wrong)}: {_apart(wrong)}{why}; {share}; computed in {_dtypes(verdict)}"
+            return f"{_place(first, wrong)}: {_difference_text(wrong)}{why}; {share}; computed in {_dtypes(verdict)}"
 
 
-def _largest(verdict: Verdict) -> str:
+def _worst_text(verdict: Verdict) -> str:
     return ", ".join(f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst)
 
 
@@ -79,7 +79,7 @@ def _place(first: PassVerdict, wrong: Finding) -> str:
     return f"{name} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
 
 
-def _apart(finding: Finding) -> str:
+def _difference_text(finding: Finding) -> str:
     if finding.said is not None:
         return finding.said
     if finding.difference is None or finding.bound is None:

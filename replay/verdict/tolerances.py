@@ -1,4 +1,4 @@
-"""How far a replay's numbers may be from the job's: every tolerance of the verdict. docs/tolerances.md explains each.
+"""Hold every tolerance of the verdict: how far a replay's numbers may be from the job's (docs/tolerances.md).
 
 A difference is relative to the recorded number, and absolute where that is below 1; a gradient norm's is always
 relative. With the unit roundoff u of the coarser dtype, L layers and N tokens, the formulas are
@@ -88,7 +88,7 @@ def bound_of_rms(floor: Floor) -> float:
 
 
 def difference(recorded: float, replayed: float) -> float:
-    """Relative to the recorded number, or to 1 where that is smaller; nan beside nan is no difference."""
+    """Return the difference, relative to the recorded number, or to 1 where that is smaller; 0 for nan beside nan."""
     if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
         return 0.0
     if not (math.isfinite(recorded) and math.isfinite(replayed)):
@@ -97,7 +97,7 @@ def difference(recorded: float, replayed: float) -> float:
 
 
 def difference_of_norms(there: float, here: float) -> float:
-    """Relative to the recorded norm, however small."""
+    """Return the difference, relative to the recorded norm, however small."""
     if there == here or (math.isnan(there) and math.isnan(here)):
         return 0.0
     if not (math.isfinite(there) and math.isfinite(here)) or not there:

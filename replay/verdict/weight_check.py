@@ -12,7 +12,7 @@ from torch import Tensor
 from actor_init.model import ModelSource, parameter_shapes
 from capture.file_format.parameter_samples import ParameterSamples, Sample
 from replay.report.text import counted
-from replay.verdict.job_values import OtherValue, WeightComparison
+from replay.verdict.job_values import OtherValue, WeightComparison, inner_names
 from replay.verdict.tolerances import equal_but_for_dtype
 
 
@@ -60,12 +60,8 @@ class SameWeights:
         return {name: sample for name, sample in named.items() if name is not None}
 
     def _own_name(self, sample: Sample) -> str | None:
-        """Find this model's name of a parameter. The job may have had the model inside others, with longer names."""
-        parts = sample.name.split(".")
-        for begin in range(len(parts)):
-            if self._shapes.get(name := ".".join(parts[begin:])) == sample.shape:
-                return name
-        return None
+        """Find this model's name of a parameter."""
+        return next((name for name in inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
 
     def _doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
         if fingerprint.left_out:

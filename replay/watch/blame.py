@@ -8,7 +8,7 @@ replay: the run ends; finished passes and rank<k>.stack.txt are in logs/20260301
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from replay.watch.progress import Phase, Position
 
@@ -51,6 +51,15 @@ class Blame:
     reason: str
 
 
+class SeenRank(Protocol):
+    """What rules read of a rank, be it of a run that is watched or of a job that left incidents."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def collectives(self) -> Mapping[str, int]: ...
+
+
 def who_did_not_arrive(sightings: Sequence[Sighting]) -> Blame:
     """Find the ranks that the others wait for, by the first of these rules that sets some ranks apart from the others.
 
@@ -79,16 +88,16 @@ def who_did_not_arrive(sightings: Sequence[Sighting]) -> Blame:
     )
 
 
-def _apart(sightings: Sequence[Sighting], apart: Sequence[Sighting], reason: str) -> Blame | None:
-    """Return a verdict if `apart` are some of the ranks and not all."""
-    if not apart or len(apart) == len(sightings):
+def blame_some(seen: Sequence[SeenRank], named: Sequence[SeenRank], reason: str) -> Blame | None:
+    """Return a blame if `named` are some of the ranks and not all."""
+    if not named or len(named) == len(seen):
         return None
-    return Blame(ranks=tuple(s.rank for s in apart), reason=reason)
+    return Blame(ranks=tuple(one.rank for one in named), reason=reason)
 
 
 def _silent(sightings: Sequence[Sighting]) -> Blame | None:
     silent = [s for s in sightings if not s.answers]
-    return _apart(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
+    return blame_some(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
 
 
 def _ran_out(sightings: Sequence[Sighting]) -> Blame | None:
@@ -96,7 +105,7 @@ def _ran_out(sightings: Sequence[Sighting]) -> Blame | None:
     out = [s for s in sightings if s.at.phase is Phase.OUT_OF_INPUTS and s.at.index <= furthest]
     has = "it has" if len(out) == 1 else "they have"
     numbers = ", ".join(str(s.at.index) for s in out)
-    return _apart(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
+    return blame_some(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
 
 
 def _behind(sightings: Sequence[Sighting]) -> Blame | None:
@@ -107,40 +116,43 @@ def _behind(sightings: Sequence[Sighting]) -> Blame | None:
         return None
     where = ahead[0].at.phase
     if outside := [s for s in behind if not s.in_collective]:
-        return _apart(sightings, outside, f"it has not reached the phase of the others ({where})")
+        return blame_some(sightings, outside, f"it has not reached the phase of the others ({where})")
     if len(behind) > len(ahead):
-        return _apart(sightings, ahead, "it is in a later phase and went past the collective in which the others wait")
+        return blame_some(
+            sightings, ahead, "it is in a later phase and went past the collective in which the others wait"
+        )
     reason = f"it waits in a collective of its own, before the phase of the others ({where})"
-    return _apart(sightings, behind, f"{reason}: the ranks reach different collectives")
+    return blame_some(sightings, behind, f"{reason}: the ranks reach different collectives")
 
 
 def _more(sightings: Sequence[Sighting]) -> Blame | None:
     failed = any(s.collective_failed for s in sightings)
     more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device or failed)]
-    return _apart(sightings, more, "it entered a collective of its own: more of them than any pass before this one")
+    return blame_some(sightings, more, "it entered a collective of its own: more of them than any pass before this one")
 
 
 def _fewest(sightings: Sequence[Sighting]) -> Blame | None:
+    return blame_fewest(sightings, "it entered fewer collectives than the others, who wait in one")
+
+
+def blame_fewest(seen: Sequence[SeenRank], reason: str) -> Blame | None:
+    """Blame the ranks that entered fewer collectives of a group than its others, if all groups agree on who it is."""
     laggards: set[tuple[int, ...]] = set()
-    for group in {group for s in sightings for group in s.collectives}:
-        members = [s for s in sightings if group in s.collectives]
-        fewest = min(s.collectives[group] for s in members)
-        fewer = tuple(s.rank for s in members if s.collectives[group] == fewest)
+    for group in {group for one in seen for group in one.collectives}:
+        members = [one for one in seen if group in one.collectives]
+        fewest = min(one.collectives[group] for one in members)
+        fewer = tuple(one.rank for one in members if one.collectives[group] == fewest)
         if len(fewer) < len(members):
             laggards.add(fewer)
     if len(laggards) != 1:
         return None
     named = laggards.pop()
-    return _apart(
-        sightings,
-        [s for s in sightings if s.rank in named],
-        "it entered fewer collectives than the others, who wait in one",
-    )
+    return blame_some(seen, [one for one in seen if one.rank in named], reason)
 
 
 def _outside(sightings: Sequence[Sighting]) -> Blame | None:
     outside = [s for s in sightings if not s.in_collective]
-    return _apart(sightings, outside, "the other ranks stand in a collective, and it does not")
+    return blame_some(sightings, outside, "the other ranks stand in a collective, and it does not")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

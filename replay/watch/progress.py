@@ -5,7 +5,6 @@ The position is also kept in `rank<k>.position.json`, mapped into memory, so it 
 
 import json
 import mmap
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -88,7 +87,6 @@ class Tracker:
         self._most: dict[Way, Counter[str]] = {}  # and of the passes before
         self.num_borders = 0
         self.num_parts_done = 0  # within phases
-        self.since = time.monotonic()
         self._path = position_file(folder, rank)
         self._path.write_bytes(b" " * WIDTH)
         with self._path.open("r+b") as file:
@@ -139,7 +137,6 @@ class Tracker:
         self.position = position
         self._way = self._way[0], (*self._way[1], position.phase)
         self.num_borders += 1
-        self.since = time.monotonic()
         self._shared[:] = json.dumps({name: getattr(position, name) for name in FIELDS}).encode().ljust(WIDTH)[:WIDTH]
 
 

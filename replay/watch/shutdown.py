@@ -23,7 +23,7 @@ class Ending:
     """Ends one rank when a run breaks off, by os._exit: closing a process group would wait for others."""
 
     def __init__(self, world: World, folder: Path, stacks: StackFile, peers: Peers) -> None:
-        """Every rank calls this together."""
+        """Tell all ranks this one's host and process; every rank calls this together."""
         self.world = world
         self.folder = folder
         self.stacks = stacks

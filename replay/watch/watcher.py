@@ -76,7 +76,7 @@ class Watch:
     """One rank's view of all ranks. The main thread moves `tracker` and calls `meet`, `stop_all` and `leave`."""
 
     def __init__(self, world: World, folder: Path, timeout: float) -> None:
-        """Every rank calls this together."""
+        """Connect this rank to all others; every rank calls this together."""
         self.world = world
         self.folder = folder
         self.timeout = timeout
@@ -137,9 +137,9 @@ class Watch:
                 self._stacks.still_here(self.timeout + HELD_SECONDS)
                 for rank, message in self._peers.receive(TICK_SECONDS):
                     if rank is None:
-                        self._rung(message)
+                        self._hear_bell(message)
                     elif isinstance(message, dict):
-                        self._heard(rank, message)
+                        self._hear(rank, message)
                     elif rank not in self._left and not self._closing:
                         self._lost(rank)
                 if not self._closing:
@@ -148,13 +148,13 @@ class Watch:
             traceback.print_exc()
             os._exit(1)
 
-    def _rung(self, byte: Any) -> None:
+    def _hear_bell(self, byte: Any) -> None:
         if byte == signal.SIGTERM:
             self._terminated.add(self.world.rank)
             self._peers.send({"kind": "terminated"})
             self._begin_grace()
 
-    def _heard(self, rank: int, message: Message) -> None:
+    def _hear(self, rank: int, message: Message) -> None:
         match message["kind"]:
             case "ask":
                 self._peers.send({"kind": "seen", "seen": to_json(self._own_sighting())}, to=rank)

@@ -1,6 +1,6 @@
 """Measure a few inputs in an ordinary replay, in processes of its own: what it wrote counts, however it ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from replay.option_parsing import command_line
 from replay.processes.pool import Task, run_child
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
-from replay.runlog.writer import RUN_FILE, read_log
+from replay.runlog.writer import log_below
 from replay.spec import Order, RunSpec
 from replay.worst.predicting import Cost
 
@@ -52,14 +52,10 @@ def measure(
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
     child = run_child(Task.attempt(home, command_line(run), num_processes=num_processes, limit=limit))
-    folders = [path.parent for path in child.logs.glob(f"*/{RUN_FILE}")]
-    facts, records = read_log(folders[0]) if folders else ({}, [])
-    passes: dict[int, list[PassRecord]] = {}
-    for record in records:
-        passes.setdefault(record.index, []).append(record)
+    folder, facts, records = log_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
-    for index, ranks in sorted(passes.items()):
-        if (index + 1) % window == 0 and len(ranks) == num_processes and all(one.error is None for one in ranks):
+    for index, ranks in _whole_passes(records, num_processes):
+        if (index + 1) % window == 0:
             counting.setdefault(index // num_repeats, []).append(ranks)
     failed: dict[int, str] = {}
     for record in records:
@@ -72,8 +68,18 @@ def measure(
         failed=failed,
         overhead=_overhead(records),
         ended="" if is_whole else child.error or f"no end in its log, see {child.output}",
-        log=str(folders[0]) if folders else "",
+        log=str(folder) if folder is not None else "",
     )
+
+
+def _whole_passes(records: Sequence[PassRecord], num_ranks: int) -> Iterator[tuple[int, list[PassRecord]]]:
+    """Yield the passes that all ranks made without an error: index and records, in order."""
+    passes: dict[int, list[PassRecord]] = {}
+    for record in records:
+        passes.setdefault(record.index, []).append(record)
+    for index, ranks in sorted(passes.items()):
+        if len(ranks) == num_ranks and all(one.error is None for one in ranks):
+            yield index, ranks
 
 
 def _cost(repeated: Sequence[Sequence[PassRecord]]) -> Cost:

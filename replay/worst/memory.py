@@ -1,4 +1,4 @@
-"""Ask how much memory a new process gets on this machine's device, and what is kept there whatever a pass holds."""
+"""Ask how much memory a new process gets on this machine's device."""
 
 import json
 import subprocess

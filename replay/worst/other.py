@@ -10,7 +10,7 @@ EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Other:
-    """Another configuration. `actor` is the whole of it, and `alone` what of it one rank can run: to be measured."""
+    """Another configuration: `actor` is all of it, `alone` is what one rank can run of it, to be measured."""
 
     text: str
     actor: ActorSpec

@@ -42,7 +42,7 @@ class Bounds:
     most: Cost
 
     def nearest(self, measured: Cost) -> Cost:
-        """Return what of the predicted is nearest to what was measured."""
+        """Return the prediction that is nearest to what was measured."""
         return Cost(
             seconds={name: self._within("seconds", name, value) for name, value in measured.seconds.items()},
             peaks={name: self._within("peaks", name, value) for name, value in measured.peaks.items()},
@@ -94,7 +94,7 @@ class OtherModel:
         return alone - shared * (1 - 1 / self.other.ranks)
 
     def _less(self, peaks: Mapping[str, float], share: float, held: HeldBytes) -> dict[str, float]:
-        """Return the peaks less that share of what is held."""
+        """Return the peaks without that share of what is held."""
         before, later = (self.num_parameters * held(gradients=with_them) for with_them in (self.accumulates, True))
         return {name: peak - share * (before if name == "forward" else later) for name, peak in peaks.items()}
 
@@ -102,7 +102,7 @@ class OtherModel:
 def predict_other(
     other: Other, spec: RunSpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
 ) -> OtherModel:
-    """Measure what one rank can of another configuration, and return what predicts the rest.
+    """Measure as much of another configuration as one rank can run, and return what predicts its passes.
 
     base         measured with the actor of `spec`
     accumulates  passes begin with a gradient
@@ -135,7 +135,7 @@ def num_layers_of(spec: RunSpec) -> int:
 
 
 def _extrapolated(one: Measured, other: Measured, share: float) -> Measured:
-    """Return what lies on the line from one cost to the other, so many times their distance from the first."""
+    """Return the cost on the line from one to the other, so many times their distance from the first."""
     seconds, peaks = (
         {name: before[name] + share * (after[name] - before[name]) for name in before}
         for before, after in ((one.cost.seconds, other.cost.seconds), (one.cost.peaks, other.cost.peaks))

@@ -14,7 +14,7 @@ LEAST_FOR_HOLDING_OUT = 6  # measured inputs of a kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Seconds and peak bytes of a pass by phase, on the rank where each is most."""
+    """Seconds and peak bytes of a pass by phase, each on the rank where it is the largest."""
 
     seconds: Mapping[str, float]
     peaks: Mapping[str, float]
@@ -54,7 +54,7 @@ class Predictor:
         )
 
     def cost(self, shape: Shape, *, ring: int = 1) -> Cost:
-        """Predict the cost of a pass; with `ring`, of one of so many ranks that share its row."""
+        """Predict the cost of a pass; with `ring`, on each of so many ranks that share its row."""
         constant, *counts = terms_of(shape, self.rows)
         terms = [constant, *(count / ring for count in counts)]
         return Cost(

@@ -108,7 +108,7 @@ class _Work:
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
         if self.settings.checks:
-            is_fine &= self._check(ranked, model, measured)
+            is_fine &= self._check(ranked, measured)
         for other in others:
             is_fine &= self._other(other, measured, [one.shape for one in measured], room)
         self.console.finish(self.log.folder)
@@ -132,7 +132,7 @@ class _Work:
             window=self.selection.grad_accumulation,
         )
 
-    def _check(self, ranked: Sequence[Ranked], model: Model, measured: Sequence[Measured]) -> bool:
+    def _check(self, ranked: Sequence[Ranked], measured: Sequence[Measured]) -> bool:
         """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
         done = {one.shape.number for one in measured}
         chosen = _to_check([one for one in ranked if one.shape.number not in done])

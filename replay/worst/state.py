@@ -1,4 +1,4 @@
-"""Write what `replay worst` knows into `logs/<time>-worst/worst.json`, whenever it knows more.
+"""Keep what `replay worst` knows in `logs/<time>-worst/worst.json`, written whenever it knows more.
 
 {"format": 1, "command": "replay worst --inputs inputs/my-run", "rows": "packed", "memory": {...},
  "measured": [{"number": 4, "source": "a.pkl", "seconds": {"forward": 0.01}, "peaks": {"forward": 1000}}],
@@ -7,11 +7,10 @@
 Seconds and bytes. `ranking` holds all inputs, the slowest first.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from actor_init.as_json import to_json
+from actor_init.as_json import json_bytes, to_json
 from capture.file_format.atomic_write import write_atomically
 
 FORMAT = 1
@@ -30,5 +29,4 @@ class WorstLog:
 
     def add(self, **known: Any) -> None:
         self._known |= {name: to_json(value) for name, value in known.items()}
-        text = json.dumps(self._known, indent=1, allow_nan=False)
-        write_atomically(self.folder / FILE, f"{text}\n".encode())
+        write_atomically(self.folder / FILE, json_bytes(self._known))

@@ -22,13 +22,13 @@ from actor_init.actor import action_log_probs
 from actor_init.adapters import add_adapter, trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse
+from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, Kernels, OptimizerName
+from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -64,7 +64,7 @@ class DDPBackend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
-        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
+        kernels = fuse_as_asked(model, spec.kernels, world.device)
         add_adapter(model, source.adapter)
         set_up(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)

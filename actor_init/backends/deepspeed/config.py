@@ -73,13 +73,13 @@ def _merged(spec: Asked, own: Mapping[str, Any], given: Mapping[str, Any], where
                 raise _refusal(spec, name, value, "it is a section with keys of its own. Give an object")
             merged[key] = _merged(spec, own[key], value, f"{name}.")
         elif key in own and name not in FREE and own[key] != value:
-            raise _refusal(spec, name, value, f"here it is {json.dumps(own[key])}{_said_by(name, value)}")
+            raise _refusal(spec, name, value, f"here it is {json.dumps(own[key])}{_advice_for(name, value)}")
         else:
             merged[key] = value
     return merged
 
 
-def _said_by(name: str, value: Any) -> str:
+def _advice_for(name: str, value: Any) -> str:
     option = next((option for prefix, option in OPTIONS.items() if name.startswith(prefix)), None)
     if option is None:
         return ". Leave it out"

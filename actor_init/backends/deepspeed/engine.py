@@ -30,14 +30,14 @@ from actor_init.backends.deepspeed.config import config_of, has_whole_blocks
 from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
 from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse
+from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
 from actor_init.saving.universal import universal
-from actor_init.spec import ActorSpec, Compile, Kernels, UsageError
+from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -82,7 +82,7 @@ class DeepSpeedBackend:
         attention = kernel_name(spec, world.device, source.config)
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
-        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
+        kernels = fuse_as_asked(model, spec.kernels, world.device)
         add_adapter(model, source.adapter)
         check_autotp(model, spec.parallel.tp)
         num_elements = num_parameters(model)
@@ -97,12 +97,7 @@ class DeepSpeedBackend:
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
-            for module in _to_partition(spec, model, name, block):
-                deepspeed.zero.Init(
-                    module=module,
-                    config_dict_or_path=config | {"zero_optimization": config["zero_optimization"] | {"stage": 3}},
-                    dtype=TORCH_DTYPES[spec.dtype],
-                )
+            _partition(_to_partition(spec, model, name, block), config, TORCH_DTYPES[spec.dtype])
         gate = Gate()
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -113,12 +108,7 @@ class DeepSpeedBackend:
         )
         gc.collect()  # frees modules that AutoTP replaced, which are in reference cycles
         if spec.compile is Compile.DEEPCOMPILE:
-            engine.compile()
-            if not engine.is_deepcompile_active():
-                raise UsageError(
-                    f"DeepSpeed declined DeepCompile for ZeRO stage {spec.resolved_zero_stage} and would run plain "
-                    "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
-                )
+            _compile_deep(engine, spec.resolved_zero_stage)
         if spec.parallel.ring > 1:
             engine.eval()
             check_ring(engine, source.config, TORCH_DTYPES[spec.dtype], world.device)
@@ -221,6 +211,28 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
     if spec.resolved_zero_stage == 3:
         return [module]
     return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
+
+
+def _partition(modules: Iterable[nn.Module], config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Partition modules, which are on the device, over all ranks, as ZeRO 3 does under any stage."""
+    import deepspeed
+
+    for module in modules:
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path={**config, "zero_optimization": config["zero_optimization"] | {"stage": 3}},
+            dtype=dtype,
+        )
+
+
+def _compile_deep(engine: Any, zero_stage: int) -> None:
+    """Turn DeepCompile on. Raises UsageError if DeepSpeed does not."""
+    engine.compile()
+    if not engine.is_deepcompile_active():
+        raise UsageError(
+            f"DeepSpeed declined DeepCompile for ZeRO stage {zero_stage} and would run plain "
+            "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
+        )
 
 
 def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

@@ -1,4 +1,4 @@
-"""Decide which of DeepSpeed's saved states can be loaded by how many ranks."""
+"""Decide whether so many ranks can load a state that DeepSpeed saved."""
 
 from actor_init.backends.declaration import Saved
 from actor_init.toggles import OptimizerName

@@ -22,7 +22,7 @@ from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse
+from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
@@ -30,7 +30,7 @@ from actor_init.parallel.tensor_parallel import check_divisible, check_sequence,
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, Kernels, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
@@ -59,7 +59,7 @@ class FSDP2Backend:
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
-        kernels = fuse(model, world.device) if spec.kernels is Kernels.FUSED else None
+        kernels = fuse_as_asked(model, spec.kernels, world.device)
         add_adapter(model, source.adapter)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
@@ -88,13 +88,7 @@ class FSDP2Backend:
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if plan:
             shard_root(model, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
-        embedding, head = embedding_and_head(model)
-        # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
-        default = signature(fully_shard).parameters["reshard_after_forward"].default
-        root_rule = default if spec.resolved_zero_stage == 3 else False
-        for module, rule in ((embedding, spec.resolved_zero_stage == 3), (head, root_rule), (model, root_rule)):
-            if module is not None:
-                fully_shard(module, mesh=world.weights_mesh["shard"], mp_policy=policy, reshard_after_forward=rule)
+        _shard_rest(model, world.weights_mesh["shard"], policy, reshards=spec.resolved_zero_stage == 3)
         if spec.parallel.ring > 1:
             check_ring(model.eval(), source.config, compute_dtype, world.device)
             for module in model.modules():
@@ -181,6 +175,17 @@ class FSDP2Backend:
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+def _shard_rest(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshards: bool) -> None:
+    """Shard what is outside of the blocks. `reshards`: after forward, as the blocks do."""
+    embedding, head = embedding_and_head(model)
+    # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
+    default = signature(fully_shard).parameters["reshard_after_forward"].default
+    root_rule = default if reshards else False
+    for module, rule in ((embedding, reshards), (head, root_rule), (model, root_rule)):
+        if module is not None:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=rule)
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
