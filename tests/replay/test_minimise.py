@@ -307,7 +307,10 @@ def test_another_failure_is_not_taken_for_the_one_that_is_looked_for(tmp_path: P
     assert read_call(path).tensors["sequences"].shape == (2, 2)
 
 
-def test_redacted_inputs_are_written_where_they_still_fail(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
+def test_redacted_inputs_are_written_where_they_still_fail(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.randbits", lambda _: 1)  # a permutation in which no other token becomes TOKEN
     inputs = usual_inputs(tmp_path)
     assert minimise("--inputs", str(inputs), "--redact", logs=tmp_path / "text") == 0
     kept = written(tmp_path / "text") / "smallest"
