@@ -26,19 +26,24 @@ MICROSECOND = 1e-6
 
 
 def profiled(
-    run: Callable[[], Any], model: PreTrainedModel, spec: ActorSpec, device: torch.device, timeline: Path
-) -> RankProfile:
-    """Call `run`, one pass, under torch.profiler, and write a Chrome trace, compressed, to `timeline`."""
+    run: Callable[[], bool], model: PreTrainedModel, spec: ActorSpec, device: torch.device, timeline: Path
+) -> RankProfile | None:
+    """Call `run`, one pass, under torch.profiler, and write a Chrome trace, compressed, to `timeline`.
+
+    `run` returns if the pass succeeded; None and no trace if it did not.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with _named_modules(model, spec), profile(activities=activities, acc_events=True) as recorded:
-        run()
+    with named_modules(model, spec), profile(activities=activities, acc_events=True) as recorded:
+        has_succeeded = run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    if not has_succeeded:
+        return None
     recorded.export_chrome_trace(str(timeline))
     return summarised(list(recorded.events() or []), is_cuda=device.type == "cuda", timeline=timeline.name)
 
 
-def _named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
+def named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
     """Record a range for each forward of the modules that a trace would tell apart."""
     open_ranges: list[Any] = []
 

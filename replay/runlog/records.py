@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from actor_init.as_json import AnyFloat
 
+# parts of errors that say that memory did not suffice, of CUDA's allocator and of a CPU's
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
 
 class FirstUse(StrEnum):
     """What a pass did for the first time in its process; such a pass is no measurement. Values go into the log."""
@@ -68,3 +71,15 @@ class PassRecord:
     traced: bool = False  # traced passes are slower
     error: str | None = None
     error_type: str | None = None
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return self.error is not None and _is_of_memory(str(self.error_type), self.error)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and _is_of_memory(type(error).__name__, str(error))
+
+
+def _is_of_memory(error_type: str, text: str) -> bool:
+    return error_type in ("OutOfMemoryError", "MemoryError") or any(part in text for part in OUT_OF_MEMORY)

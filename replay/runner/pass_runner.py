@@ -140,6 +140,11 @@ class PassRunner:
         self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
+    @property
+    def num_in_window(self) -> int:
+        """How many passes the open accumulation window has."""
+        return self._num_in_window
+
     def mend(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
         if self._broke_off:

@@ -75,7 +75,7 @@ def failures(records: Sequence[PassRecord], *, holders_are_known: bool = False) 
         for r in records
         if r.error is not None
     ]
-    if any(r.error_type == "OutOfMemoryError" for r in records) and not holders_are_known:
+    if any(r.ran_out_of_memory for r in records) and not holders_are_known:
         pairs.append(("memory", "--memory-snapshot says what held it, and which options would need less"))
     return pairs
 

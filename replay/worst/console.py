@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from replay.inspection.shapes import Shape
+from replay.prediction.costs import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
+from replay.prediction.fitting import TERMS, Fit
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
-from replay.worst.fitting import TERMS, Fit
 from replay.worst.measuring import Measuring
 from replay.worst.other import Other
 from replay.worst.others import Bounds
-from replay.worst.predicting import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import FILE
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from replay.inspection.shapes import Shape
+from replay.prediction.costs import MOST_OF_PEAK, Cost, Error
 from replay.worst.memory import Memory
-from replay.worst.predicting import MOST_OF_PEAK, Cost, Error
 
 
 class Fits(StrEnum):

@@ -9,6 +9,7 @@ from typing import Any
 from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.option_parsing import command_line
+from replay.prediction.costs import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.processes.devices import Machine
 from replay.processes.pool import sigterm_interrupts
 from replay.report.text import counted
@@ -20,7 +21,6 @@ from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
 from replay.worst.other import Other
 from replay.worst.others import Bounds, predict_other
-from replay.worst.predicting import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import WorstLog
 

@@ -68,7 +68,7 @@ def test_each_block_is_charged_to_one_part() -> None:
     more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
     begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
     history = History(device=torch.device("cpu"), begins=begins)
-    history.forward_end, history.gradients = 4, {500}
+    history.forward_end, history.gradients = 4, {500: 40}
 
     holders = _holders(peak_of(more, 0), history, weights=[110], blocks={"model.layers.3"})
 

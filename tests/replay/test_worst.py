@@ -24,6 +24,7 @@ from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
 from replay.option_parsing import spec_of
+from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PhaseCost
@@ -32,7 +33,6 @@ from replay.runner.selection import select
 from replay.runner.session import find_source
 from replay.shipped_inputs import default_folder
 from replay.spec import RunSpec
-from replay.worst.fitting import fitted
 from replay.worst.memory import Memory, memory_here
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log

@@ -1,0 +1,169 @@
+"""Make a history of a pass's allocations on a CPU, from torch's profiler, and say what was resident at its peak.
+
+The process's resident memory has no allocator's snapshot. At the pass's begin it is: the tensors that Python knows, and
+the rest, which is the process. What torch's CPU allocator gave out and took back since then, the profiler says. Memory
+that libraries take for themselves meanwhile, that was freed and is kept, or that is given out and never touched, is
+what the sum and the resident peak differ by.
+"""
+
+import ctypes
+import gc
+import gzip
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from actor_init.spec import ActorSpec
+from replay.profiling.memory_peak import Block, Peak
+from replay.profiling.profiler import MODULE, named_modules
+from replay.profiling.shares import PHASE
+
+ALLOCATION = "[memory]"  # in a Chrome trace
+COMMUNICATION = {"filename": "distributed_c10d.py", "line": 0, "name": ""}  # the frame of what such a range allocates
+COMMUNICATING = ("FSDP::", "c10d::", "gloo:")  # begin the names of ranges
+PROCESS = -1  # the address of what is no tensor
+
+
+class HostHistory(Protocol):
+    """What is filled in here of a History."""
+
+    begins: list[tuple[int, str | None]]
+    forward_end: int | None
+    gradients: Mapping[int, int]
+    gradients_before: dict[int, int]
+
+
+HistoryT = TypeVar("HistoryT", bound=HostHistory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A pass that ran under the profiler."""
+
+    error: Exception | None
+    recorded: profile
+    before: Sequence[Block]  # that there were when it began
+
+
+def recorded(
+    run: Callable[[HistoryT], Exception | None],
+    model: PreTrainedModel,
+    spec: ActorSpec,
+    history: HistoryT,
+    resident: Callable[[], int | None],
+) -> Recorded:
+    """Call `run`, one pass, under a profiler of allocations. `resident` returns the bytes that the process has now."""
+    gc.collect()
+    _give_back()
+    before = _tensors_now()
+    with (
+        named_modules(model, spec),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events,
+    ):
+        rest = (resident() or 0) - sum(before.values())
+        error = run(history)
+    blocks = [Block(address=at, num_bytes=size, number=None, frames=()) for at, size in before.items()]
+    process = Block(address=PROCESS, num_bytes=max(0, rest), number=None, frames=())
+    return Recorded(error=error, recorded=events, before=[*blocks, process])
+
+
+def peak_of(one: Recorded, history: HostHistory, file: Path) -> Peak:
+    """Write the profiler's trace, compressed, to `file`; return the peak in it, and complete `history`."""
+    one.recorded.export_chrome_trace(str(file))
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        events = sorted(json.load(text)["traceEvents"], key=lambda event: float(event.get("ts", 0)))
+    return peak_in(events, one.before, history)
+
+
+def peak_in(events: Sequence[Mapping[str, Any]], before: Sequence[Block], history: HostHistory) -> Peak:
+    """Find the peak in the events of a Chrome trace, in order of their time."""
+    changes = [event for event in events if event.get("name") == ALLOCATION and event["args"]["Device Type"] == 0]
+    times = [float(event["ts"]) for event in changes if event["args"]["Bytes"] > 0]
+    _complete(history, events, times)
+    unseen = {block.address for block in before} | {int(event["args"]["Addr"]) for event in changes}
+    inside = {at: size for at, size in history.gradients.items() if at not in unseen}  # of what C++ alone holds
+    history.gradients_before |= inside
+    live = {block.address: block for block in before}
+    live |= {at: Block(address=at, num_bytes=size, number=None, frames=()) for at, size in inside.items()}
+    process = live[PROCESS]
+    live[PROCESS] = replace(process, num_bytes=max(0, process.num_bytes - sum(inside.values())))
+    allocated = most = sum(block.num_bytes for block in live.values())
+    peak, number, last = dict(live), -1, -1
+    communicating = _Ranges([event for event in events if str(event.get("name", "")).startswith(COMMUNICATING)])
+    for event in changes:
+        size, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
+        if size > 0:
+            number += 1
+            frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
+            live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
+            allocated += size
+        elif (freed := live.pop(address, None)) is not None:
+            allocated -= freed.num_bytes
+        if allocated > most:
+            most, peak, last = allocated, dict(live), number
+    return Peak(
+        allocated_bytes=most,
+        reserved_bytes=0,
+        blocks=list(peak.values()),
+        number=last,
+        num_allocations=number + 1,
+    )
+
+
+class _Ranges:
+    """Ranges of a Chrome trace, which may hold each other: tells the innermost at a time."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self.borders: list[tuple[float, str | None]] = []  # from when on which is the innermost
+        open_ranges: list[tuple[float, str]] = []  # their ends and names
+        spans = [
+            (float(one["ts"]), float(one["ts"]) + float(one["dur"]), str(one["name"])) for one in events if "dur" in one
+        ]
+        for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+            self._close(open_ranges, begin)
+            open_ranges.append((end, name))
+            self.borders.append((begin, name))
+        self._close(open_ranges, float("inf"))
+
+    def _close(self, open_ranges: list[tuple[float, str]], until: float) -> None:
+        while open_ranges and open_ranges[-1][0] <= until:
+            end, _ = open_ranges.pop()
+            self.borders.append((end, open_ranges[-1][1] if open_ranges else None))
+
+    def at(self, time: float) -> str | None:
+        place = bisect_right(self.borders, time, key=lambda one: one[0]) - 1
+        return self.borders[place][1] if place >= 0 else None
+
+
+def _complete(history: HostHistory, events: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
+    """Note which module ran from which allocation on, and where forward ended, given when each allocation was."""
+    modules = _Ranges([event for event in events if str(event.get("name", "")).startswith(MODULE)])
+    history.begins = [(bisect_left(times, at), name and name.removeprefix(MODULE)) for at, name in modules.borders]
+    forward = [float(event["ts"]) + float(event["dur"]) for event in events if event.get("name") == PHASE + "forward"]
+    history.forward_end = bisect_left(times, forward[0]) if forward else None
+
+
+def _tensors_now() -> dict[int, int]:
+    """Return the bytes of each storage on the CPU that a tensor of Python's has, by address."""
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, Parameter) and one.device.type == "cpu" and one.layout is torch.strided:
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: size for address, size in found.items() if size}
+
+
+def _give_back() -> None:
+    """Give memory that was freed back to the system, where glibc is the allocator: it would be taken again unseen."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
