@@ -24,12 +24,14 @@ from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
 from replay.profiling.memory_peak import Block, Peak
-from replay.profiling.profiler import MODULE, named_modules
+from replay.profiling.profiler import MICROSECOND, MODULE, named_modules
 from replay.profiling.shares import PHASE
+from replay.profiling.touched import Touched
 
 ALLOCATION = "[memory]"  # in a Chrome trace
 COMMUNICATION = {"filename": "distributed_c10d.py", "line": 0, "name": ""}  # the frame of what such a range allocates
 COMMUNICATING = ("FSDP::", "c10d::", "gloo:")  # begin the names of ranges
+SECOND_NS = 1e9
 PROCESS = -1  # the address of what is no tensor
 
 
@@ -52,6 +54,7 @@ class Recorded:
     error: Exception | None
     recorded: profile
     before: Sequence[Block]  # that there were when it began
+    touched: Touched
 
 
 def recorded(
@@ -65,7 +68,9 @@ def recorded(
     gc.collect()
     _give_back()
     before = _tensors_now()
+    touched = Touched()
     with (
+        touched,
         named_modules(model, spec),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events,
     ):
@@ -73,19 +78,31 @@ def recorded(
         error = run(history)
     blocks = [Block(address=at, num_bytes=size, number=None, frames=()) for at, size in before.items()]
     process = Block(address=PROCESS, num_bytes=max(0, rest), number=None, frames=())
-    return Recorded(error=error, recorded=events, before=[*blocks, process])
+    return Recorded(error=error, recorded=events, before=[*blocks, process], touched=touched)
 
 
 def peak_of(one: Recorded, history: HostHistory, file: Path) -> Peak:
     """Write the profiler's trace, compressed, to `file`; return the peak in it, and complete `history`."""
     one.recorded.export_chrome_trace(str(file))
     with gzip.open(file, "rt", encoding="utf-8") as text:
-        events = sorted(json.load(text)["traceEvents"], key=lambda event: float(event.get("ts", 0)))
-    return peak_in(events, one.before, history)
+        trace = json.load(text)
+    began = float(trace.get("baseTimeNanoseconds", 0)) / SECOND_NS
+    return peak_in(trace["traceEvents"], one.before, history, began=began, touched=one.touched)
 
 
-def peak_in(events: Sequence[Mapping[str, Any]], before: Sequence[Block], history: HostHistory) -> Peak:
-    """Find the peak in the events of a Chrome trace, in order of their time."""
+def peak_in(
+    events: Iterable[Mapping[str, Any]],
+    before: Sequence[Block],
+    history: HostHistory,
+    *,
+    began: float = 0.0,
+    touched: Touched | None = None,
+) -> Peak:
+    """Find the peak in the events of a Chrome trace, whose clock was 0 at `began`, in seconds since the epoch.
+
+    touched  what was resident of large allocations; None: all of them
+    """
+    events = sorted(events, key=lambda event: float(event.get("ts", 0)))
     changes = [event for event in events if event.get("name") == ALLOCATION and event["args"]["Device Type"] == 0]
     times = [float(event["ts"]) for event in changes if event["args"]["Bytes"] > 0]
     _complete(history, events, times)
@@ -99,10 +116,12 @@ def peak_in(events: Sequence[Mapping[str, Any]], before: Sequence[Block], histor
     allocated = most = sum(block.num_bytes for block in live.values())
     peak, number, last = dict(live), -1, -1
     communicating = _Ranges([event for event in events if str(event.get("name", "")).startswith(COMMUNICATING)])
+    lifetimes = _lifetimes(changes, began)
     for event in changes:
         size, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
         if size > 0:
             number += 1
+            size = touched.bytes_of(address, size, *lifetimes[number]) if touched is not None else size
             frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
             live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
             allocated += size
@@ -117,6 +136,20 @@ def peak_in(events: Sequence[Mapping[str, Any]], before: Sequence[Block], histor
         number=last,
         num_allocations=number + 1,
     )
+
+
+def _lifetimes(changes: Sequence[Mapping[str, Any]], began: float) -> list[tuple[float, float]]:
+    """Return when each allocation was made and freed, in seconds since the epoch."""
+    times: list[tuple[float, float]] = []
+    live: dict[int, int] = {}
+    for event in changes:
+        at, address = began + float(event["ts"]) * MICROSECOND, int(event["args"]["Addr"])
+        if event["args"]["Bytes"] > 0:
+            live[address] = len(times)
+            times.append((at, float("inf")))
+        elif (number := live.pop(address, None)) is not None:
+            times[number] = times[number][0], at
+    return times
 
 
 class _Ranges:
