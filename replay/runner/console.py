@@ -83,7 +83,8 @@ class Console:
             self._bar.clear() if out.is_terminal else print_line(out)
         print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
-        print_pairs(out, wording.failures(records, holders_are_known=memory is not None))
+        print_pairs(out, wording.failures(records))
+        print_pairs(out, [] if found.ran_out is None else found.ran_out.lines())
         print_pairs(out, damaged_files(selection.damaged))
         print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
         if shows_passes:

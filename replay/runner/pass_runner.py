@@ -388,6 +388,8 @@ class PassRunner:
         except (Exception, SystemExit):
             self._num_in_window = 0
             self._broke_off = True
+            if self._kept_logits is not None:
+                self._kept_logits.drop()  # they hold the pass's graph, and with it the actor that is to be closed
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         order = -1 if self._reverses else 1

@@ -23,6 +23,7 @@ from replay.report.text import Pairs, one_line
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
 from replay.runner.meter import Meter
+from replay.runner.out_of_memory import Known, OutOfMemory
 from replay.runner.pass_runner import PassRunner
 from replay.spec import RunSpec
 from replay.watch.progress import Phase
@@ -38,6 +39,7 @@ class Found:
 
     profile: Profile | None = None  # of --profile
     memory: MemoryPeak | None = None  # of --memory-snapshot
+    ran_out: OutOfMemory | None = None  # without --memory-snapshot
     missing: Pairs = field(default_factory=list)
 
 
@@ -65,7 +67,14 @@ class Reruns:
         if self.spec.measure.memory_snapshot:
             memory, why = self._memory(records)
             missing += [("peak held", why)] if memory is None else []
-        return Found(profile=profile, memory=memory, missing=missing)
+        ran_out = None if self.spec.measure.memory_snapshot else self.known_of(records)
+        return Found(profile=profile, memory=memory, ran_out=ran_out, missing=missing)
+
+    def known_of(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
+        """Return what is known of a pass that ran out of memory on this rank, if one did."""
+        own = [record for record in records if record.rank == self.world.rank]
+        known = Known(spec=self.spec, world=self.world, config=self.config, inputs=self.inputs)
+        return known.of(own, self.runner.actor.backend.model)
 
     def _profiled(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""
@@ -162,6 +171,12 @@ class Reruns:
             if rank is not None and rank.ran_out is not None and not is_alone:
                 self._tell(MemoryPeak(index=index, source=source, ranks=[rank], is_once_more=is_once_more))
         return rank, *done[0]
+
+    def tell_ran_out(self, records: Sequence[PassRecord]) -> None:
+        """Say what this rank's pass would have needed, if it ran out of memory: the run ends without a report."""
+        if (ran_out := self.known_of(records)) is not None:
+            with self.watch.unbroken():
+                print_pairs(open_console(sys.stderr), ran_out.lines())
 
     def _tell(self, memory: MemoryPeak) -> None:
         """Say, and write, what held the memory of this rank: the run ends without a report."""

@@ -305,7 +305,7 @@ class Session:
         num_steps = num_kept = self.earlier.num_steps
         try:
             for index, path in islice(enumerate(self.selection.inputs), begin, None):
-                ranks, error = self._replay_one(runner, index, path)
+                ranks, error = self._replay_one(runner, index, path, [record for record, _, _ in passes])
                 passes += ranks
                 has_failed = error is not None
                 del error  # its frames hold the pass's tensors
@@ -349,13 +349,20 @@ class Session:
         every = self.spec.state.save_every
         return every is not None and num_steps > num_kept and num_steps % every == 0
 
-    def _replay_one(self, runner: PassRunner, index: int, path: Path) -> tuple[list[Pass], Exception | None]:
-        """Replay one input on every rank. A pass that fails ends a run of several ranks."""
+    def _replay_one(
+        self, runner: PassRunner, index: int, path: Path, before: Sequence[PassRecord]
+    ) -> tuple[list[Pass], Exception | None]:
+        """Replay one input on every rank. A pass that fails ends a run of several ranks.
+
+        before  records of this run's earlier passes
+        """
         record, error = self._reruns(runner).watched(index, path)
         self.logbook.write(record)
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
+            if not self.spec.measure.memory_snapshot:
+                self._reruns(runner).tell_ran_out([*before, record])
             self.watch.stop_all(error)
         self.watch.tracker.at(Phase.GATHERING)
         ranks = self.world.gather((record, runner.recorded, runner.replayed))
@@ -412,6 +419,7 @@ class Session:
                 verdict=conclusion.verdict,
                 profile=done.found.profile,
                 memory=done.found.memory,
+                out_of_memory=done.found.ran_out,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
