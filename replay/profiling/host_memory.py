@@ -13,6 +13,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,8 @@ ALLOCATION = "[memory]"  # in a Chrome trace
 COMMUNICATION = {"filename": "distributed_c10d.py", "line": 0, "name": ""}  # the frame of what such a range allocates
 COMMUNICATING = ("FSDP::", "c10d::", "gloo:")  # begin the names of ranges
 SECOND_NS = 1e9
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+SMALL = 64 * 1024  # bytes; what is smaller does not matter
 PROCESS = -1  # the address of what is no tensor
 
 
@@ -63,12 +66,19 @@ def recorded(
     spec: ActorSpec,
     history: HistoryT,
     resident: Callable[[], int | None],
+    *,
+    gives_back_at_once: bool,
 ) -> Recorded:
-    """Call `run`, one pass, under a profiler of allocations. `resident` returns the bytes that the process has now."""
+    """Call `run`, one pass, under a profiler of allocations.
+
+    resident            returns the bytes that the process has now
+    gives_back_at_once  what is freed goes back to the system, from here on; it makes the pass slow
+    """
     gc.collect()
-    _give_back()
+    give_back = _gives_back() if gives_back_at_once else lambda: None
+    give_back()
     before = _tensors_now()
-    touched = Touched()
+    touched = Touched(give_back)
     with (
         touched,
         named_modules(model, spec),
@@ -119,14 +129,14 @@ def peak_in(
     lifetimes = _lifetimes(changes, began)
     for event in changes:
         size, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
+        if (freed := live.pop(address, None)) is not None:  # also where a block of before was freed unseen
+            allocated -= freed.num_bytes
         if size > 0:
             number += 1
             size = touched.bytes_of(address, size, *lifetimes[number]) if touched is not None else size
             frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
             live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
             allocated += size
-        elif (freed := live.pop(address, None)) is not None:
-            allocated -= freed.num_bytes
         if allocated > most:
             most, peak, last = allocated, dict(live), number
     return Peak(
@@ -195,8 +205,14 @@ def _tensors_now() -> dict[int, int]:
     return {address: size for address, size in found.items() if size}
 
 
-def _give_back() -> None:
-    """Give memory that was freed back to the system, where glibc is the allocator: it would be taken again unseen."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _gives_back() -> Callable[[], None]:
+    """Let glibc, where it is the allocator, give large blocks back; return a function that gives the rest back.
+
+    Else what is freed stays resident and is taken for the tensors' that are there.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        return lambda: None
+    libc.mallopt(M_MMAP_THRESHOLD, SMALL)
+    libc.mallopt(M_TRIM_THRESHOLD, SMALL)
+    return partial(libc.malloc_trim, 0)

@@ -81,6 +81,7 @@ def held_at_peak(
     *,
     rank: int,
     resident: Callable[[], int | None],
+    before: int | None = None,
     only_if_it_ran_out: bool = False,
 ) -> MemoryProfile | None:
     """Call `run`, one pass, with the history on, and return what held its peak; the snapshot goes into `file`.
@@ -89,6 +90,7 @@ def held_at_peak(
     memory, the peak is that moment.
 
     resident            returns the bytes that the process has now; for a CPU
+    before              the peak of the pass when it ran first; for a CPU
     only_if_it_ran_out  write nothing, and return None, of a pass that did not
     """
     history = History(device=device, gradients_before=_gradients_of(model))
@@ -105,7 +107,7 @@ def held_at_peak(
         _write(snapshot, file)
         peak = peak_of(snapshot, _index(device))
     else:
-        recorded = host_memory.recorded(run, model, spec, history, resident)
+        recorded = host_memory.recorded(run, model, spec, history, resident, gives_back_at_once=not only_if_it_ran_out)
         error = recorded.error
         ran_out = is_out_of_memory(error)
         if only_if_it_ran_out and not ran_out:
@@ -117,7 +119,7 @@ def held_at_peak(
         device=device.type,
         peak_bytes=peak.allocated_bytes,
         counted_bytes=history.peak,
-        reserved_bytes=peak.reserved_bytes if device.type == "cuda" else None,
+        reserved_bytes=peak.reserved_bytes if device.type == "cuda" else before,
         ran_out=str(error) if ran_out else None,
         failed=f"{type(error).__name__}: {error}" if error is not None and not ran_out else None,
         holders=holders,
@@ -201,12 +203,10 @@ def _holder_of(
     place = bisect_right(weights, block.address + block.num_bytes - 1)
     if place and weights[place - 1] >= block.address:
         return HolderKind.WEIGHTS, ""
-    if block.number is None and block.address in history.gradients_before:
+    if block.address in history.gradients or (block.number is None and block.address in history.gradients_before):
         return HolderKind.GRADIENTS, ""
     if block.number is None:
         return HolderKind.OPTIMIZER, ""
-    if block.address in history.gradients:
-        return HolderKind.GRADIENTS, ""
     files = [str(frame["filename"]).replace("\\\\", "/") for frame in block.frames]
     if any(part in file for file in files[:12] for part in COMMUNICATING):
         return HolderKind.COMMUNICATION, ""

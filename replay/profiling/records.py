@@ -82,7 +82,7 @@ class MemoryProfile:
 
     peak_bytes: int  # sum of the holders
     counted_bytes: int  # the allocator's own peak; on a CPU that of the process's resident memory
-    reserved_bytes: int | None  # held from the driver then; None on a CPU
+    reserved_bytes: int | None  # held from the driver then; on a CPU the resident peak of the run's own pass, if known
     ran_out: str | None  # the error, if memory did not suffice
     holders: Sequence[Holder]  # the largest first
     snapshot: str  # file in the log folder

@@ -10,7 +10,7 @@ NUM_HOLDERS = 20
 HELD = {"cuda": "held at the peak", "cpu": "resident at the peak"}
 VIEWERS = {"cuda": "pytorch.org/memory_viz", "cpu": "ui.perfetto.dev"}
 WHY_MORE = "memory may be given out and never touched"
-WHY_LESS = "libraries take memory for themselves, and what is freed may be kept"
+WHY_LESS = "libraries take memory for themselves, and what is freed may stay"
 NEAR = 0.02  # share of the measured peak by which the sum of the parts may differ from it without a remark
 NAME_WIDTH = 44  # of a kernel's name; the whole one is in run.json
 
@@ -123,14 +123,18 @@ def saved(savings: Sequence[Saving]) -> str:
 
 def _sums(rank: MemoryProfile) -> str:
     sums = f"these are {gibibytes(rank.peak_bytes)} GiB"
-    if rank.reserved_bytes is not None:
+    if rank.device == "cuda":
+        assert rank.reserved_bytes is not None
         unused = gibibytes(rank.reserved_bytes - rank.peak_bytes)
         counted = gibibytes(rank.counted_bytes)
         return f"{sums}, the allocator counted {counted}, and {unused} GiB more were reserved and not in use"
     off = rank.peak_bytes / rank.counted_bytes - 1
     less = f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
     why = f": {WHY_MORE if off > 0 else WHY_LESS}" if abs(off) > NEAR else ""
-    return f"{sums}, {less} than the {gibibytes(rank.counted_bytes)} GiB that were resident at most{why}"
+    kept = ""
+    if rank.reserved_bytes is not None and rank.reserved_bytes > rank.counted_bytes:
+        kept = f". In the run itself they were {gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
+    return f"{sums}, {less} than the {gibibytes(rank.counted_bytes)} GiB that were resident at most{why}{kept}"
 
 
 def _highest(memory: MemoryPeak) -> MemoryProfile:

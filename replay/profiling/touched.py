@@ -1,6 +1,6 @@
 """See how much of a large allocation is resident: one that was given out and never written to takes no memory.
 
-    with Touched() as touched:
+    with Touched(before_each) as touched:
         ...
     touched.bytes_of(address, num_bytes, begin, end)
 
@@ -10,6 +10,7 @@ that again and again. Elsewhere nothing is read, and everything counts as touche
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,7 +32,9 @@ class Mapping(NamedTuple):
 class Touched:
     """Reads this process's large mappings, in a thread, while it is entered."""
 
-    def __init__(self, smaps: Path = Path("/proc/self/smaps")) -> None:
+    def __init__(self, before_each: Callable[[], None], smaps: Path = Path("/proc/self/smaps")) -> None:
+        """`before_each` is called before each reading, in the thread."""
+        self._before_each = before_each
         self._smaps = smaps
         self._seen: list[Mapping] = []
         self._ends = threading.Event()
@@ -50,10 +53,11 @@ class Touched:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
+        ends = False
+        while not ends:  # and once more at the end
+            ends = self._ends.wait(TICK_SECONDS)
+            self._before_each()
             self._seen += mappings_in(self._smaps.read_text(), time.time())
-            if self._ends.wait(TICK_SECONDS):
-                return
 
     def bytes_of(self, address: int, num_bytes: int, begin: float, end: float) -> int:
         """Return how many bytes of an allocation were resident at most between two times; all if it was not seen."""

@@ -115,7 +115,14 @@ class Reruns:
             return None, "unknown: no pass finished"
         index, source = indices[0], self.inputs[indices[0]].name
         self._into_window(records, index)
-        rank, _, error = self._with_history(index, source, lambda: self._once_more(index), is_once_more=True)
+        own = [record for record in finished if record.index == index and record.rank == self.world.rank]
+        rank, _, error = self._with_history(
+            index,
+            source,
+            lambda: self._once_more(index),
+            is_once_more=True,
+            before=peak_bytes(own[0]) if own else None,
+        )
         assert rank is not None
         if error is not None:
             self._stop_ranks(error)
@@ -137,6 +144,7 @@ class Reruns:
         replay: Callable[[], tuple[PassRecord, Exception | None]],
         *,
         is_once_more: bool,
+        before: int | None = None,
     ) -> tuple[MemoryProfile | None, PassRecord, Exception | None]:
         """Call `replay` with the history on. A rank of several that ran out says what held its memory."""
         from replay.profiling.memory import held_at_peak
@@ -166,6 +174,7 @@ class Reruns:
                 self.folder / f"rank{self.world.rank}.memory.{ending}",
                 rank=self.world.rank,
                 resident=self.meter.held_bytes,
+                before=before,
                 only_if_it_ran_out=not is_once_more,
             )
             if rank is not None and rank.ran_out is not None and not is_alone:
@@ -182,22 +191,32 @@ class Reruns:
         """Say, and write, what held the memory of this rank: the run ends without a report."""
         with (self.folder / f"rank{self.world.rank}.memory.txt").open("w", encoding="utf-8") as file:
             for out in (open_console(file), open_console(sys.stderr)):
-                print_line(out, f"replay: rank {self.world.rank} ran out of memory in pass {memory.index + 1}")
+                print_line(out, f"rank {self.world.rank} ran out of memory in pass {memory.index + 1}")
                 print_table(out, holder_table(memory))
                 print_pairs(out, memory_remarks(memory))
 
     def _into_window(self, records: Sequence[PassRecord], index: int) -> None:
-        """Run the pass until the accumulation window is as full as it was when that pass ran first."""
-        own = [record for record in records if record.rank == self.world.rank and record.index < index]
-        before = sum(record.trains is not False and record.error is None for record in own)
-        wanted = before % self.spec.actor.num_accumulated if self.spec.measure.backward else 0
-        for _ in range(self.spec.actor.num_accumulated):
+        """Bring the accumulation window to where it was before that pass ran first: its gradient is there, too."""
+        self.runner.mend()
+        if not self.spec.measure.backward or self.spec.actor.num_accumulated == 1:
+            return
+        done = [
+            record.index
+            for record in records
+            if record.rank == self.world.rank and record.trains and record.error is None
+        ]
+        while self.runner.num_in_window and self._fills(done[-1]):
+            pass
+        before = [one for one in done if one < index]
+        for one in before[len(before) - len(before) % self.spec.actor.num_accumulated :]:
+            self._fills(one)
+
+    def _fills(self, index: int) -> bool:
+        _, error = self._once_more(index)
+        if error is not None:
+            self._stop_ranks(error)
             self.runner.mend()
-            if self.runner.num_in_window == wanted:
-                return
-            _, error = self._once_more(index)
-            if error is not None:
-                self._stop_ranks(error)
+        return error is None
 
     def _once_more(self, index: int) -> tuple[PassRecord, Exception | None]:
         self.watch.tracker.has_passed(len(self.inputs), Phase.PROFILING)
