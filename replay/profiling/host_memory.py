@@ -10,6 +10,7 @@ import ctypes
 import gc
 import gzip
 import json
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ class HostHistory(Protocol):
     begins: list[tuple[int, str | None]]
     forward_end: int | None
     gradients: Mapping[int, int]
+    peak: int
     gradients_before: dict[int, int]
 
 
@@ -84,6 +86,9 @@ def recorded(
         named_modules(model, spec),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events,
     ):
+        began = time.time()
+        touched.now()
+        before = {at: touched.bytes_of(at, size, began, time.time(), most=size) for at, size in before.items()}
         rest = (resident() or 0) - sum(before.values())
         error = run(history)
     blocks = [Block(address=at, num_bytes=size, number=None, frames=()) for at, size in before.items()]
@@ -116,6 +121,7 @@ def peak_in(
     changes = [event for event in events if event.get("name") == ALLOCATION and event["args"]["Device Type"] == 0]
     times = [float(event["ts"]) for event in changes if event["args"]["Bytes"] > 0]
     _complete(history, events, times)
+    growth = max(0, history.peak - sum(block.num_bytes for block in before))
     unseen = {block.address for block in before} | {int(event["args"]["Addr"]) for event in changes}
     inside = {at: size for at, size in history.gradients.items() if at not in unseen}  # of what C++ alone holds
     history.gradients_before |= inside
@@ -133,7 +139,8 @@ def peak_in(
             allocated -= freed.num_bytes
         if size > 0:
             number += 1
-            size = touched.bytes_of(address, size, *lifetimes[number]) if touched is not None else size
+            if touched is not None:
+                size = touched.bytes_of(address, size, *lifetimes[number], most=growth)
             frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
             live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
             allocated += size

@@ -51,6 +51,7 @@ class History:
     gradients: Mapping[int, int] = field(default_factory=dict)  # before the window ended
     peak: int = 0
     num_tokens: int = 0  # fed to the model on this rank
+    trains: bool = True  # was autograd on?
     failed: Mapping[str, Any] | None = None  # the allocator's snapshot when it ran out of memory
 
     def forward_ended(self) -> None:
@@ -124,7 +125,7 @@ def held_at_peak(
         failed=f"{type(error).__name__}: {error}" if error is not None and not ran_out else None,
         holders=holders,
         snapshot=file.name,
-        savings=savings(holders, spec, PassSize.of(model, config, spec, history.num_tokens)),
+        savings=savings(holders, spec, PassSize.of(model, config, spec, history.num_tokens, trains=history.trains)),
     )
 
 

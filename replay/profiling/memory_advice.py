@@ -25,10 +25,13 @@ class PassSize:
     block_share: float  # of the parameters that are in blocks
     compute_bytes: int  # of a number in the compute dtype
     weight_bytes: int  # of a number of the weights that the model holds
+    trains: bool  # does it keep activations for a backward?
     residual_bytes: int  # of what a block gets: tokens times width, in the compute dtype
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, num_tokens: int) -> Self:
+    def of(
+        cls, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, num_tokens: int, *, trains: bool
+    ) -> Self:
         """Return the size of a pass of so many tokens through `model`, which has `config`."""
         whole = build_on_meta(config, attention="eager", dtype=torch.float32)  # of `model` a rank may hold a part
         blocks = blocks_of(whole)
@@ -39,6 +42,7 @@ class PassSize:
             block_share=in_blocks / sum(one.numel() for one in whole.parameters()),
             compute_bytes=compute_bytes,
             weight_bytes=next(model.parameters()).element_size(),
+            trains=trains,
             residual_bytes=num_tokens * config.get_text_config().hidden_size * compute_bytes,
         )
 
@@ -53,7 +57,7 @@ def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[
     """
     held = _Held.of(holders, size)
     found: dict[str, _Held] = {}
-    if not spec.gradient_checkpointing:
+    if size.trains and not spec.gradient_checkpointing:
         kept = held.activations / size.num_layers + size.num_layers * size.residual_bytes
         found["--gradient-checkpointing"] = replace(held, activations=kept)
     if spec.optimizer is not OptimizerName.NONE:
@@ -95,7 +99,8 @@ class _Held:
         return cls(
             weights=held[HolderKind.WEIGHTS],
             gradients=held[HolderKind.GRADIENTS],
-            all_gradients=held[HolderKind.WEIGHTS],  # in the dtype of the weights that the model holds
+            # in the dtype of the weights that the model holds
+            all_gradients=held[HolderKind.WEIGHTS] if size.trains else 0.0,
             states=held[HolderKind.OPTIMIZER],
             activations=held[HolderKind.ACTIVATIONS],
             head=held[HolderKind.HEAD],

@@ -1,5 +1,6 @@
 """Run one pass under torch.profiler and keep what it says: time by kind of work, the longest kernels, a timeline."""
 
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,11 @@ MODULE = "module: "  # begins the name of a range that a module's forward is rec
 OF_BACKWARD = "backward of module: "  # marks where the backward of what a module returned begins
 BACKWARD = "autograd::engine::evaluate_function"
 NUM_LONGEST = 10
+KINETO_LEVEL = "6"  # below it torch 2.13 writes a line on stderr whenever a profile begins or ends
 MICROSECOND = 1e-6
+
+
+os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_LEVEL)  # kineto reads it when the first profile begins
 
 
 def profiled(

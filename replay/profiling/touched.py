@@ -2,7 +2,7 @@
 
     with Touched(before_each) as touched:
         ...
-    touched.bytes_of(address, num_bytes, begin, end)
+    touched.bytes_of(address, num_bytes, begin, end, most)
 
 glibc maps what is at least MAPPED bytes by itself, and Linux says how much of each mapping is resident. A thread reads
 that again and again. Elsewhere nothing is read, and everything counts as touched.
@@ -59,12 +59,20 @@ class Touched:
             self._before_each()
             self._seen += mappings_in(self._smaps.read_text(), time.time())
 
-    def bytes_of(self, address: int, num_bytes: int, begin: float, end: float) -> int:
-        """Return how many bytes of an allocation were resident at most between two times; all if it was not seen."""
+    def now(self) -> None:
+        """Read once more, at once."""
+        if self._smaps.exists():
+            self._seen += mappings_in(self._smaps.read_text(), time.time())
+
+    def bytes_of(self, address: int, num_bytes: int, begin: float, end: float, most: int) -> int:
+        """Return how many bytes of an allocation were resident at most between two times.
+
+        most  what it can have been at most; taken if it lived too short a time to be seen
+        """
         if num_bytes < MAPPED:
             return num_bytes
         seen = [one for one in self._seen if begin <= one.time <= end and one.begin <= address < one.end]
-        return min(num_bytes, max(one.resident_bytes for one in seen)) if seen else num_bytes
+        return min(num_bytes, max((one.resident_bytes for one in seen), default=most))
 
 
 def mappings_in(smaps: str, at: float) -> list[Mapping]:

@@ -134,7 +134,13 @@ class Known:
         if peak < max(one.cost.peak_bytes for one in measured):
             return "passes that finished had a higher peak than is predicted of it"
         model_error = Model.of(measured).error
-        size = PassSize.of(model, self.config, self.spec.actor, shape.fed_tokens(rows) // self.spec.actor.parallel.ring)
+        size = PassSize.of(
+            model,
+            self.config,
+            self.spec.actor,
+            shape.fed_tokens(rows) // self.spec.actor.parallel.ring,
+            trains=failed.trains is not False,
+        )
         return Needed(
             num_measured=len(measured),
             peak_bytes=int(peak),

@@ -160,6 +160,7 @@ class Reruns:
                 self.runner.observer = None
                 done.append((record, error))
                 history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
+                history.trains = record.trains is not False
                 history.peak = peak_bytes(record) or self.meter.peak_bytes()
                 if is_out_of_memory(error) and not is_alone:
                     unbroken.enter_context(self.watch.unbroken())

@@ -112,11 +112,11 @@ def test_what_is_given_out_and_not_touched_takes_no_memory() -> None:
             block[: MAPPED // 2] = bytes(MAPPED // 2)
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
 
-        seen = touched.bytes_of(address, 2 * MAPPED, 0.0, float("inf"))
+        seen = touched.bytes_of(address, 2 * MAPPED, 0.0, float("inf"), most=3)
 
     assert MAPPED // 2 <= seen < MAPPED
-    assert touched.bytes_of(address, 2 * MAPPED, -2.0, -1.0) == 2 * MAPPED, "not seen then"
-    assert touched.bytes_of(address, 7, 0.0, float("inf")) == 7
+    assert touched.bytes_of(address, 2 * MAPPED, -2.0, -1.0, most=3) == 3, "not seen then"
+    assert touched.bytes_of(address, 7, 0.0, float("inf"), most=3) == 7, "too small to be mapped by itself"
 
 
 @on_cpu

@@ -135,7 +135,7 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
         HolderKind.HEAD: 50,
     }
     holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, residual_bytes=5)
+    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=5)
 
     found = savings(holders, ActorSpec(backend="fsdp2"), size)
 
@@ -163,7 +163,9 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
     }
     holders = [Holder(kind=kind, name="", num_bytes=size * 2**20, count=1) for kind, size in held.items()]
     residual = 8_192 * 4_096 * 2
-    size = PassSize(num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, residual_bytes=residual)
+    size = PassSize(
+        num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=residual
+    )
 
     peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}
 
