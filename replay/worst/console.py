@@ -22,6 +22,8 @@ from replay.worst.others import Bounds
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import FILE
 
+SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
+
 
 class WorstConsole:
     def __init__(
@@ -69,7 +71,13 @@ class WorstConsole:
             self.line("error", "not known: there are too few inputs to hold some out of the fit")
         else:
             held_out = counted(model.error.num_inputs, "input")
-            self.line("error", f"{_said(model.error)}, on {held_out} held out of a fit to the others")
+            text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
+            guesses = [(guess, one.cost) for one in measured if (guess := model.cost(one.shape)) is not None]
+            own = Error.of(guesses)
+            more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
+            if max(more) > SAID_FROM:
+                text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
+            self.line("error", text)
         highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -175,6 +176,17 @@ def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path,
     assert code == 1
     assert log["checked"]["error"]["most_of_seconds"] == pytest.approx(0.2, abs=1e-3)  # predicted 1, took 1.25
     assert "checked    beyond 5% and 10%" in capsys.readouterr().out
+
+
+def test_the_error_is_no_smaller_than_that_of_the_largest_which_is_never_held_out(
+    law: Law, tmp_path: Path, capsys: Captured
+) -> None:
+    _, log = worst(tmp_path / "before")
+    assert "on all that are measured" not in capsys.readouterr().out
+    law.slower = {log["ranking"][0]["source"]: 2.0}
+    _, log = worst(tmp_path / "after")
+    (error,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert re.search(r"; at most 0\.0% and (2|3|4)\d\.\d% on all that are measured$", error), error
 
 
 @pytest.mark.parametrize(("free_share", "said", "code"), [(2.0, "fits", 0), (0.5, "does not fit", 1)])
