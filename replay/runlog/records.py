@@ -74,12 +74,13 @@ class PassRecord:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        return self.error is not None and _is_of_memory(str(self.error_type), self.error)
+        return self.error is not None and tells_of_memory(f"{self.error_type}: {self.error}")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    return error is not None and _is_of_memory(type(error).__name__, str(error))
+    return error is not None and tells_of_memory(f"{type(error).__name__}: {error}")
 
 
-def _is_of_memory(error_type: str, text: str) -> bool:
-    return error_type in ("OutOfMemoryError", "MemoryError") or any(part in text for part in OUT_OF_MEMORY)
+def tells_of_memory(error: str) -> bool:
+    """Tell whether an error, as `Type: message`, says that memory did not suffice."""
+    return error.startswith(("OutOfMemoryError:", "MemoryError:")) or any(part in error for part in OUT_OF_MEMORY)

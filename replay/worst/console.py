@@ -157,6 +157,9 @@ class WorstConsole:
 
 def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
     """Say how a peak and the memory here go together."""
+    if room.has_shown(peak):
+        ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
+        return f"{gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
     if room.memory is None:
         return f"{gibibytes(peak)} GiB; how much is free here is not known"
     needed = room.needed(peak, num_ranks)

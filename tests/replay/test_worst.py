@@ -217,7 +217,11 @@ def test_what_runs_out_of_memory_is_named_and_the_rest_is_ranked(law: Law, tmp_p
     assert all(tokens_of(one["source"]) > 1200 for one in log["failed"])
     assert all(one["real_tokens"] <= 1200 for one in log["measured"])
     assert len(log["ranking"]) == 32
-    assert "OutOfMemoryError: out of memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "OutOfMemoryError: out of memory" in said
+    (largest,) = [line for line in said.splitlines() if line.startswith("largest")]
+    assert "GiB by prediction, but does not fit: an input that is predicted to need no more ran out" in largest
+    assert log["fits_here"] == "does not fit"
 
 
 def test_what_a_killed_run_had_written_counts(law: Law, tmp_path: Path, capsys: Captured) -> None:
