@@ -1,5 +1,6 @@
 """A pass that ran out of memory: what it would have needed, with which options less; what a rank writes at its end."""
 
+import gc
 import os
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from replay.cli import main
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runlog.writer import read_log
 from replay.runner.out_of_memory import Known, OutOfMemory
+from replay.runner.pass_runner import ReopenedActor
 from replay.runner.session import find_source
 from replay.spec import InputsSpec, RunSpec
 from replay.watch.shutdown import Ending
@@ -182,7 +184,24 @@ def test_a_profile_of_a_run_whose_passes_all_failed_is_one_line(tmp_path: Path, 
     assert not list(log.glob("*.profile.json.gz"))
 
 
-def test_a_pass_that_ran_out_says_so_and_the_next_actor_has_all_the_memory(tmp_path: Path, capsys: Captured) -> None:
+def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, [10, 60])
+    alive: list[bool] = []
+
+    def reopen(actor: ReopenedActor) -> None:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
+        alive.append(any(60 in one.shape for one in tensors))
+
+    monkeypatch.setattr(ReopenedActor, "reopen", reopen)
+    run_of(tmp_path, 20)
+
+    assert alive == [False], "a tensor of the failed pass, with its graph and the model"
+
+
+def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp_path: Path, capsys: Captured) -> None:
     """The second run has a snapshot of the same pass."""
     made(tmp_path, [10, 12, 60, 14])
 
