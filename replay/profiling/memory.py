@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +132,31 @@ def held_at_peak(
 
 @contextmanager
 def _allocator_history(history: History) -> Iterator[None]:
-    device = history.device
-
-    def runs_out(*_: Any) -> None:
-        history.failed = history.failed or torch.cuda.memory._snapshot(device)
-
-    torch.cuda.synchronize(device)
+    """Record the allocator's history while the block runs; note its snapshot when memory runs out."""
+    torch.cuda.synchronize(history.device)
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
-    torch._C._cuda_attach_out_of_memory_observer(runs_out)  # type: ignore[attr-defined]
+    _attach_observer()
+    _recorded.append(history)
     try:
         history.first = history.number()
         yield
     finally:
+        _recorded.remove(history)
         torch.cuda.memory._record_memory_history(None)
+
+
+_recorded: list[History] = []  # whose pass runs now
+
+
+@cache
+def _attach_observer() -> None:
+    """Attach `_runs_out` for good: torch has no way to take an observer away, and each one more takes a snapshot."""
+    torch._C._cuda_attach_out_of_memory_observer(_runs_out)  # type: ignore[attr-defined]
+
+
+def _runs_out(*_: Any) -> None:
+    for history in _recorded:
+        history.failed = history.failed or torch.cuda.memory._snapshot(history.device)
 
 
 def _index(device: torch.device) -> int:

@@ -96,7 +96,7 @@ class Reruns:
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
         rank = profiled(run, self.runner.actor.backend.model, self.spec.actor, device, file)
         if errors:
-            self._stop_ranks(errors[0])
+            self._stop_ranks(errors[0], index)
             return None, f"nothing: pass {index + 1} failed when it was run once more: {_named(errors[0])}"
         assert rank is not None
         profile = Profile(
@@ -125,7 +125,7 @@ class Reruns:
         )
         assert rank is not None
         if error is not None:
-            self._stop_ranks(error)
+            self._stop_ranks(error, index)
         return MemoryPeak(index=index, source=source, ranks=self.world.gather(rank)), ""
 
     def watched(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
@@ -215,7 +215,7 @@ class Reruns:
     def _fills(self, index: int) -> bool:
         _, error = self._once_more(index)
         if error is not None:
-            self._stop_ranks(error)
+            self._stop_ranks(error, index)
             self.runner.mend()
         return error is None
 
@@ -223,9 +223,11 @@ class Reruns:
         self.watch.tracker.has_passed(len(self.inputs), Phase.PROFILING)
         return self.runner.replay(len(self.inputs), self.inputs[index])
 
-    def _stop_ranks(self, error: Exception) -> None:
+    def _stop_ranks(self, error: Exception, index: int) -> None:
         """End the run if there are several ranks: the others stand in the pass that failed on this one."""
         if self.world.world_size > 1:
+            text = f"rank {self.world.rank}: pass {index + 1} failed when it was run once more, behind all passes"
+            print_pairs(open_console(sys.stderr), [("once more", f"{text}, whose records are in {self.folder}")])
             self.watch.stop_all(error)
 
 

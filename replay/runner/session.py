@@ -325,7 +325,7 @@ class Session:
                     self.saver.keep(actor.backend, num_steps, runner.num_settled)
                 num_passes = begin + len(passes) // world.world_size
                 saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
-            found = self._reruns(runner).found([record for record, _, _ in passes])
+            found = self._reruns(runner).found([*self.earlier.records, *(record for record, _, _ in passes)])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:

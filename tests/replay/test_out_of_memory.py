@@ -231,6 +231,17 @@ def test_an_accumulation_window_is_filled_as_it_was(tmp_path: Path) -> None:
     assert gradients["num_bytes"] >= 4 * NUM_PARAMETERS
 
 
+def test_a_run_that_goes_on_and_has_nothing_left_profiles_what_it_did_before(tmp_path: Path) -> None:
+    made(tmp_path, [10, 12])
+    states = ["--step", "--save-every", "1", "--save-state", str(tmp_path / "states"), "--profile"]
+    run_of(tmp_path, 99, *states)
+
+    exit_code, run, records, _ = run_of(tmp_path, 99, *states, "--resume")
+
+    assert (exit_code, len(records)) == (0, 2)
+    assert run["profile"] is not None
+
+
 class Peers:
     """One other rank, and what it sends; keeps what is sent to it."""
 
