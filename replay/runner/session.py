@@ -274,6 +274,7 @@ class Session:
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
+            header |= _snapshot(spec, world)
             self.console.header(header, num_passes=len(self.selection.inputs))
         world.gather(None)  # run.json exists before any rank can fail
 
@@ -434,6 +435,15 @@ class Session:
             )
         self.logbook.close()
         return exit_code
+
+
+def _snapshot(spec: RunSpec, world: World) -> Mapping[str, str]:
+    """Say what --memory-snapshot is of, and what it costs."""
+    if not spec.measure.memory_snapshot:
+        return {}
+    what = "of CUDA's allocator" if world.device.type == "cuda" else "none on a CPU: of the process's resident memory"
+    slower = ", in every pass, which makes them slower" if world.world_size > 1 else ""
+    return {"snapshot": what + slower}
 
 
 def _rounded(

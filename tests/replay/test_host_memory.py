@@ -143,6 +143,7 @@ def test_the_parts_add_up_to_the_resident_peak(tmp_path: Path, capsys: Captured)
     with gzip.open(folder / rank["snapshot"]) as file:
         assert any(event.get("name") == "[memory]" for event in json.load(file)["traceEvents"])
     said = capsys.readouterr().out
+    assert "snapshot   none on a CPU: of the process's resident memory\n" in said
     assert "resident at the peak" in said
     assert "in place of an allocator's snapshot on CUDA" in said
 
