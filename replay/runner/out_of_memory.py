@@ -27,6 +27,7 @@ from replay.spec import RunSpec
 
 LEAST = 3  # passes that a fit of a peak to tokens takes
 MOST = 24  # passes whose inputs are read for it
+NO_PARTS = "of a model with an adapter no backend declares what its parts take"
 SNAPSHOT = "--memory-snapshot runs the pass once more and predicts from what held it"
 
 
@@ -46,9 +47,9 @@ class OutOfMemory:
 
     index: int
     rank: int
-    weights_bytes: int  # that a rank holds whatever it is fed, as the backend declares it
-    gradients_bytes: int
-    optimizer_bytes: int
+    weights_bytes: int | None  # that a rank holds whatever it is fed, as the backend declares it; None with an adapter
+    gradients_bytes: int | None
+    optimizer_bytes: int | None
     device_bytes: int | None  # of all memory; None on a CPU
     needed: Needed | None
     why_not: str = ""  # why nothing is predicted
@@ -65,8 +66,11 @@ class OutOfMemory:
         )
         device = "" if self.device_bytes is None else f"; the device has {gibibytes(self.device_bytes)} GiB"
         if self.needed is None:
+            held = f"a rank holds {lasting}, whatever it is fed"
+            if self.weights_bytes is None:
+                held = "what a rank holds whatever it is fed is not known of a model with an adapter"
             return [
-                ("memory", f"{where}: a rank holds {lasting}, whatever it is fed{device}"),
+                ("memory", f"{where}: {held}{device}"),
                 ("would need", f"not predicted: {self.why_not}. {SNAPSHOT}"),
             ]
         needed, off = self.needed, ""
@@ -87,20 +91,22 @@ class Known:
     world: World
     config: PretrainedConfig
     inputs: Sequence[Path]
+    has_adapter: bool
 
     def of(self, records: Sequence[PassRecord], model: PreTrainedModel) -> OutOfMemory | None:
         """Return what is known of the first pass that ran out, given the records of one rank; None if none did."""
         failed = next((record for record in records if record.ran_out_of_memory), None)
         if failed is None:
             return None
-        needed = self._needed(failed, records, model)
-        held, device = self._held_bytes(), self.world.device
+        needed = NO_PARTS if self.has_adapter else self._needed(failed, records, model)
+        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._held_bytes().items()}
+        device = self.world.device
         return OutOfMemory(
             index=failed.index,
             rank=failed.rank,
-            weights_bytes=int(held[HolderKind.WEIGHTS]),
-            gradients_bytes=int(held[HolderKind.GRADIENTS]),
-            optimizer_bytes=int(held[HolderKind.OPTIMIZER]),
+            weights_bytes=held.get(HolderKind.WEIGHTS),
+            gradients_bytes=held.get(HolderKind.GRADIENTS),
+            optimizer_bytes=held.get(HolderKind.OPTIMIZER),
             device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
             needed=needed if isinstance(needed, Needed) else None,
             why_not="" if isinstance(needed, Needed) else needed,

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PretrainedConfig
-
+from actor_init.model import ModelSource
 from actor_init.world import World
 from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
@@ -49,7 +48,7 @@ class Reruns:
 
     spec: RunSpec
     world: World
-    config: PretrainedConfig
+    source: ModelSource
     inputs: Sequence[Path]
     folder: Path
     watch: Watch
@@ -73,7 +72,13 @@ class Reruns:
     def known_of(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""
         own = [record for record in records if record.rank == self.world.rank]
-        known = Known(spec=self.spec, world=self.world, config=self.config, inputs=self.inputs)
+        known = Known(
+            spec=self.spec,
+            world=self.world,
+            config=self.source.config,
+            inputs=self.inputs,
+            has_adapter=self.source.adapter is not None,
+        )
         return known.of(own, self.runner.actor.backend.model)
 
     def _profiled(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
@@ -169,7 +174,7 @@ class Reruns:
             rank = held_at_peak(
                 run,
                 self.runner.actor.backend.model,
-                self.config,
+                self.source.config,
                 self.spec.actor,
                 self.world.device,
                 self.folder / f"rank{self.world.rank}.memory.{ending}",

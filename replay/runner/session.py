@@ -338,7 +338,7 @@ class Session:
         return Reruns(
             spec=self.spec,
             world=self.world,
-            config=self.source.config,
+            source=self.source,
             inputs=self.selection.inputs,
             folder=self.folder,
             watch=self.watch,

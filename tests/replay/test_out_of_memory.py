@@ -82,14 +82,16 @@ class OneRank:
     rank, num_data_ranks, device = 0, 1, torch.device("cpu")
 
 
-def known(folder: Path, lengths: Sequence[int], records: Sequence[PassRecord], actor: ActorSpec) -> OutOfMemory:
+def known(
+    folder: Path, lengths: Sequence[int], records: Sequence[PassRecord], actor: ActorSpec, *, has_adapter: bool = False
+) -> OutOfMemory:
     spec = RunSpec(actor=replace(actor, dtype=Dtype.BF16), inputs=InputsSpec(inputs=folder))
     paths = made(folder, lengths)
     source = find_source(spec)
     model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
-    found = Known(spec=spec, world=cast(World, OneRank()), config=source.config, inputs=paths).of(
-        records, cast(Any, model)
-    )
+    found = Known(
+        spec=spec, world=cast(World, OneRank()), config=source.config, inputs=paths, has_adapter=has_adapter
+    ).of(records, cast(Any, model))
     assert found is not None
     return found
 
@@ -150,6 +152,18 @@ def test_what_a_rank_holds_is_what_its_backend_declares(tmp_path: Path) -> None:
     )
     engine = known(tmp_path, [10], failed, ActorSpec(backend="deepspeed"))
     assert (engine.weights_bytes, engine.optimizer_bytes) == (2 * number, 4 * number)
+
+
+def test_of_an_adapter_nothing_is_made_up(tmp_path: Path) -> None:
+    lengths = [100, 200, 150, 400]
+    records = [measured(index, length, length * MIB, length * MIB) for index, length in enumerate(lengths[:3])]
+    records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
+
+    found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"), has_adapter=True)
+
+    said = dict(found.lines())
+    assert "not known of a model with an adapter" in said["memory"]
+    assert said["would need"].startswith("not predicted: of a model with an adapter no backend declares")
 
 
 @pytest.mark.parametrize(
