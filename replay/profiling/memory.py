@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.head.in_place import head_of
 from actor_init.model import blocks_of
 from actor_init.spec import ActorSpec
 from replay.profiling import host_memory
@@ -194,8 +193,10 @@ def _gradients_of(model: PreTrainedModel) -> dict[int, int]:
     return _storages(one.grad for one in model.parameters() if one.grad is not None)
 
 
-def _head_name(model: PreTrainedModel) -> str:
-    head = head_of(model)
+def _head_name(model: nn.Module) -> str:
+    if not isinstance(model, PreTrainedModel):  # of a user's own
+        return HEAD_NAME
+    head = model.get_output_embeddings()
     return next((name for name, one in model.named_modules() if one is head), HEAD_NAME)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from actor_init.model import ModelSource
 from actor_init.world import World
@@ -30,6 +30,9 @@ from replay.watch.watcher import Watch
 
 if TYPE_CHECKING:
     from replay.profiling.memory import History
+
+
+FoundT = TypeVar("FoundT", Profile, MemoryPeak)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +64,22 @@ class Reruns:
         memory: MemoryPeak | None = None
         missing: Pairs = []
         if self.spec.measure.profile:
-            profile, why = self._profiled(records)
+            profile, why = self._kept_apart(lambda: self._profiled(records))
             missing += [("profiled", why)] if profile is None else []
         if self.spec.measure.memory_snapshot:
-            memory, why = self._memory(records)
+            memory, why = self._kept_apart(lambda: self._memory(records))
             missing += [("peak held", why)] if memory is None else []
         ran_out = None if self.spec.measure.memory_snapshot else self.known_of(records)
         return Found(profile=profile, memory=memory, ran_out=ran_out, missing=missing)
+
+    def _kept_apart(self, find: Callable[[], tuple[FoundT | None, str]]) -> tuple[FoundT | None, str]:
+        """Call `find`. In a process alone an error of its own is said and leaves the run's report as it is."""
+        try:
+            return find()
+        except Exception as error:
+            if self.world.world_size > 1:
+                raise  # the other ranks wait for this one
+            return None, f"unknown: {_named(error)}"
 
     def known_of(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""

@@ -245,6 +245,21 @@ def test_an_accumulation_window_is_filled_as_it_was(tmp_path: Path) -> None:
     assert gradients["num_bytes"] >= 4 * NUM_PARAMETERS
 
 
+def test_a_profile_that_fails_by_itself_leaves_the_report(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, [10, 12])
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ValueError("no events")
+
+    monkeypatch.setattr("replay.profiling.profiler.summarised", breaks)
+    exit_code, run, records, _ = run_of(tmp_path, 99, "--profile")
+
+    assert (exit_code, run["status"], len(records)) == (0, "finished", 2)
+    assert "profiled   unknown: ValueError: no events" in capsys.readouterr().out
+
+
 def test_a_run_that_goes_on_and_has_nothing_left_profiles_what_it_did_before(tmp_path: Path) -> None:
     made(tmp_path, [10, 12])
     states = ["--step", "--save-every", "1", "--save-state", str(tmp_path / "states"), "--profile"]
