@@ -120,6 +120,15 @@ def test_the_table_adds_up_and_the_remarks_hold_it_against_the_allocator() -> No
     assert said["ran out"] == "CUDA out of memory. Tried to allocate 9 GiB."
 
 
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+}
+
+
 class Allocator:
     """In the place of CUDA's: a history of one block, and an observer of memory that runs out."""
 
@@ -152,7 +161,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 def held(run: Callable[[History], Exception | None], file: Path, **options: Any) -> MemoryProfile | None:
-    config = LlamaConfig(num_hidden_layers=2, hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=8)
+    config = LlamaConfig(**SMALL)
     spec = ActorSpec(backend="ddp", dtype=Dtype.FP32)
     device, model = torch.device("cuda"), LlamaForCausalLM(config)
     return held_at_peak(run, model, config, spec, device, file, rank=1, resident=lambda: None, **options)
@@ -194,6 +203,13 @@ def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: A
 
     assert found is not None
     assert (found.ran_out, found.failed, found.peak_bytes) == (None, None, 2_000), "as it was at the pass's end"
+
+
+def test_a_users_own_model_has_the_usual_head() -> None:
+    assert memory._head_name(torch.nn.Linear(1, 1)) == "lm_head"
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj  # type: ignore[method-assign]
+    assert memory._head_name(model) == "model.layers.1.mlp.up_proj"
 
 
 def test_a_device_without_the_counters_is_refused_in_a_line(
