@@ -208,7 +208,7 @@ def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: A
 def test_a_users_own_model_has_the_usual_head() -> None:
     assert memory._head_name(torch.nn.Linear(1, 1)) == "lm_head"
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj  # type: ignore[method-assign]
+    model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj
     assert memory._head_name(model) == "model.layers.1.mlp.up_proj"
 
 
