@@ -161,7 +161,8 @@ class MeasureSpec:
     memory_snapshot: bool = option(
         False,
         "Run the pass with the highest peak, or one that ran out of memory, once more with the allocator's history: "
-        "what held the peak, and a snapshot a rank. CUDA only.",
+        "what held the peak, and a snapshot a rank. On a CPU: what held the resident memory. On several ranks the "
+        "history is on in every pass, which makes them slower.",
     )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(

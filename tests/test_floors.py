@@ -53,6 +53,7 @@ ROOMS = {
         ("profiling", "tracing", "watch", "verdict"),
         ("hang",),
         ("compare", "inspection", "doctor"),
+        ("prediction",),
         ("runner",),
         ("on_ray",),
         ("diagnose", "mismatch", "parity", "recompiles", "run_page", "scan", "suite", "worst"),

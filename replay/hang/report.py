@@ -1,13 +1,14 @@
 """Run `replay hang FOLDER`: salvage, read, judge, print."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
 from capture.record.salvage import salvage_for_reading
-from replay.hang.last_seen import last_seen
+from replay.hang.last_seen import LastSeen, last_seen
 from replay.hang.partings import partings
-from replay.hang.schedule import read_schedules
+from replay.hang.schedule import Schedule, read_schedules
 from replay.hang.text import post_mortem, schedule_pairs
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs
@@ -16,17 +17,25 @@ from replay.report.text import Pairs
 def report(folder: Path, *, equal_shapes: bool) -> int:
     """Print what happened to the folder's last job, and whether its ranks' passes fit together; return the exit code.
 
-    Raises UsageError for a folder that is none, that holds nothing of a recording, or a damaged file.
+    A damaged file keeps the passes from being judged, and what happened is said all the same.
+
+    Raises UsageError for a folder that is none, that holds nothing of a recording, or a damaged file and no incident.
     """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Try: replay hang inputs/sample")
     in_memory = salvage_for_reading(folder)
+    seen: Sequence[LastSeen] = []
+    schedules: Sequence[Schedule] = []
+    damaged: Pairs = []
     try:
         seen = last_seen(folder)
         schedules = read_schedules(folder)
     except CaptureError as error:
-        raise UsageError(f"{error}. What is damaged, all of it: capture check {folder}") from None
+        text = f"{error}. What is damaged, all of it: capture check {folder}"
+        if not seen and in_memory is None:
+            raise UsageError(text) from None
+        damaged = [("not judged", f"the passes: {text}")]
     if not seen and not schedules and in_memory is None:
         raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
     happened = post_mortem(seen)
@@ -39,5 +48,5 @@ def report(folder: Path, *, equal_shapes: bool) -> int:
         found = partings(schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(seen))
         pairs += schedule_pairs(schedule, found)
         parts |= bool(found)
-    print_pairs(open_console(None), pairs)
-    return 1 if happened or parts or in_memory is not None else 0
+    print_pairs(open_console(None), [*pairs, *damaged])
+    return 1 if happened or parts or damaged or in_memory is not None else 0

@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actor_init.backends import declaration_of
+from actor_init.model import blocks_of, build_on_meta
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, OptimizerName
 from replay.profiling.records import Holder, HolderKind, Saving
 
 NUM_SAVINGS = 3
+LEAST_SAVING = 0.01  # share of the peak; an option that saves less is not named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +25,26 @@ class PassSize:
     block_share: float  # of the parameters that are in blocks
     compute_bytes: int  # of a number in the compute dtype
     weight_bytes: int  # of a number of the weights that the model holds
+    trains: bool  # does it keep activations for a backward?
     residual_bytes: int  # of what a block gets: tokens times width, in the compute dtype
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, num_tokens: int, *, trains: bool
+    ) -> Self:
+        """Return the size of a pass of so many tokens through `model`, which has `config`."""
+        whole = build_on_meta(config, attention="eager", dtype=torch.float32)  # of `model` a rank may hold a part
+        blocks = blocks_of(whole)
+        in_blocks = sum(one.numel() for _, block in blocks for one in block.parameters())
+        compute_bytes = TORCH_DTYPES[spec.dtype].itemsize
+        return cls(
+            num_layers=len(blocks),
+            block_share=in_blocks / sum(one.numel() for one in whole.parameters()),
+            compute_bytes=compute_bytes,
+            weight_bytes=next(model.parameters()).element_size(),
+            trains=trains,
+            residual_bytes=num_tokens * config.get_text_config().hidden_size * compute_bytes,
+        )
 
 
 def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[Saving]:
@@ -30,7 +57,7 @@ def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[
     """
     held = _Held.of(holders, size)
     found: dict[str, _Held] = {}
-    if not spec.gradient_checkpointing:
+    if size.trains and not spec.gradient_checkpointing:
         kept = held.activations / size.num_layers + size.num_layers * size.residual_bytes
         found["--gradient-checkpointing"] = replace(held, activations=kept)
     if spec.optimizer is not OptimizerName.NONE:
@@ -41,15 +68,15 @@ def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[
         parameters = 1 - (1 - share) * size.block_share
         fewer = held.of_parameters(parameters, states=parameters)
         found[f"--num-layers {half}"] = replace(fewer, activations=held.activations * share)
-    ranks = "twice as many ranks"
-    ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
-    found[ranks] = held.of_parameters(0.5, states=0.5)
+    if declaration_of(spec.backend).shards:
+        ranks = "twice as many ranks"
+        ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
+        found[ranks] = held.of_parameters(0.5, states=0.5)
     if spec.whole_logits:
         found["no --whole-logits"] = replace(held, head=0.0)
     peaks = [Saving(option=option, peak_bytes=int(one.peak)) for option, one in found.items()]
-    return sorted((one for one in peaks if one.peak_bytes < int(held.peak)), key=lambda one: one.peak_bytes)[
-        :NUM_SAVINGS
-    ]
+    less = [one for one in peaks if one.peak_bytes < (1 - LEAST_SAVING) * held.peak]
+    return sorted(less, key=lambda one: one.peak_bytes)[:NUM_SAVINGS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +90,7 @@ class _Held:
     activations: float
     head: float
     communication: float
+    process: float
     rest: float
 
     @classmethod
@@ -71,11 +99,13 @@ class _Held:
         return cls(
             weights=held[HolderKind.WEIGHTS],
             gradients=held[HolderKind.GRADIENTS],
-            all_gradients=held[HolderKind.WEIGHTS],  # in the dtype of the weights that the model holds
+            # in the dtype of the weights that the model holds
+            all_gradients=held[HolderKind.WEIGHTS] if size.trains else 0.0,
             states=held[HolderKind.OPTIMIZER],
             activations=held[HolderKind.ACTIVATIONS],
             head=held[HolderKind.HEAD],
             communication=held[HolderKind.COMMUNICATION],
+            process=held[HolderKind.PROCESS],
             rest=held[HolderKind.BACKWARD] + held[HolderKind.OTHER],
         )
 
@@ -91,4 +121,5 @@ class _Held:
     @property
     def peak(self) -> float:
         at_the_peak = self.gradients + self.activations + self.head + self.rest
-        return self.weights + self.states + self.communication + max(at_the_peak, self.all_gradients)
+        lasting = self.weights + self.states + self.communication + self.process
+        return lasting + max(at_the_peak, self.all_gradients)

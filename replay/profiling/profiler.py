@@ -1,5 +1,6 @@
 """Run one pass under torch.profiler and keep what it says: time by kind of work, the longest kernels, a timeline."""
 
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +23,32 @@ MODULE = "module: "  # begins the name of a range that a module's forward is rec
 OF_BACKWARD = "backward of module: "  # marks where the backward of what a module returned begins
 BACKWARD = "autograd::engine::evaluate_function"
 NUM_LONGEST = 10
+KINETO_LEVEL = "6"  # below it torch 2.13 writes a line on stderr whenever a profile begins or ends
 MICROSECOND = 1e-6
 
 
+os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_LEVEL)  # kineto reads it when the first profile begins
+
+
 def profiled(
-    run: Callable[[], Any], model: PreTrainedModel, spec: ActorSpec, device: torch.device, timeline: Path
-) -> RankProfile:
-    """Call `run`, one pass, under torch.profiler, and write a Chrome trace, compressed, to `timeline`."""
+    run: Callable[[], bool], model: PreTrainedModel, spec: ActorSpec, device: torch.device, timeline: Path
+) -> RankProfile | None:
+    """Call `run`, one pass, under torch.profiler, and write a Chrome trace, compressed, to `timeline`.
+
+    `run` returns if the pass succeeded; None and no trace if it did not.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with _named_modules(model, spec), profile(activities=activities, acc_events=True) as recorded:
-        run()
+    with named_modules(model, spec), profile(activities=activities, acc_events=True) as recorded:
+        has_succeeded = run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    if not has_succeeded:
+        return None
     recorded.export_chrome_trace(str(timeline))
     return summarised(list(recorded.events() or []), is_cuda=device.type == "cuda", timeline=timeline.name)
 
 
-def _named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
+def named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
     """Record a range for each forward of the modules that a trace would tell apart."""
     open_ranges: list[Any] = []
 

@@ -55,6 +55,7 @@ class HolderKind(StrEnum):
     COMMUNICATION = "communication"  # gathered weights, gradients on their way
     BACKWARD = "backward"  # gradients of activations, and what operators need meanwhile
     OTHER = "other"
+    PROCESS = "the process"  # on a CPU: Python, libraries, and memory that was freed and is kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,18 +81,22 @@ class MemoryProfile:
     """What held one rank's peak of a pass."""
 
     peak_bytes: int  # sum of the holders
-    counted_bytes: int  # the allocator's own peak
-    reserved_bytes: int  # held from the driver then
+    counted_bytes: int  # the allocator's own peak; on a CPU that of the process's resident memory
+    reserved_bytes: int | None  # held from the driver then; on a CPU the resident peak of the run's own pass, if known
     ran_out: str | None  # the error, if memory did not suffice
     holders: Sequence[Holder]  # the largest first
     snapshot: str  # file in the log folder
     savings: Sequence[Saving] = ()  # the lowest predicted peak first
+    rank: int | None = None  # None: its place among the ranks
+    device: str = "cuda"  # or cpu
+    failed: str | None = None  # another error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPeak:
-    """What held the peak of a pass, on all ranks."""
+    """What held the peak of a pass, on all ranks, or on those that ran out of memory in it."""
 
     index: int
     source: str
     ranks: Sequence[MemoryProfile]
+    is_once_more: bool = True  # False: it was not run again

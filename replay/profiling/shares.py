@@ -79,7 +79,7 @@ def hidden_seconds(intervals: Sequence[Interval]) -> float:
     """Return the seconds in which communication ran beside other work."""
     communicating = [one for one in intervals if one.work is Work.COMMUNICATION]
     computing = [one for one in intervals if one.work is not Work.COMMUNICATION]
-    return _covered(communicating) + _covered(computing) - _covered(intervals)
+    return max(0.0, _covered(communicating) + _covered(computing) - _covered(intervals))
 
 
 def _covered(intervals: Iterable[Interval]) -> float:

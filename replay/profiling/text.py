@@ -1,10 +1,17 @@
 """Format profiles: where a pass's time went, its longest kernels, who waited for whom; what held its peak."""
 
-from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
+from collections.abc import Sequence
+
+from replay.profiling.records import MemoryPeak, MemoryProfile, Profile, Saving
 from replay.profiling.shares import Work
-from replay.report.text import Columns, Pairs, gibibytes, milliseconds
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds, one_line
 
 NUM_HOLDERS = 20
+HELD = {"cuda": "held at the peak", "cpu": "resident at the peak"}
+VIEWERS = {"cuda": "pytorch.org/memory_viz", "cpu": "ui.perfetto.dev"}
+WHY_MORE = "memory may be given out and never touched"
+WHY_LESS = "libraries take memory for themselves, and what is freed may stay"
+NEAR = 0.02  # share of the measured peak by which the sum of the parts may differ from it without a remark
 NAME_WIDTH = 44  # of a kernel's name; the whole one is in run.json
 
 
@@ -80,7 +87,7 @@ def holder_table(memory: MemoryPeak) -> Columns:
             (f"{len(rest)} smaller ones", "-", sum(one.count for one in rest), sum(one.num_bytes for one in rest))
         )
     return {
-        "held at the peak": [kind for kind, _, _, _ in rows],
+        HELD[rank.device]: [kind for kind, _, _, _ in rows],
         "module": [name for _, name, _, _ in rows],
         "blocks": [str(count) for _, _, count, _ in rows],
         "GiB": [gibibytes(num_bytes) for _, _, _, num_bytes in rows],
@@ -89,21 +96,45 @@ def holder_table(memory: MemoryPeak) -> Columns:
 
 
 def memory_remarks(memory: MemoryPeak) -> Pairs:
-    """Name the pass and rank, check the sum against the allocator's peak, say what was reserved beside it."""
+    """Name the pass and rank, hold the sum against the measured peak, say what options would need, name the files."""
     rank = _highest(memory)
-    number = memory.ranks.index(rank)
-    where = f"pass {memory.index + 1} once more, rank {number}, {memory.source}"
-    sums = f"these are {gibibytes(rank.peak_bytes)} GiB, the allocator counted {gibibytes(rank.counted_bytes)}"
-    unused = rank.reserved_bytes - rank.peak_bytes
-    pairs: Pairs = [("peak held", f"{where}; {sums}, and {gibibytes(unused)} GiB more were reserved and not in use")]
+    number = memory.ranks.index(rank) if rank.rank is None else rank.rank
+    again = " once more" if memory.is_once_more else ""
+    pairs: Pairs = [("peak held", f"pass {memory.index + 1}{again}, rank {number}, {memory.source}; {_sums(rank)}")]
+    if rank.device == "cpu":
+        text = "of the process, by torch's profiler of a CPU's allocations, in place of an allocator's snapshot on CUDA"
+        pairs.insert(0, ("resident", text))
     if rank.ran_out:
         pairs.append(("ran out", rank.ran_out.splitlines()[0]))
-    if rank.savings:
-        text = "; ".join(f"{one.option}: {gibibytes(one.peak_bytes)} GiB" for one in rank.savings)
-        pairs.append(("would need", f"by prediction, {text}"))
-    files = ", ".join(one.snapshot for one in memory.ranks)
-    pairs.append(("snapshot", f"{files} in the log folder, for pytorch.org/memory_viz"))
+    if rank.failed:
+        pairs.append(("failed", f"this time: {one_line(rank.failed)}"))
+    pairs.append(("would need", f"by prediction, {saved(rank.savings)}"))
+    files, viewer = ", ".join(one.snapshot for one in memory.ranks), VIEWERS[rank.device]
+    pairs.append(("snapshot", f"{files} in the log folder, for {viewer}"))
     return pairs
+
+
+def saved(savings: Sequence[Saving]) -> str:
+    """Name options, each with the peak that is predicted with it."""
+    if not savings:
+        return "no option needs 1% less"
+    return "; ".join(f"{one.option}: {gibibytes(one.peak_bytes)} GiB" for one in savings)
+
+
+def _sums(rank: MemoryProfile) -> str:
+    sums = f"these are {gibibytes(rank.peak_bytes)} GiB"
+    if rank.device == "cuda":
+        assert rank.reserved_bytes is not None
+        unused = gibibytes(rank.reserved_bytes - rank.peak_bytes)
+        counted = gibibytes(rank.counted_bytes)
+        return f"{sums}, the allocator counted {counted}, and {unused} GiB more were reserved and not in use"
+    off = rank.peak_bytes / rank.counted_bytes - 1
+    less = f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
+    why = f": {WHY_MORE if off > 0 else WHY_LESS}" if abs(off) > NEAR else ""
+    kept = ""
+    if rank.reserved_bytes is not None and rank.reserved_bytes > rank.counted_bytes:
+        kept = f". In the run itself they were {gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
+    return f"{sums}, {less} than the {gibibytes(rank.counted_bytes)} GiB that were resident at most{why}{kept}"
 
 
 def _highest(memory: MemoryPeak) -> MemoryProfile:

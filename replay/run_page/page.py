@@ -19,6 +19,7 @@ from replay.run_page.pictures import Bar, Point, Unit, bars, points
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner import text as run_text
+from replay.runner.out_of_memory import OutOfMemory
 from replay.verdict.judge import Verdict
 from replay.verdict.text import verdict_lines
 
@@ -175,6 +176,9 @@ def _profiles(run: RunSoFar) -> list[str]:
             profile = from_json(Profile, written, source=f"{source}: profile")
             parts += ["<h2>One pass, profiled</h2>", _table(share_table(profile)), _table(kernel_table(profile))]
             parts.append(_pairs(profile_remarks(profile)))
+        if written := run.run.get("out_of_memory"):
+            ran_out = from_json(OutOfMemory, written, source=f"{source}: out_of_memory")
+            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines())]
         if written := run.run.get("memory"):
             memory = from_json(MemoryPeak, written, source=f"{source}: memory")
             parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]
@@ -187,6 +191,8 @@ def _links(run: RunSoFar, beside: Path) -> str:
     there = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
     there |= {path.name: "a timeline, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.profile.json.gz"))}
     there |= {path.name: "for pytorch.org/memory_viz" for path in sorted(run.folder.glob("rank*.memory.pickle"))}
+    there |= {path.name: "allocations, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.memory.json.gz"))}
+    there |= {path.name: "what held a rank's memory" for path in sorted(run.folder.glob("rank*.memory.txt"))}
     there |= {path.name: "the stack of each thread" for path in sorted(run.folder.glob("rank*.stack.txt"))}
     links = {name: escape(_relative(run.folder / name, beside), quote=True) for name in there}
     items = [f"<dt><a href='{links[name]}'>{escape(name)}</a></dt><dd>{what}</dd>" for name, what in there.items()]

@@ -113,6 +113,9 @@ def folder_of(path: Path) -> Path:
     if (path / RUN_FILE).is_file():
         return path
     runs = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))
+    inside = sorted(file.parent for file in path.glob(f"runs/*/*/{RUN_FILE}"))
+    if not runs and inside:
+        raise UsageError(f"{path} holds no run of its own (no {RUN_FILE}), but {inside[-1]} is one. Give that")
     if not runs:
         raise UsageError(f"{path} holds no run (no {RUN_FILE}). Give a folder that a run left, such as {EXAMPLE}")
     if len(runs) > 1:

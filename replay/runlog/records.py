@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from actor_init.as_json import AnyFloat
 
+# parts of errors that say that memory did not suffice, of CUDA's allocator and of a CPU's
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
 
 class FirstUse(StrEnum):
     """What a pass did for the first time in its process; such a pass is no measurement. Values go into the log."""
@@ -68,3 +71,16 @@ class PassRecord:
     traced: bool = False  # traced passes are slower
     error: str | None = None
     error_type: str | None = None
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return self.error is not None and tells_of_memory(f"{self.error_type}: {self.error}")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and tells_of_memory(f"{type(error).__name__}: {error}")
+
+
+def tells_of_memory(error: str) -> bool:
+    """Tell whether an error, as `Type: message`, says that memory did not suffice."""
+    return error.startswith(("OutOfMemoryError:", "MemoryError:")) or any(part in error for part in OUT_OF_MEMORY)

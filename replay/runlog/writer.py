@@ -132,11 +132,12 @@ class Logbook:
         verdict: Any = None,
         profile: Any = None,
         memory: Any = None,
+        out_of_memory: Any = None,
         first_non_finite: Mapping[str, Any] | None = None,
     ) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 only.
 
-        `verdict`, `profile` and `memory` are dataclasses of plain data.
+        `verdict`, `profile`, `memory` and `out_of_memory` are dataclasses of plain data.
         """
         assert self._run, "begin() comes first"
         self._run |= {
@@ -145,6 +146,7 @@ class Logbook:
             "verdict": verdict and to_json(verdict),
             "profile": profile and to_json(profile),
             "memory": memory and to_json(memory),
+            "out_of_memory": out_of_memory and to_json(out_of_memory),
             "first_non_finite": first_non_finite,
             "exit_code": exit_code,
             "seconds": (datetime.now().astimezone() - self._began).total_seconds(),

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import IO
 
 from capture.progress_bar import ProgressBar
-from replay.profiling.records import MemoryPeak, Profile
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
 from replay.runner import text as wording
+from replay.runner.reruns import Found
 from replay.runner.selection import Selection
 
 TICK_SECONDS = 0.25
@@ -74,17 +74,17 @@ class Console:
         memory_kind: str,
         verdict: Pairs,
         saved: Pairs,
-        profile: Profile | None = None,
-        memory: MemoryPeak | None = None,
+        found: Found,
     ) -> None:
         """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary."""
-        out = self._out
+        out, profile, memory = self._out, found.profile, found.memory
         shows_passes = not self._quiet and records
         if shows_passes:
             self._bar.clear() if out.is_terminal else print_line(out)
         print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
-        print_pairs(out, wording.failures(records, holders_are_known=memory is not None))
+        print_pairs(out, wording.failures(records))
+        print_pairs(out, [] if found.ran_out is None else found.ran_out.lines())
         print_pairs(out, damaged_files(selection.damaged))
         print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
         if shows_passes:
@@ -106,7 +106,7 @@ class Console:
             print_line(out)
             print_table(out, holder_table(memory))
             print_pairs(out, [(name, self._named(text)) for name, text in memory_remarks(memory)])
-        print_pairs(out, [*saved, ("log", str(log_folder))])
+        print_pairs(out, [*found.missing, *saved, ("log", str(log_folder))])
 
     def _named(self, text: str) -> str:
         return text if self._full_names else short_names(text)

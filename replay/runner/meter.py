@@ -131,6 +131,14 @@ class Meter:
         """What the byte counts of a phase measure."""
         return self._instrument.memory_kind
 
+    def held_bytes(self) -> int | None:
+        """Return the bytes that are in use now; None if the system tells peaks alone."""
+        return self._instrument.memory().allocated_bytes
+
+    def peak_bytes(self) -> int:
+        """Return the peak since the latest phase began."""
+        return self._instrument.memory().peak_allocated_bytes
+
     def start_pass(self) -> None:
         """Start the clock after the device has finished earlier work, so that this pass is not charged for it."""
         self._phases = {}

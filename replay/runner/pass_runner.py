@@ -140,6 +140,11 @@ class PassRunner:
         self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
+    @property
+    def num_in_window(self) -> int:
+        """How many passes the open accumulation window has."""
+        return self._num_in_window
+
     def mend(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
         if self._broke_off:
@@ -383,6 +388,8 @@ class PassRunner:
         except (Exception, SystemExit):
             self._num_in_window = 0
             self._broke_off = True
+            if self._kept_logits is not None:
+                self._kept_logits.drop()  # they hold the pass's graph, and with it the actor that is to be closed
             raise
         self._num_in_window = 0 if last_of_window else self._num_in_window + backward
         order = -1 if self._reverses else 1

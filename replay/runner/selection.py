@@ -230,6 +230,12 @@ def _captures_in(folder: Path) -> list[Listed]:
         raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
     captures = listed(folder)
     if not captures:
+        inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))
+        if inside:
+            names = ", ".join(one.name for one in inside[:5])
+            raise UsageError(
+                f"--inputs {folder} holds no captures (*.pkl), but folders that do: {names}. Try: --inputs {inside[0]}"
+            )
         raise UsageError(
             f"--inputs {folder} holds no captures (*.pkl). Capture some with `capture.recording`, or try: replay"
         )

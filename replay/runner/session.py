@@ -4,7 +4,7 @@ import gc
 import shutil
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,9 @@ from capture.record.rng_and_outputs import environment
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
-from replay.profiling.records import MemoryPeak, Profile
 from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import peak_bytes, summarize
+from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
@@ -42,6 +41,7 @@ from replay.runner.job_defaults import job_kernel, settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.runner.reruns import Found, Reruns
 from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
 from replay.shipped_inputs import default_folder
@@ -78,10 +78,11 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
     )
-    if spec.measure.memory_snapshot and world.device.type != "cuda":
+    meter = Meter.for_device(world.device)
+    if spec.measure.memory_snapshot and meter.held_bytes() is None:
         raise UsageError(
-            "--memory-snapshot reads the history of CUDA's allocator, and this is a CPU, whose peaks are the process's "
-            "resident memory. Try: without --memory-snapshot"
+            "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system says "
+            "its peak alone. Try: without --memory-snapshot"
         )
     first = _first_call(selection)
     objective = Objective.of(spec)
@@ -110,7 +111,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             folder=folder,
             watch=watch,
             show_traceback=show_traceback,
-            meter=Meter.for_device(world.device),
+            meter=meter,
             logbook=Logbook(folder, world.rank),
             console=console,
             same_weights=SameWeights(source),
@@ -203,8 +204,7 @@ class Done:
     passes: Sequence[Pass]
     saved: Pairs
     ended: BaseException | None
-    profile: Profile | None = None  # of --profile
-    memory: MemoryPeak | None = None  # of --memory-snapshot
+    found: Found = field(default_factory=Found)  # by --profile and --memory-snapshot
     earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
 
     @property
@@ -274,6 +274,7 @@ class Session:
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
+            header |= _snapshot(spec, world)
             self.console.header(header, num_passes=len(self.selection.inputs))
         world.gather(None)  # run.json exists before any rank can fail
 
@@ -301,17 +302,16 @@ class Session:
         )
         passes: list[Pass] = []
         saved: Pairs = []
-        profile: Profile | None = None
-        memory: MemoryPeak | None = None
         begin = runner.num_settled = self.earlier.num_passes
         num_steps = num_kept = self.earlier.num_steps
         try:
             for index, path in islice(enumerate(self.selection.inputs), begin, None):
-                ranks, error = self._replay_one(runner, index, path)
+                ranks, error = self._replay_one(runner, index, path, [record for record, _, _ in passes])
                 passes += ranks
-                if error and spec.measure.step:
-                    break  # the weights of the steps so far are lost
+                has_failed = error is not None
                 del error  # its frames hold the pass's tensors
+                if has_failed and spec.measure.step:
+                    break  # the weights of the steps so far are lost
                 runner.mend()
                 num_steps += ranks[world.rank][0].grad_norm is not None
                 if self._is_due(num_steps, num_kept):
@@ -326,90 +326,44 @@ class Session:
                     self.saver.keep(actor.backend, num_steps, runner.num_settled)
                 num_passes = begin + len(passes) // world.world_size
                 saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
-            if spec.measure.profile:
-                profile = self._profiled(runner, [record for record, _, _ in passes])
-            if spec.measure.memory_snapshot:
-                memory = self._memory(runner, [record for record, _, _ in passes])
+            found = self._reruns(runner).found([*self.earlier.records, *(record for record, _, _ in passes)])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
                 raise  # the other ranks wait for this one
             return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
-        return Done(
-            passes=passes, saved=saved, ended=None, profile=profile, memory=memory, earlier=self.earlier.records
+        return Done(passes=passes, saved=saved, ended=None, found=found, earlier=self.earlier.records)
+
+    def _reruns(self, runner: PassRunner) -> Reruns:
+        return Reruns(
+            spec=self.spec,
+            world=self.world,
+            source=self.source,
+            inputs=self.selection.inputs,
+            folder=self.folder,
+            watch=self.watch,
+            meter=self.meter,
+            runner=runner,
         )
-
-    def _profiled(self, runner: PassRunner, records: Sequence[PassRecord]) -> Profile | None:
-        """Run the slowest pass that counts, else the last, once more under the profiler; None if there was none.
-
-        All ranks must call this.
-        """
-        from replay.profiling.profiler import profiled
-
-        place = summarize(records).slowest
-        last = max((record.index for record in records), default=None)
-        index = place.index if place is not None else last
-        if index is None:
-            return None
-        errors: list[Exception | None] = []
-        rank = profiled(
-            lambda: errors.append(self._once_more(runner, index)[1]),
-            runner.actor.backend.model,
-            self.spec.actor,
-            self.world.device,
-            self.folder / f"rank{self.world.rank}.profile.json.gz",
-        )
-        if errors[0] is not None:
-            raise errors[0]
-        source = self.selection.inputs[index].name
-        return Profile(index=index, source=source, device=self.world.device.type, ranks=self.world.gather(rank))
-
-    def _once_more(self, runner: PassRunner, index: int) -> tuple[PassRecord, Exception | None]:
-        """Run a pass again, behind all others and outside the log. An error on one of several ranks ends the run."""
-        num_inputs = len(self.selection.inputs)
-        self.watch.tracker.has_passed(num_inputs, Phase.PROFILING)
-        record, error = runner.replay(num_inputs, self.selection.inputs[index])
-        if error and self.world.world_size > 1:
-            self.watch.stop_all(error)
-        return record, error
-
-    def _memory(self, runner: PassRunner, records: Sequence[PassRecord]) -> MemoryPeak | None:
-        """Run the pass that ran out of memory, else that with the highest peak, once more with the allocator's history.
-
-        None if there was no pass. All ranks must call this.
-        """
-        from replay.profiling.memory import History, held_at_peak
-
-        place = summarize(records).highest_peak
-        ran_out = next((record.index for record in records if record.error_type == "OutOfMemoryError"), None)
-        index = ran_out if ran_out is not None else place.index if place is not None else None
-        if index is None:
-            return None
-
-        def run(history: History) -> Exception | None:
-            runner.observer = history
-            record, error = self._once_more(runner, index)
-            history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
-            history.peak = peak_bytes(record) or torch.cuda.max_memory_allocated(self.world.device)
-            return error
-
-        file = self.folder / f"rank{self.world.rank}.memory.pickle"
-        model = runner.actor.backend.model
-        rank = held_at_peak(run, model, self.spec.actor, self.world.device, file)
-        runner.observer = None
-        return MemoryPeak(index=index, source=self.selection.inputs[index].name, ranks=self.world.gather(rank))
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
         every = self.spec.state.save_every
         return every is not None and num_steps > num_kept and num_steps % every == 0
 
-    def _replay_one(self, runner: PassRunner, index: int, path: Path) -> tuple[list[Pass], Exception | None]:
-        """Replay one input on every rank. A pass that fails ends a run of several ranks."""
-        record, error = runner.replay(index, path)
+    def _replay_one(
+        self, runner: PassRunner, index: int, path: Path, before: Sequence[PassRecord]
+    ) -> tuple[list[Pass], Exception | None]:
+        """Replay one input on every rank. A pass that fails ends a run of several ranks.
+
+        before  records of this run's earlier passes
+        """
+        record, error = self._reruns(runner).watched(index, path)
         self.logbook.write(record)
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
+            if not self.spec.measure.memory_snapshot:
+                self._reruns(runner).tell_ran_out([*before, record])
             self.watch.stop_all(error)
         self.watch.tracker.at(Phase.GATHERING)
         ranks = self.world.gather((record, runner.recorded, runner.replayed))
@@ -464,8 +418,9 @@ class Session:
                 statistics,
                 exit_code=exit_code,
                 verdict=conclusion.verdict,
-                profile=done.profile,
-                memory=done.memory,
+                profile=done.found.profile,
+                memory=done.found.memory,
+                out_of_memory=done.found.ran_out,
                 first_non_finite=first_non_finite(done.records),
             )
             self.console.finish(
@@ -476,11 +431,19 @@ class Session:
                 memory_kind=self.meter.memory_kind,
                 verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
                 saved=done.saved or not_saved(self.spec.state),
-                profile=done.profile,
-                memory=done.memory,
+                found=done.found,
             )
         self.logbook.close()
         return exit_code
+
+
+def _snapshot(spec: RunSpec, world: World) -> Mapping[str, str]:
+    """Say what --memory-snapshot is of, and what it costs."""
+    if not spec.measure.memory_snapshot:
+        return {}
+    what = "of CUDA's allocator" if world.device.type == "cuda" else "none on a CPU: of the process's resident memory"
+    slower = ", in every pass, which makes them slower" if world.world_size > 1 else ""
+    return {"snapshot": what + slower}
 
 
 def _rounded(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
 from replay.runlog.records import FirstUse, PassRecord
-from replay.runlog.summary import FIRST_USES, TRACED, Place, Statistics
+from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
 from replay.runner.selection import Selection
 
 MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
@@ -68,16 +68,13 @@ def progress(ranks: Sequence[PassRecord]) -> str:
     return ", ".join([*parts, ranks[0].source])
 
 
-def failures(records: Sequence[PassRecord], *, holders_are_known: bool = False) -> Pairs:
-    """Name each failed pass. `holders_are_known`: what held the memory of one that ran out of it is said elsewhere."""
-    pairs: Pairs = [
+def failures(records: Sequence[PassRecord]) -> Pairs:
+    """Name each failed pass."""
+    return [
         ("failed", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.error_type}: {r.error}")
         for r in records
         if r.error is not None
     ]
-    if any(r.error_type == "OutOfMemoryError" for r in records) and not holders_are_known:
-        pairs.append(("memory", "--memory-snapshot says what held it, and which options would need less"))
-    return pairs
 
 
 def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
@@ -85,6 +82,8 @@ def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
     if statistics.left_out:
         text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
+        if statistics.left_out.get(FAILED) == statistics.num_passes > 0:
+            return [("counted", f"{text}. No pass counted, so there are no statistics")]
         way_out = "more inputs, or --warmup 0"
         if all_damaged:
             way_out = "other inputs; `capture check FOLDER` says which files can be read"

@@ -4,7 +4,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +19,7 @@ from replay.watch.failure_file import claim_failure
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import StackFile, write_flight_recorder
 
+WRITING_SECONDS = 30.0  # for a rank to write what held its memory
 PATIENCE_SECONDS = 1.5  # with ranks that leave no stack; the watchdog of one that is held strikes within it
 
 
@@ -28,7 +32,23 @@ class Ending:
         self.folder = folder
         self.stacks = stacks
         self.peers = peers
+        self._lasts = threading.Lock()  # held by the main thread over what an end must not break off
+        self._writing: set[int] = set()  # other ranks that hold theirs
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Do not end this rank while the block runs, for WRITING_SECONDS at most; the others wait for it."""
+        with self._lasts:
+            self.peers.send({"kind": "writing"})
+            try:
+                yield
+            finally:
+                self.peers.send({"kind": "written"})
+
+    def heard(self, rank: int, kind: str) -> None:
+        """Note if another rank is in its `unbroken`."""
+        self._writing.add(rank) if kind == "writing" else self._writing.discard(rank)
 
     def speak(self, failure: Failure, *, exit_code: int = 1) -> NoReturn:
         """Report the failure on stderr, in failure.txt and run.json, unless another rank did; end with all ranks."""
@@ -48,16 +68,24 @@ class Ending:
 
     def _end(self, first: int, exit_code: int, text: str) -> NoReturn:
         """Write the stacks and end. Rank `first` ends before the others, for launchers name the first to end."""
+        self._lasts.acquire(timeout=WRITING_SECONDS)
         repeat_for_torchrun(text, is_cause=self.world.rank == first)
         self.stacks.write()
         write_flight_recorder(self.folder, self.world.rank, self.world.device)
         self.peers.send({"kind": "done"})
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        began = time.monotonic()
         done: set[int] = set()
-        while self._missing(first, done) and (left := deadline - time.monotonic()) > 0:
+        while missing := self._missing(first, done):
+            patience = PATIENCE_SECONDS + (WRITING_SECONDS if missing & self._writing else 0.0)
+            if (left := began + patience - time.monotonic()) <= 0:
+                break
             for rank, message in self.peers.receive(left):
-                if rank is not None and isinstance(message, dict) and message["kind"] in ("done", "left"):
+                if rank is None or not isinstance(message, dict):
+                    continue
+                if message["kind"] in ("done", "left"):
                     done.add(rank)
+                elif message["kind"] in ("writing", "written"):
+                    self.heard(rank, message["kind"])
         for rank in set(self.peers.by_rank) - done:
             self._kill(rank)
         os._exit(exit_code)

@@ -118,6 +118,12 @@ class Watch:
             self._thread.join(TICK_SECONDS)
         os._exit(1)
 
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Let this rank finish what is inside before it ends because of another rank's failure."""
+        with self._ending.unbroken():
+            yield
+
     def leave(self, exit_code: int) -> None:
         """Tell the others that this rank ends; they would take a silent end for a death."""
         self._closing = True
@@ -164,6 +170,8 @@ class Watch:
                 self._terminated.add(rank)
             case "arrived":
                 self._meeting.arrived(rank)
+            case "writing" | "written":
+                self._ending.heard(rank, message["kind"])
             case "left":
                 self._left[rank] = message["exit_code"]
                 if message["exit_code"]:  # the same error, or Ctrl-C, is on its way to this rank's main thread

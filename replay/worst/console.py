@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import IO
 
 from replay.inspection.shapes import Shape
+from replay.prediction.costs import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
+from replay.prediction.fitting import TERMS, Fit
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
-from replay.worst.fitting import TERMS, Fit
 from replay.worst.measuring import Measuring
 from replay.worst.other import Other
 from replay.worst.others import Bounds
-from replay.worst.predicting import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import FILE
+
+SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
 
 
 class WorstConsole:
@@ -69,7 +71,13 @@ class WorstConsole:
             self.line("error", "not known: there are too few inputs to hold some out of the fit")
         else:
             held_out = counted(model.error.num_inputs, "input")
-            self.line("error", f"{_said(model.error)}, on {held_out} held out of a fit to the others")
+            text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
+            guesses = [(guess, one.cost) for one in measured if (guess := model.cost(one.shape)) is not None]
+            own = Error.of(guesses)
+            more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
+            if max(more) > SAID_FROM:
+                text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
+            self.line("error", text)
         highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(
@@ -149,6 +157,9 @@ class WorstConsole:
 
 def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
     """Say how a peak and the memory here go together."""
+    if room.has_shown(peak):
+        ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
+        return f"{gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
     if room.memory is None:
         return f"{gibibytes(peak)} GiB; how much is free here is not known"
     needed = room.needed(peak, num_ranks)

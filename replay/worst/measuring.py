@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from replay.option_parsing import command_line
+from replay.prediction.costs import Cost
 from replay.processes.pool import Task, run_child
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
 from replay.runlog.writer import log_below
 from replay.spec import Order, RunSpec
-from replay.worst.predicting import Cost
 
 NUM_COUNTING = 3  # repetitions of an input
 MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does

@@ -18,10 +18,10 @@ from actor_init.backends.declaration import Holding
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape
+from replay.prediction.costs import Cost, Measured, Model
 from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.worst.other import Other
-from replay.worst.predicting import Cost, Measured, Model
 
 
 class Measure(Protocol):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from replay.inspection.shapes import Shape
+from replay.prediction.costs import MOST_OF_PEAK, Cost, Error
 from replay.worst.memory import Memory
-from replay.worst.predicting import MOST_OF_PEAK, Cost, Error
 
 
 class Fits(StrEnum):
@@ -28,6 +28,11 @@ class Room:
     memory: Memory | None  # None: the system does not say
     overhead: float  # what the allocator reserves, as a share of what it gives out
     error: Error | None
+    ran_out_at: float | None = None  # the least predicted peak of an input that ran out of memory when it was measured
+
+    def has_shown(self, peak: float) -> bool:
+        """Did an input with no higher peak run out of memory here?"""
+        return self.ran_out_at is not None and peak >= self.ran_out_at
 
     def needed(self, peak: float, num_ranks: int) -> float:
         """Return the bytes that ranks with this peak take of the memory that each, or all, have here."""
@@ -36,6 +41,8 @@ class Room:
 
     def fits(self, peak: float, num_ranks: int, least: float | None = None) -> Fits:
         """Judge a peak, or one between `least` and `peak`, which may be off by the error."""
+        if self.has_shown(peak):
+            return Fits.NO
         if self.memory is None:
             return Fits.UNKNOWN
         off = MOST_OF_PEAK if self.error is None else self.error.most_of_peak

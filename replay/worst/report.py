@@ -9,9 +9,11 @@ from typing import Any
 from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.option_parsing import command_line
+from replay.prediction.costs import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.processes.devices import Machine
 from replay.processes.pool import sigterm_interrupts
 from replay.report.text import counted
+from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.runner.selection import Selection, select
 from replay.spec import RunSpec
@@ -20,7 +22,6 @@ from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
 from replay.worst.other import Other
 from replay.worst.others import Bounds, predict_other
-from replay.worst.predicting import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import WorstLog
 
@@ -92,7 +93,10 @@ class _Work:
             (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.cost(shape)) is not None),
             key=lambda one: (-one.cost.total_seconds, -one.shape.real_tokens),
         )
-        room = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
+        ran_out = [chosen[place] for place, error in measuring.failed.items() if tells_of_memory(error)]
+        peaks = [cost.peak_bytes for shape in ran_out if (cost := model.cost(shape)) is not None]
+        elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
+        room = replace(elsewhere, ran_out_at=min(peaks, default=None))
         num_ranks = self.spec.actor.parallel.tp * self.spec.actor.parallel.ring
         self.console.ranked(ranked, model, room, num_ranks, measured, self.settings.num_shown)
         highest = max(one.cost.peak_bytes for one in ranked)
@@ -110,7 +114,7 @@ class _Work:
         if self.settings.checks:
             is_fine &= self._check(ranked, measured)
         for other in others:
-            is_fine &= self._other(other, measured, [one.shape for one in measured], room)
+            is_fine &= self._other(other, measured, [one.shape for one in measured], elsewhere)
         self.console.finish(self.log.folder)
         return is_fine
 

@@ -17,6 +17,7 @@ from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, shor
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runner.console import Console
+from replay.runner.reruns import Found
 from replay.runner.selection import Selection
 from tests.helpers.made_records import GIB, cost, record
 
@@ -45,6 +46,7 @@ def said(
         memory_kind="cuda allocator",
         verdict=verdict or [],
         saved=[],
+        found=Found(),
     )
     return file.getvalue()
 

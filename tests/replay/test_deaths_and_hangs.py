@@ -58,6 +58,11 @@ class Case:
         return (self.kind, self.rank, self.phase) == ("killed", 1, "forward")
 
     @property
+    def has_snapshot(self) -> bool:
+        """One launcher's ranks that run out of memory are asked for a snapshot."""
+        return (self.launcher, self.kind) == ("torchrun", "out_of_memory")
+
+    @property
     def named(self) -> str:
         return f"{self.launcher}, {'uneven' if self.uneven else self.kind} in {self.phase}, rank {self.rank}"
 
@@ -154,7 +159,12 @@ def replayed(case: Case, home: Path) -> Outcome:
     command = LAUNCHERS[case.launcher].format(fault=f"{case.kind} {case.phase} {case.rank}", port=free_port())
     arguments = f"{command} --backend {backend} --inputs {folder} --log-folder {home / 'logs'} --timeout 1800".split()
     with subprocess.Popen(
-        [*arguments, *["--uneven"] * case.uneven, *["--step"] * (case.phase == "step")],
+        [
+            *arguments,
+            *["--uneven"] * case.uneven,
+            *["--step"] * (case.phase == "step"),
+            *["--memory-snapshot"] * case.has_snapshot,
+        ],
         cwd=ROOT,
         env=os.environ | {"PATH": f"{BIN if case.is_cold else warm_bin()}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
@@ -230,8 +240,26 @@ def test_the_run_ends_and_names_the_rank_its_input_and_its_phase(
         waits = rank == case.rank or case.phase != "step"  # the other rank's own step needs nobody under FSDP2
         finished = [record["index"] for record in records if record["error"] is None]
         assert finished in ([list(range(num_finished))] if waits else [[0], [0, 1]])
+    if case.kind.startswith("out_of"):
+        check_memory(case, outcome)
     if "no progress" in case.says:
         check_evidence(case, outcome, run)
+
+
+def check_memory(case: Case, outcome: Outcome) -> None:
+    """Check that the rank that ran out, and no other, said what held its memory, or what could have been asked for."""
+    written = {path.name for path in outcome.log.glob("rank*.memory.*")}
+    if not case.has_snapshot:
+        assert written == set()
+        assert f"pass 2, rank {case.rank}: a rank holds" in outcome.output
+        assert outcome.output.count("would need not predicted: 1 pass of its kind finished") == 1
+        return
+    assert {name.split(".")[-1] for name in written} in ({"gz", "txt"}, {"pickle", "txt"})  # on a CPU, on CUDA
+    assert {name.split(".")[0] for name in written} == {f"rank{case.rank}"}
+    said = (outcome.log / f"rank{case.rank}.memory.txt").read_text()
+    assert said.startswith(f"rank {case.rank} ran out of memory in pass 2\n")
+    assert f"pass 2, rank {case.rank}, {outcome.sources[1]}" in said
+    assert said in outcome.output
 
 
 def check_evidence(case: Case, outcome: Outcome, run: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from replay.hang.report import report
 from replay.hang.text import post_mortem
 from replay.inspection.folder_facts import inspect_folder
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
+from tests.helpers.made_captures import damage, write_pass
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -340,6 +341,20 @@ def test_a_damaged_end_is_one_clear_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "end_rank0_x.json").write_text(content)
     with pytest.raises(UsageError, match=r"end_rank0_x.json: .* Delete the file or copy it again"):
         report(tmp_path, equal_shapes=False)
+
+
+def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, expected = TABLE["one collective less"]
+    write(tmp_path, ranks)
+    damage(write_pass(tmp_path))
+
+    assert report(tmp_path, equal_shapes=False) == 1
+
+    said = capsys.readouterr().out
+    assert f"hang       rank {expected[0]} " in said
+    assert "not judged the passes: actor_inputs_rank0" in said
 
 
 # stacks and positions

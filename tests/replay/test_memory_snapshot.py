@@ -1,18 +1,24 @@
 """`--memory-snapshot` says what held the peak: blocks found in the allocator's history, each charged to one part."""
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.spec import ActorSpec, OptimizerName
+from actor_init.toggles import Dtype
 from replay.cli import main
-from replay.profiling.memory import History, _holders
+from replay.profiling import memory
+from replay.profiling.memory import History, _holders, held_at_peak
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import peak_of
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import holder_table, memory_remarks
+from replay.runner.meter import Meter
 
 GATHERING = [
     {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
@@ -68,7 +74,7 @@ def test_each_block_is_charged_to_one_part() -> None:
     more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
     begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
     history = History(device=torch.device("cpu"), begins=begins)
-    history.forward_end, history.gradients = 4, {500}
+    history.forward_end, history.gradients = 4, {500: 40}
 
     holders = _holders(peak_of(more, 0), history, weights=[110], blocks={"model.layers.3"})
 
@@ -104,21 +110,116 @@ def test_the_table_adds_up_and_the_remarks_hold_it_against_the_allocator() -> No
     small = MemoryProfile(
         peak_bytes=1, counted_bytes=1, reserved_bytes=1, ran_out=None, holders=(), snapshot="rank0.memory.pickle"
     )
-    memory = MemoryPeak(index=2, source="a.pkl", ranks=[small, rank])
+    peak = MemoryPeak(index=2, source="a.pkl", ranks=[small, rank])
 
-    table = holder_table(memory)
+    table = holder_table(peak)
     assert (len(table["GiB"]), table["held at the peak"][-1], table["GiB"][-1]) == (21, "5 smaller ones", "5.000")
-    said = dict(memory_remarks(memory))
+    said = dict(memory_remarks(peak))
     assert said["peak held"].startswith("pass 3 once more, rank 1, a.pkl; these are 25.00 GiB")
     assert "2.000 GiB more were reserved" in said["peak held"]
     assert said["ran out"] == "CUDA out of memory. Tried to allocate 9 GiB."
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="a machine with CUDA has the history")
-def test_a_cpu_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+}
+
+
+class Allocator:
+    """In the place of CUDA's: a history of one block, and an observer of memory that runs out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recording: list[str | None] = []
+        self.observers: list[Callable[..., None]] = []
+        self.num_snapshots = 0
+        memory._attach_observer.cache_clear()
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(cuda, "memory_stats", lambda _: {"allocation.all.allocated": 3})
+        monkeypatch.setattr(cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda how, **_: self.recording.append(how))
+        monkeypatch.setattr(cuda.memory, "_snapshot", lambda _: self.snapshot())
+        monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
+
+    def snapshot(self) -> dict[str, Any]:
+        self.num_snapshots += 1
+        at = 1_000 * self.num_snapshots
+        return snapshot(event("alloc", 7, at), at_end={7: at}, reserved=at + 1)
+
+    def runs_out(self) -> None:
+        for observer in self.observers:
+            observer(0, 1, 2, 3)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return Allocator(monkeypatch)
+
+
+def held(run: Callable[[History], Exception | None], file: Path, **options: Any) -> MemoryProfile | None:
+    config = LlamaConfig(**SMALL)
+    spec = ActorSpec(backend="ddp", dtype=Dtype.FP32)
+    device, model = torch.device("cuda"), LlamaForCausalLM(config)
+    return held_at_peak(run, model, config, spec, device, file, rank=1, resident=lambda: None, **options)
+
+
+def test_a_pass_that_ran_out_is_seen_at_that_moment(allocator: Allocator, tmp_path: Path) -> None:
+    def run(history: History) -> Exception:
+        allocator.runs_out()
+        return torch.OutOfMemoryError("CUDA out of memory")
+
+    for number in (1, 2):
+        found = held(run, tmp_path / "a.pickle", only_if_it_ran_out=True)
+        assert found is not None
+        assert (found.ran_out, found.rank, found.device) == ("CUDA out of memory", 1, "cuda")
+        assert (found.peak_bytes, found.reserved_bytes) == (1_000 * number, 1_000 * number + 1), "one snapshot a pass"
+        assert pickle.loads((tmp_path / "a.pickle").read_bytes())["device_traces"][0][0]["size"] == 1_000 * number
+    assert allocator.recording == ["all", None] * 2
+    assert len(allocator.observers) == 1, "torch keeps each for good"
+
+
+def test_a_pass_that_did_not_run_out_leaves_nothing_if_only_such_are_wanted(
+    allocator: Allocator, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.pickle"
+
+    assert held(lambda _: None, file, only_if_it_ran_out=True) is None
+    assert held(lambda _: ValueError("other"), file, only_if_it_ran_out=True) is None
+
+    assert allocator.recording == ["all", None] * 2
+    assert not file.exists()
+    assert allocator.num_snapshots == 0
+
+
+def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: Allocator, tmp_path: Path) -> None:
+    def run(history: History) -> None:
+        allocator.runs_out()
+
+    found = held(run, tmp_path / "a.pickle")
+
+    assert found is not None
+    assert (found.ran_out, found.failed, found.peak_bytes) == (None, None, 2_000), "as it was at the pass's end"
+
+
+def test_a_users_own_model_has_the_usual_head() -> None:
+    assert memory._head_name(torch.nn.Linear(1, 1)) == "lm_head"
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj
+    assert memory._head_name(model) == "model.layers.1.mlp.up_proj"
+
+
+def test_a_device_without_the_counters_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Meter, "held_bytes", lambda _: None)  # as on macOS
+
     assert main(["--memory-snapshot", "--log-folder", str(tmp_path)]) == 2
 
-    assert "--memory-snapshot reads the history of CUDA's allocator" in capsys.readouterr().err
+    assert "this system says its peak alone. Try: without --memory-snapshot" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -131,7 +232,7 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
         HolderKind.HEAD: 50,
     }
     holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, residual_bytes=5)
+    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=5)
 
     found = savings(holders, ActorSpec(backend="fsdp2"), size)
 
@@ -159,7 +260,9 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
     }
     holders = [Holder(kind=kind, name="", num_bytes=size * 2**20, count=1) for kind, size in held.items()]
     residual = 8_192 * 4_096 * 2
-    size = PassSize(num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, residual_bytes=residual)
+    size = PassSize(
+        num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=residual
+    )
 
     peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}
 

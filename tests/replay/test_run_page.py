@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from replay.profiling.records import (
     MemoryProfile,
     Profile,
     RankProfile,
+    Saving,
 )
+from replay.runner.out_of_memory import Needed, OutOfMemory
 from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
 
@@ -143,6 +146,27 @@ def test_what_a_profile_and_a_snapshot_found_is_shown(logs: dict[str, Path], tmp
     assert ["weights", "-", "3", "2.000", "100.0%"] in page.rows
     links = {value for _, name, value in page.attributes if name == "href"}
     assert {"rank0.profile.json.gz", "rank0.memory.pickle"} <= links
+    failed = OutOfMemory(
+        index=1,
+        rank=0,
+        weights_bytes=2**30,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        device_bytes=None,
+        needed=Needed(
+            num_measured=4, peak_bytes=2**33, error=None, savings=[Saving(option="--num-layers 1", peak_bytes=2**31)]
+        ),
+    )
+    on_cpu = replace(held, device="cpu", reserved_bytes=None, snapshot="rank0.memory.json.gz")
+    cpu = MemoryPeak(index=1, source="a.pkl", ranks=[on_cpu])
+    changed = run | {"out_of_memory": to_json(failed), "memory": to_json(cpu)}
+    (folder / "run.json").write_text(json.dumps(changed))
+    (folder / "rank0.memory.json.gz").touch()
+    assert main(["report", str(folder)]) == 0
+    page = Page((folder / "report.html").read_text())
+    assert {"Out of memory", "resident at the peak"} <= set(page.texts)
+    assert any(text.startswith("by prediction, --num-layers 1: 2.000 GiB") for text in page.texts)
+    assert "rank0.memory.json.gz" in {value for _, name, value in page.attributes if name == "href"}
     (folder / "run.json").write_text(json.dumps(run | {"profile": {"index": "x"}}))
     assert main(["report", str(folder)]) == 0
     texts = Page((folder / "report.html").read_text()).texts

@@ -181,6 +181,7 @@ def make_a_folder_of_rollouts(folder: Path) -> None:
     [
         (InputsSpec(inputs=Path("nowhere")), "nowhere: no such folder. Try: replay"),
         (InputsSpec(inputs=Path("empty")), "empty holds no captures"),
+        (InputsSpec(inputs=Path("above")), "but folders that do: below. Try: --inputs above/below"),
         (InputsSpec(inputs=Path("a_file.pkl")), "is a file. Try: replay --input-file a_file.pkl"),
         (InputsSpec(input_file=Path("empty")), "is a folder. Try: replay --inputs empty"),
         (InputsSpec(input_file=Path("empty/none.pkl")), "does not exist. Try: replay inspect empty"),
@@ -194,6 +195,7 @@ def test_where_there_is_nothing_to_replay_one_line_says_what_to_type(
     Path("empty").mkdir()
     Path("a_file.pkl").touch()
     make_a_folder_of_rollouts(Path("rollouts"))
+    make_a_folder_of_rollouts(Path("above/below"))
     with pytest.raises(UsageError) as refusal:
         select(spec, 0, 1)
     assert says in str(refusal.value)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,6 +25,7 @@ from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
 from replay.option_parsing import spec_of
+from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PhaseCost
@@ -32,7 +34,6 @@ from replay.runner.selection import select
 from replay.runner.session import find_source
 from replay.shipped_inputs import default_folder
 from replay.spec import RunSpec
-from replay.worst.fitting import fitted
 from replay.worst.memory import Memory, memory_here
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
@@ -177,6 +178,17 @@ def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path,
     assert "checked    beyond 5% and 10%" in capsys.readouterr().out
 
 
+def test_the_error_is_no_smaller_than_that_of_the_largest_which_is_never_held_out(
+    law: Law, tmp_path: Path, capsys: Captured
+) -> None:
+    _, log = worst(tmp_path / "before")
+    assert "on all that are measured" not in capsys.readouterr().out
+    law.slower = {log["ranking"][0]["source"]: 2.0}
+    _, log = worst(tmp_path / "after")
+    (error,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert re.search(r"; at most 0\.0% and (2|3|4)\d\.\d% on all that are measured$", error), error
+
+
 @pytest.mark.parametrize(("free_share", "said", "code"), [(2.0, "fits", 0), (0.5, "does not fit", 1)])
 def test_the_largest_is_held_against_the_memory_here(
     free_share: float,
@@ -205,7 +217,11 @@ def test_what_runs_out_of_memory_is_named_and_the_rest_is_ranked(law: Law, tmp_p
     assert all(tokens_of(one["source"]) > 1200 for one in log["failed"])
     assert all(one["real_tokens"] <= 1200 for one in log["measured"])
     assert len(log["ranking"]) == 32
-    assert "OutOfMemoryError: out of memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "OutOfMemoryError: out of memory" in said
+    (largest,) = [line for line in said.splitlines() if line.startswith("largest")]
+    assert "GiB by prediction, but does not fit: an input that is predicted to need no more ran out" in largest
+    assert log["fits_here"] == "does not fit"
 
 
 def test_what_a_killed_run_had_written_counts(law: Law, tmp_path: Path, capsys: Captured) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay.inspection.shapes import Rows, Shape, rows_fed
-from replay.worst.fitting import Fit, fitted
+from replay.prediction.fitting import Fit, fitted
 
 MOST_OF_PEAK, MOST_OF_SECONDS = 0.05, 0.1  # shares by which a prediction may be off
 LEAST_FOR_HOLDING_OUT = 6  # measured inputs of a kind

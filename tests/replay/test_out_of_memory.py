@@ -1,0 +1,342 @@
+"""A pass that ran out of memory: what it would have needed, with which options less; what a rank writes at its end."""
+
+import gc
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import replay.watch.shutdown as shutdown
+from actor_init.spec import ActorSpec
+from actor_init.toggles import Dtype
+from actor_init.world import World
+from capture.file_format.actor_config import write_actor_config
+from replay.cli import main
+from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
+from replay.runlog.writer import read_log
+from replay.runner.out_of_memory import Known, OutOfMemory
+from replay.runner.pass_runner import ReopenedActor
+from replay.runner.session import find_source
+from replay.spec import InputsSpec, RunSpec
+from replay.watch.shutdown import Ending
+from tests.helpers.made_captures import write_pass
+from tests.helpers.made_records import record
+
+Captured = pytest.CaptureFixture[str]
+MIB = 2**20
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+NUM_PARAMETERS = 64 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
+RUNS_OUT = """
+import torch
+
+def loss(inputs):
+    if inputs.log_probs_BA.shape[1] > {most}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    return -inputs.log_probs_BA.sum()
+"""
+
+
+def made(folder: Path, lengths: Sequence[int]) -> list[Path]:
+    paths = [
+        write_pass(folder, step=step, num_rows=1, length=length, num_real=length, num_actions=length // 2)
+        for step, length in enumerate(lengths)
+    ]
+    write_actor_config(folder, LLAMA, "tiny")
+    return paths
+
+
+def run_of(folder: Path, most: int, *options: str) -> tuple[int, dict[str, Any], list[PassRecord], Path]:
+    """Replay a folder, whose passes with more action tokens than `most` run out of memory."""
+    loss = folder / "loss.py"
+    loss.write_text(RUNS_OUT.format(most=most))
+    logs = folder / "logs"
+    arguments = ["--backend", "ddp", "--inputs", str(folder), "--log-folder", str(logs), "--warmup", "0"]
+    exit_code = main([*arguments, "--loss", f"{loss}:loss", *options])
+    log = max(logs.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    run, records = read_log(log)
+    return exit_code, run, records, log
+
+
+def measured(index: int, length: int, forward: float, backward: float) -> PassRecord:
+    phases = {
+        name: PhaseCost(seconds=0.1, allocated_bytes=0, peak_allocated_bytes=int(peak), peak_reserved_bytes=None)
+        for name, peak in (("forward", forward), ("backward", backward))
+    }
+    return record(index, phases=phases, fed_tokens=length, real_tokens=length)
+
+
+class OneRank:
+    rank, num_data_ranks, device = 0, 1, torch.device("cpu")
+
+
+def known(
+    folder: Path, lengths: Sequence[int], records: Sequence[PassRecord], actor: ActorSpec, *, has_adapter: bool = False
+) -> OutOfMemory:
+    spec = RunSpec(actor=replace(actor, dtype=Dtype.BF16), inputs=InputsSpec(inputs=folder))
+    paths = made(folder, lengths)
+    source = find_source(spec)
+    model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
+    found = Known(
+        spec=spec, world=cast(World, OneRank()), config=source.config, inputs=paths, has_adapter=has_adapter
+    ).of(records, cast(Any, model))
+    assert found is not None
+    return found
+
+
+def test_a_fit_to_the_passes_that_finished_says_what_the_one_that_failed_would_need(tmp_path: Path) -> None:
+    """By hand: 100 MiB and a MiB a token in backward; so 400 tokens need 500 MiB."""
+    lengths = [100, 200, 150, 400, 250]
+    records = [
+        measured(index, length, (50 + length) * MIB, (100 + length) * MIB) for index, length in enumerate(lengths)
+    ]
+    records[3] = record(3, phases={}, error="CUDA out of memory", error_type="OutOfMemoryError")
+
+    found = known(tmp_path, lengths, records, ActorSpec(backend="ddp"))
+
+    assert found.index == 3
+    assert found.needed is not None
+    assert found.needed.peak_bytes == pytest.approx(500 * MIB, rel=1e-3)
+    by_option = {one.option: one.peak_bytes for one in found.needed.savings}
+    # two blocks: a half of the 400 MiB that grow with the tokens, and each block's input, which is small
+    residual = 2 * 400 * 32 * 2
+    assert by_option["--gradient-checkpointing"] == pytest.approx((100 + 200) * MIB + residual, rel=1e-3)
+    assert by_option["--num-layers 1"] == pytest.approx((100 + 200) * MIB, rel=5e-3)
+    assert not any("ranks" in option for option in by_option), "ddp shares nothing"
+    said = dict(found.lines())
+    assert said["memory"].startswith("pass 4, rank 0 would need 0.488 GiB by a fit to 4 measured passes")
+    assert "--gradient-checkpointing: 0.293 GiB" in said["would need"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "peaks", "why"),
+    [
+        ([100, 200, 400], [200, 300], "2 passes of its kind finished, and a fit of peaks to tokens takes 3"),
+        ([100, 200, 150, 400], [200, 200, 200], "the peaks of the measured passes do not grow with their tokens"),
+        ([100, 200, 150, 50], [200, 300, 250], "passes that finished had a higher peak than is predicted of it"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(tmp_path: Path, lengths: list[int], peaks: list[int], why: str) -> None:
+    records = [measured(index, lengths[index], peak * MIB // 2, peak * MIB) for index, peak in enumerate(peaks)]
+    records.append(record(len(peaks), phases={}, error="CUDA out of memory", error_type="OutOfMemoryError"))
+
+    found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"))
+
+    assert (found.needed, found.why_not) == (None, why)
+    said = dict(found.lines())
+    assert said["would need"].startswith(f"not predicted: {why}. --memory-snapshot")
+    assert "a rank holds 0.000 GiB of weights" in said["memory"]
+
+
+def test_what_a_rank_holds_is_what_its_backend_declares(tmp_path: Path) -> None:
+    number = NUM_PARAMETERS
+    failed = [record(0, phases={}, error="x", error_type="OutOfMemoryError")]
+
+    for_fsdp2 = known(tmp_path, [10], failed, ActorSpec(backend="fsdp2"))
+    assert (for_fsdp2.weights_bytes, for_fsdp2.gradients_bytes, for_fsdp2.optimizer_bytes) == (
+        4 * number,
+        4 * number,
+        0,
+    )
+    engine = known(tmp_path, [10], failed, ActorSpec(backend="deepspeed"))
+    assert (engine.weights_bytes, engine.optimizer_bytes) == (2 * number, 4 * number)
+
+
+def test_of_an_adapter_nothing_is_made_up(tmp_path: Path) -> None:
+    lengths = [100, 200, 150, 400]
+    records = [measured(index, length, length * MIB, length * MIB) for index, length in enumerate(lengths[:3])]
+    records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
+
+    found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"), has_adapter=True)
+
+    said = dict(found.lines())
+    assert "not known of a model with an adapter" in said["memory"]
+    assert said["would need"].startswith("not predicted: of a model with an adapter no backend declares")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("a"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("broken"), False),
+        (None, False),
+    ],
+)
+def test_errors_of_memory_are_told_from_others(error: BaseException | None, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_a_profile_of_a_run_whose_passes_all_failed_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    made(tmp_path, [10, 12])
+    without = run_of(tmp_path, 0)
+    told = capsys.readouterr()
+
+    exit_code, run, records, log = run_of(tmp_path, 0, "--profile")
+
+    assert (exit_code, run["status"], run["profile"]) == (without[0], "failed", None) == (1, "failed", None)
+    assert [one.error for one in records] == [one.error for one in without[2]]
+    said = capsys.readouterr()
+    assert said.err == told.err
+    mine = [line for line in said.out.splitlines() if "logs/" not in line]
+    plain = [line for line in told.out.splitlines() if "logs/" not in line]
+    assert [line for line in mine if line not in plain] == ["profiled   nothing: no pass finished"]
+    assert not list(log.glob("*.profile.json.gz"))
+
+
+def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, [10, 60])
+    alive: list[bool] = []
+
+    def reopen(actor: ReopenedActor) -> None:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
+        alive.append(any(60 in one.shape for one in tensors))
+
+    monkeypatch.setattr(ReopenedActor, "reopen", reopen)
+    run_of(tmp_path, 20)
+
+    assert alive == [False], "a tensor of the failed pass, with its graph and the model"
+
+
+def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp_path: Path, capsys: Captured) -> None:
+    """The second run has a snapshot of the same pass."""
+    made(tmp_path, [10, 12, 60, 14])
+
+    exit_code, run, _, _ = run_of(tmp_path, 20)
+    assert (exit_code, run["out_of_memory"]["index"], run["memory"]) == (1, 2, None)
+    assert "memory     pass 3, rank 0" in capsys.readouterr().out
+
+    exit_code, run, _, log = run_of(tmp_path, 20, "--memory-snapshot")
+    assert (exit_code, run["out_of_memory"], run["memory"]["index"]) == (1, None, 2)
+    (rank,) = run["memory"]["ranks"]
+    assert rank["ran_out"].startswith("CUDA out of memory. Tried")
+    assert (log / rank["snapshot"]).is_file()
+    said = capsys.readouterr().out
+    assert "ran out    CUDA out of memory. Tried to allocate 9.00 GiB" in said
+
+
+def test_an_accumulation_window_is_filled_as_it_was(tmp_path: Path) -> None:
+    """The pass that ran out was the second of its window, and the first one's gradient was there."""
+    made(tmp_path, [10, 12, 14, 90])
+
+    _, run, _, _ = run_of(tmp_path, 20, "--grad-accumulation", "2", "--memory-snapshot", "--dtype", "fp32")
+
+    assert run["memory"]["index"] == 3
+    (rank,) = run["memory"]["ranks"]
+    assert rank["ran_out"] is not None
+    (gradients,) = [one for one in rank["holders"] if one["kind"] == "gradients"]
+    assert gradients["num_bytes"] >= 4 * NUM_PARAMETERS
+
+
+def test_a_profile_that_fails_by_itself_leaves_the_report(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, [10, 12])
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ValueError("no events")
+
+    monkeypatch.setattr("replay.profiling.profiler.summarised", breaks)
+    exit_code, run, records, _ = run_of(tmp_path, 99, "--profile")
+
+    assert (exit_code, run["status"], len(records)) == (0, "finished", 2)
+    assert "profiled   unknown: ValueError: no events" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_and_has_nothing_left_profiles_what_it_did_before(tmp_path: Path) -> None:
+    made(tmp_path, [10, 12])
+    states = ["--step", "--save-every", "1", "--save-state", str(tmp_path / "states"), "--profile"]
+    run_of(tmp_path, 99, *states)
+
+    exit_code, run, records, _ = run_of(tmp_path, 99, *states, "--resume")
+
+    assert (exit_code, len(records)) == (0, 2)
+    assert run["profile"] is not None
+
+
+class Peers:
+    """One other rank, and what it sends; keeps what is sent to it."""
+
+    def __init__(self, *heard: dict[str, Any]) -> None:
+        self.by_rank = {1: None}
+        self.sent: list[str] = []
+        self._heard = list(heard)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message["kind"])
+
+    def receive(self, _: float) -> list[tuple[int, dict[str, Any]]]:
+        if not self._heard:
+            self.by_rank.clear()
+            return []
+        return [(1, self._heard.pop(0))]
+
+
+def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Ending:
+    class Alone:
+        rank, device = 0, torch.device("cpu")
+
+        def gather(self, own: Any) -> list[Any]:
+            return [own, ("elsewhere", 1)]
+
+    class Stacks:
+        def write(self) -> None: ...
+
+    def ends(_: int) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(shutdown, "repeat_for_torchrun", lambda *_, **__: None)
+    monkeypatch.setattr(shutdown, "write_flight_recorder", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ends)
+    return Ending(cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers))
+
+
+def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = Peers({"kind": "done"})
+    last = ending(tmp_path, peers, monkeypatch)
+
+    def ends() -> None:
+        with pytest.raises(SystemExit):
+            last._end(0, 1, "")
+
+    thread = threading.Thread(target=ends)
+    with last.unbroken():
+        thread.start()
+        thread.join(timeout=0.3)  # it stands at the lock, or has ended this rank
+    thread.join()
+
+    assert peers.sent == ["writing", "written", "done"]
+
+
+def test_a_rank_that_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(shutdown, "PATIENCE_SECONDS", 0.0)
+    peers = Peers({"kind": "written"}, {"kind": "done"})
+    last = ending(tmp_path, peers, monkeypatch)
+    monkeypatch.setattr(last, "_kill", killed.append)
+    last.heard(1, "writing")
+
+    with pytest.raises(SystemExit):
+        last._end(0, 1, "")
+
+    assert killed == [1], "0 s after it had written"
+    assert peers._heard == [{"kind": "done"}], "its first message was waited for"
