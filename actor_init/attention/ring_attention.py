@@ -78,7 +78,7 @@ def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Ten
 @_for_slices
 def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
     """Run ring-flash-attn on this rank's slice. Raises UsageError for what it lacks."""
-    _refuse(softcap=asked.softcap, sinks=asked.s_aux)
+    _refuse(softcap=bool(asked.softcap), sinks=asked.s_aux is not None)
     functions = ring_flash_attn_package()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if ring.is_zigzag:
@@ -149,7 +149,7 @@ def ring_sdpa(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked:
 
     Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError for dropout.
     """
-    _refuse(dropout=asked.dropout)
+    _refuse(dropout=bool(asked.dropout))
     visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, asked.sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
@@ -203,6 +203,6 @@ def _visible_llama3(ring: RingSlice, sliding_window: int | None) -> Tensor:
     return visible & (key > query - sliding_window) if sliding_window else visible
 
 
-def _refuse(**lacking: Any) -> None:
-    if given := [name for name, value in lacking.items() if value is not None and value != 0.0]:
+def _refuse(**asked: bool) -> None:
+    if given := [name for name, is_asked in asked.items() if is_asked]:
         raise UsageError(f"ring attention has no {' and no '.join(given)}, which this model needs. Try: --ring 1")

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.attention.kernels import CUDNN_PADDED, NAMES, flash_attn_3_varlen
+from actor_init.attention.ring import RingSlice
+from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import num_graphs
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
@@ -209,6 +211,13 @@ def test_what_cudnn_lacks_is_refused(given: dict[str, Any], says: str) -> None:
     borders = torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(UsageError, match=f"cuDNN's attention has {says}, which this model needs. Try: --attention"):
         cudnn_packed(torch.nn.Identity(), heads, heads, heads, None, cu_seq_lens_q=borders, max_length_q=10, **given)
+
+
+@pytest.mark.parametrize(("given", "says"), [({"softcap": 30.0}, "no softcap"), ({"s_aux": torch.ones(4)}, "no sinks")])
+def test_what_ring_flash_attn_lacks_is_refused(given: dict[str, Any], says: str) -> None:
+    heads, no_slice = torch.rand(1, 4, 10, 16), cast(RingSlice, None)
+    with pytest.raises(UsageError, match=f"^ring attention has {says}, which this model needs. Try: --ring 1"):
+        ring_flash_attn(torch.nn.Identity(), heads, heads, heads, None, ring=no_slice, **given)
 
 
 @pytest.mark.usefixtures("stand_ins")
