@@ -103,6 +103,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open(spec, source, world, folder, state, watch, console)
+        gc.enable()
         session = Session(
             world=world,
             spec=spec,

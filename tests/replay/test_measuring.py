@@ -1,5 +1,6 @@
 """What a replay says it measured is what was put in: known sleeps and known memory, found in the right phase."""
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +84,13 @@ def test_the_norm_of_a_large_gradient_is_that_of_fp64() -> None:
     wanted = torch.cat([drawn, small]).double().norm()
     torch.testing.assert_close(total_norm([drawn, small]).double(), wanted, rtol=1e-9, atol=0)
     assert abs(drawn.norm() / drawn.double().norm() - 1) > 1e-5  # why it is not torch's own: that would be enough
+
+
+def test_garbage_is_collected_in_passes_and_behind_a_run_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    measured(tmp_path / "logs", monkeypatch, in_forward(lambda: seen.append(gc.isenabled())))
+    assert seen == [True, True, True]
+    assert main(["--inputs", str(tmp_path / "nowhere")]) == 2
+    assert gc.isenabled()
