@@ -57,7 +57,7 @@ class Touched:
         while not ends:  # and once more at the end
             ends = self._ends.wait(TICK_SECONDS)
             self._before_each()
-            self._seen += mappings_in(self._smaps.read_text(), time.time())
+            self.now()
 
     def now(self) -> None:
         """Read once more, at once."""

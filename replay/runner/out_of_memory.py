@@ -16,8 +16,8 @@ from actor_init.backends import declaration_of
 from actor_init.backends.declaration import Held
 from actor_init.model import count_parameters
 from actor_init.world import World
-from replay.inspection.shapes import Shape, read_shapes, rows_fed, spread
-from replay.prediction.costs import Cost, Measured, Model, Predictor, terms_of
+from replay.inspection.shapes import Shape, read_shapes, spread
+from replay.prediction.costs import Cost, Measured, Model
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.records import Holder, HolderKind, Saving
 from replay.profiling.text import saved
@@ -129,28 +129,28 @@ class Known:
         chosen = spread([_numbered(one, index) for index, one in by_index.items()], MOST)
         measured = [_measured(one, finished[one.number]) for one in chosen]
         measured = [one for one in measured if one.cost.peaks.keys() == measured[-1].cost.peaks.keys()]
-        rows = rows_fed((one.shape, one.fed_tokens) for one in measured)
-        predictor = Predictor.of(measured, rows)
-        peak = predictor.cost(shape).peak_bytes
-        phase = max(predictor.peaks, key=lambda name: predictor.peaks[name](terms_of(shape, rows)))
+        fitted = Model.of(measured)
+        predictor = fitted.predictors[shape.trains]  # all are of its kind
+        peaks = predictor.cost(shape).peaks
+        phase = max(peaks, key=lambda name: peaks[name])
+        peak = peaks[phase]
         fit = predictor.peaks[phase]
         growing = peak - max(fit.floor, fit.coefficients[0])
         if growing <= 0:
             return "the peaks of the measured passes do not grow with their tokens"
         if peak < max(one.cost.peak_bytes for one in measured):
             return "passes that finished had a higher peak than is predicted of it"
-        model_error = Model.of(measured).error
         size = PassSize.of(
             model,
             self.config,
             self.spec.actor,
-            shape.fed_tokens(rows) // self.spec.actor.parallel.ring,
+            shape.fed_tokens(predictor.rows) // self.spec.actor.parallel.ring,
             trains=failed.trains is not False,
         )
         return Needed(
             num_measured=len(measured),
             peak_bytes=int(peak),
-            error=None if model_error is None else model_error.most_of_peak,
+            error=None if fitted.error is None else fitted.error.most_of_peak,
             savings=savings(self._holders(peak, growing, phase), self.spec.actor, size),
         )
 
