@@ -10,6 +10,15 @@ from capture.file_format.capture_file import write_call
 from capture.file_format.micro_batch import Origin
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
+LLAMA = {  # a config for write_actor_config, of a model that is opened in no time
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 
 
 def write_pass(

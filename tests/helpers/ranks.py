@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
@@ -11,12 +11,12 @@ from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, environment: Mapping[str, str] = os.environ) -> str:
+def run_ranks(arguments: Sequence[str], num_ranks: int) -> str:
     """Run `python ARGUMENTS`, warm, on each rank, and return what they wrote. All must succeed.
 
     One rank is a process without a launcher's variables.
     """
-    common = {**without_launcher(environment), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    common = {**without_launcher(os.environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [str(warm_bin() / "python"), *arguments]
     store = store_of_ranks() if num_ranks > 1 else None
     own = [{}] if store is None else variables_of_ranks(num_ranks, store.port)

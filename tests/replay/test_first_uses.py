@@ -22,19 +22,10 @@ from replay.runlog.writer import read_log
 from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
-from tests.helpers.made_captures import write_pass
+from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 
 CPU = torch.device("cpu")
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 LOSS = """
 import ctypes, importlib, sys, torch
 from pathlib import Path

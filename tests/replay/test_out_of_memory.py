@@ -24,20 +24,11 @@ from replay.runner.pass_runner import ReopenedActor
 from replay.runner.session import find_source
 from replay.spec import InputsSpec, RunSpec
 from replay.watch.shutdown import Ending
-from tests.helpers.made_captures import write_pass
+from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 NUM_PARAMETERS = 64 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
 RUNS_OUT = """
 import torch

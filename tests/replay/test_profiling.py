@@ -12,17 +12,8 @@ from replay.profiling.records import LongKernel, Profile, RankProfile
 from replay.profiling.shares import Interval, Work, hidden_seconds, seconds_by_work, waited_for, work_of
 from replay.profiling.text import kernel_table, remarks, share_table
 from replay.runlog.writer import read_log
-from tests.helpers.made_captures import write_pass
+from tests.helpers.made_captures import LLAMA, write_pass
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 BUSY_LOSS = """
 import torch
 
