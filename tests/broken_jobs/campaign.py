@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
+from replay.processes.launch import store_of_ranks, variables_of_ranks
 from tests.broken_jobs.declarations import FaultClass, Job, Kind
 from tests.broken_jobs.effect import Effect, effect_of
 from tests.broken_jobs.table import JOBS
 from tests.broken_jobs.traces import traces_of
-from tests.helpers.ports import free_port
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -170,12 +170,11 @@ class Campaign:
     def _run(self, job: Job, arguments: Sequence[str], folder: Path) -> None:
         """Carry the job out under `capture run`. Its ranks meet as torchrun's would."""
         capture = ["-m", "capture", "run", "--to", str(folder / "captures"), SCRIPT, str(folder)]
-        port = str(free_port())
+        store = store_of_ranks() if job.kind.num_ranks > 1 else None
+        meetings = [{}] if store is None else variables_of_ranks(job.kind.num_ranks, store.port)
         ranks = []
-        for rank in range(job.kind.num_ranks):
-            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(job.kind.num_ranks)}
-            meeting |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.kind.num_ranks)}
-            environment = _environment() | (meeting if job.kind.num_ranks > 1 else {})
+        for rank, meeting in enumerate(meetings):
+            environment = _environment() | meeting
             with open(folder / f"output_rank{rank}.txt", "w") as output:
                 command = [str(self.bin / "python"), *capture, *arguments]
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
