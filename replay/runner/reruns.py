@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from replay.profiling.memory import History
 
 
+SAME_PEAK = 0.99  # of the highest, on a CPU: what a pass frees stays resident, and hides how much later ones need
+
 FoundT = TypeVar("FoundT", Profile, MemoryPeak)
 
 
@@ -123,14 +125,10 @@ class Reruns:
 
     def _memory(self, records: Sequence[PassRecord]) -> tuple[MemoryPeak | None, str]:
         """Run the pass that ran out of memory, else that with the highest peak, with the history of its allocations."""
-        place = summarize(records).highest_peak
         finished = [record for record in records if record.error is None]
-        indices = [record.index for record in records if record.ran_out_of_memory]
-        indices += [place.index] if place is not None else []
-        indices += [record.index for record in sorted(finished, key=peak_bytes, reverse=True)]
-        if not indices:
+        if (index := _with_highest_peak(records, self.world.device.type)) is None:
             return None, "unknown: no pass finished"
-        index, source = indices[0], self.inputs[indices[0]].name
+        source = self.inputs[index].name
         self._into_window(records, index)
         own = [record for record in finished if record.index == index and record.rank == self.world.rank]
         rank, _, error = self._with_history(
@@ -246,6 +244,20 @@ class Reruns:
             text = f"rank {self.world.rank}: pass {index + 1} failed when it was run once more, behind all passes"
             print_pairs(open_console(sys.stderr), [("once more", f"{text}, whose records are in {self.folder}")])
             self.watch.stop_all(error)
+
+
+def _with_highest_peak(records: Sequence[PassRecord], device_type: str) -> int | None:
+    """Return the pass that ran out of memory, else that with the highest peak; of equal ones on a CPU the largest."""
+    out = [record.index for record in records if record.ran_out_of_memory]
+    finished = [record for record in records if record.error is None]
+    if out or not finished:
+        return out[0] if out else None
+    place = summarize(records).highest_peak
+    highest = max(map(peak_bytes, finished)) if place is None else place.value
+    if device_type == "cpu":
+        equal = [record for record in finished if peak_bytes(record) >= SAME_PEAK * highest]
+        return max(equal, key=lambda record: record.fed_tokens).index
+    return max(finished, key=peak_bytes).index if place is None else place.index
 
 
 def _finished(records: Sequence[PassRecord]) -> list[int]:

@@ -178,8 +178,8 @@ def replayed(case: Case, home: Path) -> Outcome:
             process.terminate()
             output, _ = process.communicate(timeout=LIMIT)
     struck = [float(seconds) for seconds in re.findall(r"FAULT (\d+\.\d+)", output)]
-    logs = list((home / "logs").iterdir())
-    assert len(logs) == 1, output[-4000:]
+    logs = list((home / "logs").glob("*"))
+    assert len(logs) == 1, f"exit code {process.returncode}\n{output[-4000:]}"
     return Outcome(
         exit_code=process.returncode,
         output=output,

@@ -138,8 +138,8 @@ def test_the_parts_add_up_to_the_resident_peak(tmp_path: Path, capsys: Captured)
     assert sizes[HolderKind.WEIGHTS] == 4 * (NUM_PARAMETERS + frequencies)
     assert sum(sizes.values()) == rank["peak_bytes"] == pytest.approx(rank["counted_bytes"], rel=0.05)
     # what each block keeps of its MLP alone: its input and three inner tensors; the last one's may be gone by then
-    length = 700 if run["memory"]["index"] == 1 else 300
-    assert sizes[HolderKind.ACTIVATIONS] > (LAYERS - 1) * length * (HIDDEN + 3 * INNER) * 4
+    assert run["memory"]["index"] == 1, "the longest: in pytest's process all may have the same peak"
+    assert sizes[HolderKind.ACTIVATIONS] > (LAYERS - 1) * 700 * (HIDDEN + 3 * INNER) * 4
     with gzip.open(folder / rank["snapshot"]) as file:
         assert any(event.get("name") == "[memory]" for event in json.load(file)["traceEvents"])
     said = capsys.readouterr().out
