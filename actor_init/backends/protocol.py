@@ -1,10 +1,12 @@
 """Define the interface of an actor under a backend, and open one."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +17,8 @@ from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+
+MOST_COLLECTIONS = 4  # two suffice for what is known; other threads may make garbage all the time
 
 
 class Backend(Protocol):
@@ -116,3 +120,16 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
         opened.close()
         raise UsageError(f"--kernels fused is not there for {spec.backend}. Try: --kernels model")
     return opened
+
+
+def free_closed() -> None:
+    """Free the memory of backends that were closed and are no longer referenced.
+
+    A model is in reference cycles. Of one whose forward failed under FSDP2 autograd keeps a part in C++, where Python's
+    collector does not see it, and drops it when the rest is collected: so one collection is not enough.
+    """
+    for _ in range(MOST_COLLECTIONS):
+        if not gc.collect():
+            break
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,13 +1,10 @@
 """Open an actor as for a replay, run micro-batches through it untimed, and close it."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
-from actor_init.backends.protocol import Backend, open_backend
+from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
@@ -41,9 +38,7 @@ class Trial:
 @contextmanager
 def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[Trial]:
     """Open a new actor with the weights of `source`."""
-    gc.collect()  # frees the previous actor
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_closed()
     backend = open_backend(spec, source, world, lambda _: tracker.goes_on())
     try:
         yield Trial(backend=backend, spec=spec, source=source, world=world, tracker=tracker)

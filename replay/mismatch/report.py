@@ -7,7 +7,6 @@
 d is the replay's log-prob minus the rollout's, in nats, of each action token. mismatch.json has the same numbers.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from actor_init.as_json import json_bytes
-from actor_init.backends.protocol import Backend, open_backend
+from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
 from actor_init.spec import Attention, Dtype, UsageError
@@ -141,9 +140,7 @@ def _replayed(
     finally:
         backend.close()
         del backend
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_closed()
     everything = _of_all_data_ranks(own, world)
     if not sum(len(one.id_N) for one in everything):
         raise UsageError("no row of these inputs has an action token. Try: other inputs")

@@ -133,6 +133,8 @@ def peak_in(
     peak, number, last = dict(live), -1, -1
     communicating = _Ranges([event for event in events if str(event.get("name", "")).startswith(COMMUNICATING)])
     lifetimes = _lifetimes(changes, began)
+    phases = [event for event in events if str(event.get("name", "")).startswith(PHASE) and "dur" in event]
+    phases_end = max((float(event["ts"]) + float(event["dur"]) for event in phases), default=float("inf"))
     for event in changes:
         size, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
         if (freed := live.pop(address, None)) is not None:  # also where a block of before was freed unseen
@@ -144,7 +146,7 @@ def peak_in(
             frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
             live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
             allocated += size
-        if allocated > most:
+        if allocated > most and float(event["ts"]) <= phases_end:
             most, peak, last = allocated, dict(live), number
     return Peak(
         allocated_bytes=most,

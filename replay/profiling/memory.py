@@ -47,6 +47,7 @@ class History:
     first: int = 0  # the allocator's count of allocations when the history began
     begins: list[tuple[int, str | None]] = field(default_factory=list)  # from which allocation on, which module ran
     forward_end: int | None = None  # allocations from here on are backward's
+    phases_end: int | None = None  # those from here on are no part of what a pass is measured by
     gradients_before: dict[int, int] = field(default_factory=dict)  # bytes by address, when the pass began
     gradients: Mapping[int, int] = field(default_factory=dict)  # before the window ended
     peak: int = 0
@@ -60,6 +61,9 @@ class History:
     def backward_ended(self, model: PreTrainedModel) -> None:
         """Note where the gradients are, before the window's end clears them."""
         self.gradients = _gradients_of(model)
+
+    def phases_ended(self) -> None:
+        self.phases_end = self.number()
 
     def number(self) -> int:
         """Return the number of the next allocation, from 0; on a CPU the profiler counts them."""
@@ -106,7 +110,7 @@ def held_at_peak(
             torch.cuda.synchronize(device)
             snapshot = history.failed if ran_out and history.failed else torch.cuda.memory._snapshot(device)
         _write(snapshot, file)
-        peak = peak_of(snapshot, _index(device))
+        peak = peak_of(snapshot, _index(device), until=None if ran_out else history.phases_end)
     else:
         recorded = host_memory.recorded(run, model, spec, history, resident, gives_back_at_once=not only_if_it_ran_out)
         error = recorded.error
@@ -115,6 +119,14 @@ def held_at_peak(
             return None
         peak = host_memory.peak_of(recorded, history, file)
     holders = _holders(peak, history, weights, {name for name, _ in blocks_of(model)}, head=_head_name(model))
+    size = PassSize.of(
+        model,
+        config,
+        spec,
+        history.num_tokens,
+        trains=history.trains,
+        keeps_gradients=bool(history.gradients) or ran_out,
+    )
     return MemoryProfile(
         rank=rank,
         device=device.type,
@@ -125,7 +137,7 @@ def held_at_peak(
         failed=f"{type(error).__name__}: {error}" if error is not None and not ran_out else None,
         holders=holders,
         snapshot=file.name,
-        savings=savings(holders, spec, PassSize.of(model, config, spec, history.num_tokens, trains=history.trains)),
+        savings=savings(holders, spec, size),
     )
 
 

@@ -27,38 +27,51 @@ class PassSize:
     weight_bytes: int  # of a number of the weights that the model holds
     trains: bool  # does it keep activations for a backward?
     residual_bytes: int  # of what a block gets: tokens times width, in the compute dtype
+    logits_bytes: int  # of whole logits on a rank, in the compute dtype
+    keeps_gradients: bool = True  # as the parameters' own; else in buffers of the backend, which are communication
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, config: PretrainedConfig, spec: ActorSpec, num_tokens: int, *, trains: bool
+        cls,
+        model: PreTrainedModel,
+        config: PretrainedConfig,
+        spec: ActorSpec,
+        num_tokens: int,
+        *,
+        trains: bool,
+        keeps_gradients: bool = True,
     ) -> Self:
         """Return the size of a pass of so many tokens through `model`, which has `config`."""
         whole = build_on_meta(config, attention="eager", dtype=torch.float32)  # of `model` a rank may hold a part
         blocks = blocks_of(whole)
         in_blocks = sum(one.numel() for _, block in blocks for one in block.parameters())
         compute_bytes = TORCH_DTYPES[spec.dtype].itemsize
+        text = config.get_text_config()
         return cls(
             num_layers=len(blocks),
             block_share=in_blocks / sum(one.numel() for one in whole.parameters()),
             compute_bytes=compute_bytes,
             weight_bytes=next(model.parameters()).element_size(),
             trains=trains,
-            residual_bytes=num_tokens * config.get_text_config().hidden_size * compute_bytes,
+            residual_bytes=num_tokens * text.hidden_size * compute_bytes,
+            logits_bytes=num_tokens * text.vocab_size // spec.parallel.tp * compute_bytes,
+            keeps_gradients=keeps_gradients,
         )
 
 
 def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[Saving]:
     """Return the options that save most, each with the peak it is predicted to have, in bytes, the lowest first.
 
-    Checkpointing keeps what each block got, and one block's activations at a time. Without an optimizer weights and
-    gradients are in the compute dtype, and there are no masters or states. Fewer layers have their share of weights,
-    gradients, states and activations. A second rank holds half of the weights, gradients and states. None has a lower
-    peak than the end of backward, when all gradients are there beside weights, states and communication.
+    Checkpointing keeps what each block got, and either one block's activations or the head's. Without an optimizer
+    weights and gradients are in the compute dtype, and there are no masters or states. Fewer layers have their share of
+    weights, gradients, states and activations. A second rank holds half of the weights, gradients and states. None has
+    a lower peak than the end of backward, when all gradients are there beside weights, states and communication.
     """
     held = _Held.of(holders, size)
     found: dict[str, _Held] = {}
     if size.trains and not spec.gradient_checkpointing:
-        kept = held.activations / size.num_layers + size.num_layers * size.residual_bytes
+        one_block = max(0.0, held.activations / size.num_layers - held.head)  # the head's are gone by then
+        kept = one_block + size.num_layers * size.residual_bytes
         found["--gradient-checkpointing"] = replace(held, activations=kept)
     if spec.optimizer is not OptimizerName.NONE:
         found["--optimizer none"] = held.of_parameters(size.compute_bytes / size.weight_bytes, states=0.0)
@@ -96,15 +109,16 @@ class _Held:
     @classmethod
     def of(cls, holders: Sequence[Holder], size: PassSize) -> "_Held":
         held = {kind: sum(one.num_bytes for one in holders if one.kind is kind) for kind in HolderKind}
+        keeps = size.keeps_gradients
         return cls(
             weights=held[HolderKind.WEIGHTS],
-            gradients=held[HolderKind.GRADIENTS],
+            gradients=held[HolderKind.GRADIENTS] + (0.0 if keeps else held[HolderKind.COMMUNICATION]),
             # in the dtype of the weights that the model holds
-            all_gradients=held[HolderKind.WEIGHTS] if size.trains else 0.0,
+            all_gradients=held[HolderKind.WEIGHTS] if size.trains and keeps else 0.0,
             states=held[HolderKind.OPTIMIZER],
             activations=held[HolderKind.ACTIVATIONS],
             head=held[HolderKind.HEAD],
-            communication=held[HolderKind.COMMUNICATION],
+            communication=held[HolderKind.COMMUNICATION] if keeps else 0.0,
             process=held[HolderKind.PROCESS],
             rest=held[HolderKind.BACKWARD] + held[HolderKind.OTHER],
         )

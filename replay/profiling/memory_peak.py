@@ -30,8 +30,8 @@ class Peak:
     num_allocations: int
 
 
-def peak_of(snapshot: Mapping[str, Any], device: int) -> Peak:
-    """Find the peak in the history of one device."""
+def peak_of(snapshot: Mapping[str, Any], device: int, *, until: int | None = None) -> Peak:
+    """Find the peak in the history of one device; if `until` is given, before the allocation of that number."""
     events = snapshot["device_traces"][device]
     live = {block.address: block for block in _before(snapshot, device)}
     allocated = sum(block.num_bytes for block in live.values())
@@ -43,7 +43,7 @@ def peak_of(snapshot: Mapping[str, Any], device: int) -> Peak:
                 number += 1
                 allocated += event["size"]
                 live[event["addr"]] = _block(event, number)
-                if allocated > most:
+                if allocated > most and (until is None or number < until):
                     most, most_reserved, at = allocated, reserved, place
             case "free_completed":
                 block = live.pop(event["addr"], None)

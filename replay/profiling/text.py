@@ -108,7 +108,10 @@ def memory_remarks(memory: MemoryPeak) -> Pairs:
         pairs.append(("ran out", rank.ran_out.splitlines()[0]))
     if rank.failed:
         pairs.append(("failed", f"this time: {one_line(rank.failed)}"))
-    pairs.append(("would need", f"by prediction, {saved(rank.savings)}"))
+    if not rank.ran_out:
+        pairs.append(("would need", f"by prediction, {saved(rank.savings)}"))
+    elif rank.savings:
+        pairs.append(("would need", f"at least, from what was held when it ran out, {saved(rank.savings)}"))
     files, viewer = ", ".join(one.snapshot for one in memory.ranks), VIEWERS[rank.device]
     pairs.append(("snapshot", f"{files} in the log folder, for {viewer}"))
     return pairs

@@ -178,7 +178,7 @@ def _profiles(run: RunSoFar) -> list[str]:
             parts.append(_pairs(profile_remarks(profile)))
         if written := run.run.get("out_of_memory"):
             ran_out = from_json(OutOfMemory, written, source=f"{source}: out_of_memory")
-            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines())]
+            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines(has_snapshot=bool(run.run.get("memory"))))]
         if written := run.run.get("memory"):
             memory = from_json(MemoryPeak, written, source=f"{source}: memory")
             parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]

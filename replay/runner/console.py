@@ -84,7 +84,7 @@ class Console:
         print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
         print_pairs(out, wording.failures(records))
-        print_pairs(out, [] if found.ran_out is None else found.ran_out.lines())
+        print_pairs(out, [] if found.ran_out is None else found.ran_out.lines(has_snapshot=found.memory is not None))
         print_pairs(out, damaged_files(selection.damaged))
         print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
         if shows_passes:

@@ -1,8 +1,9 @@
 """Say, of a pass that ran out of memory, what it would have needed, and which options would have needed less.
 
 The passes that were measured tell: a fit of their peaks to their rows and tokens (`replay/prediction`) predicts the
-peak of the one that failed. What of it grows with the tokens is held by activations; of the rest the backend declares
-weights, gradients and the optimizer's. `--memory-snapshot` sees what held it, and so predicts better.
+peak of the one that failed. What of it grows with the tokens is held by activations, and by whole logits where there
+are some; of the rest the backend declares weights, gradients and the optimizer's. `--memory-snapshot` shows what was
+held when memory ran out, which is less than the pass would have needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from replay.spec import RunSpec
 LEAST = 3  # passes that a fit of a peak to tokens takes
 MOST = 24  # passes whose inputs are read for it
 NO_PARTS = "of a model with an adapter no backend declares what its parts take"
-SNAPSHOT = "--memory-snapshot runs the pass once more and predicts from what held it"
+SNAPSHOT = ". --memory-snapshot runs the pass once more and says what held its memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,8 @@ class OutOfMemory:
     needed: Needed | None
     why_not: str = ""  # why nothing is predicted
 
-    def lines(self) -> Pairs:
+    def lines(self, *, has_snapshot: bool) -> Pairs:
+        hint = "" if has_snapshot else SNAPSHOT
         where = f"pass {self.index + 1}, rank {self.rank}"
         lasting = ", ".join(
             f"{gibibytes(size)} GiB of {name}"
@@ -71,7 +73,7 @@ class OutOfMemory:
                 held = "what a rank holds whatever it is fed is not known of a model with an adapter"
             return [
                 ("memory", f"{where}: {held}{device}"),
-                ("would need", f"not predicted: {self.why_not}. {SNAPSHOT}"),
+                ("would need", f"not predicted: {self.why_not}{hint}"),
             ]
         needed, off = self.needed, ""
         if needed.error is not None:
@@ -79,7 +81,7 @@ class OutOfMemory:
         by = f"by a fit to {counted(needed.num_measured, 'measured pass')}{off}"
         return [
             ("memory", f"{where} would need {gibibytes(needed.peak_bytes)} GiB {by}{device}"),
-            ("would need", f"by prediction, {saved(needed.savings)}. {SNAPSHOT}"),
+            ("would need", f"by prediction, {saved(needed.savings)}{hint}"),
         ]
 
 
@@ -151,10 +153,10 @@ class Known:
             num_measured=len(measured),
             peak_bytes=int(peak),
             error=None if fitted.error is None else fitted.error.most_of_peak,
-            savings=savings(self._holders(peak, growing, phase), self.spec.actor, size),
+            savings=savings(self._holders(peak, growing, phase, size), self.spec.actor, size),
         )
 
-    def _holders(self, peak: float, growing: float, phase: str) -> list[Holder]:
+    def _holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
         held = dict(self._held_bytes())
         if phase == "forward" and self.spec.actor.num_accumulated == 1:
             held[HolderKind.GRADIENTS] = 0.0
@@ -162,7 +164,8 @@ class Known:
         for kind in held:  # no more than the fit says that there is
             held[kind] = min(held[kind], lasting)
             lasting -= held[kind]
-        held[HolderKind.ACTIVATIONS] = growing
+        held[HolderKind.HEAD] = min(size.logits_bytes, growing) if self.spec.actor.whole_logits else 0.0
+        held[HolderKind.ACTIVATIONS] = growing - held[HolderKind.HEAD]
         held[HolderKind.PROCESS] = lasting  # buffers, and on a CPU the process
         return [Holder(kind=kind, name="", num_bytes=int(size), count=1) for kind, size in held.items()]
 

@@ -1,6 +1,5 @@
 """Run one micro-batch through the actor and measure it. The only caller of a backend."""
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.kernels import CUDNN_PADDED, cudnn_calls
 from actor_init.attention.ring import may_zigzag, ring_slice
-from actor_init.backends.protocol import Backend, open_backend
+from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.compiling import num_graphs
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
@@ -79,9 +78,7 @@ class ReopenedActor:
     def reopen(self) -> None:
         self.backend.close()
         del self.backend
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_closed()
         try:
             self.backend = self._opened()
         except Exception as error:
@@ -93,6 +90,7 @@ class PassObserver(Protocol):
 
     def forward_ended(self) -> None: ...
     def backward_ended(self, model: PreTrainedModel) -> None: ...  # before its gradients are cleared
+    def phases_ended(self) -> None: ...  # those that are measured
 
 
 class PassRunner:
@@ -379,6 +377,8 @@ class PassRunner:
                     with self.meter.phase("step"):
                         grad_norm = self.actor.backend.end_window(step=True)
             self.tracker.at(Phase.SETTLING)
+            if self.observer is not None:
+                self.observer.phases_ended()
             phases, seconds = self.meter.end_pass()
             first_uses = self._first_uses.end()
             compile_seconds, recompilations = compilations.end()

@@ -9,7 +9,7 @@ A pass that failed on one of several ranks cannot be run again: the others stand
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,7 +43,7 @@ class Found:
 
     profile: Profile | None = None  # of --profile
     memory: MemoryPeak | None = None  # of --memory-snapshot
-    ran_out: OutOfMemory | None = None  # without --memory-snapshot
+    ran_out: OutOfMemory | None = None
     missing: Pairs = field(default_factory=list)
 
 
@@ -71,7 +71,9 @@ class Reruns:
         if self.spec.measure.memory_snapshot:
             memory, why = self._kept_apart(lambda: self._memory(records))
             missing += [("peak held", why)] if memory is None else []
-        ran_out = None if self.spec.measure.memory_snapshot else self.known_of(records)
+        ran_out = self.known_of(records)
+        if memory is not None and ran_out is not None and ran_out.needed is not None:
+            memory = replace(memory, ranks=[replace(one, savings=[]) for one in memory.ranks])
         return Found(profile=profile, memory=memory, ran_out=ran_out, missing=missing)
 
     def _kept_apart(self, find: Callable[[], tuple[FoundT | None, str]]) -> tuple[FoundT | None, str]:
@@ -201,7 +203,7 @@ class Reruns:
         """Say what this rank's pass would have needed, if it ran out of memory: the run ends without a report."""
         if (ran_out := self.known_of(records)) is not None:
             with self.watch.unbroken():
-                print_pairs(open_console(sys.stderr), ran_out.lines())
+                print_pairs(open_console(sys.stderr), ran_out.lines(has_snapshot=self.spec.measure.memory_snapshot))
 
     def _tell(self, memory: MemoryPeak) -> None:
         """Say, and write, what held the memory of this rank: the run ends without a report."""

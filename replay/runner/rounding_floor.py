@@ -4,7 +4,6 @@ Two replays that differ in nothing else are as far apart as a correct replay may
 kept in `rounding.json` beside the inputs, for later replays of the same inputs, weights and options.
 """
 
-import gc
 import hashlib
 import json
 import math
@@ -13,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from actor_init.as_json import from_json, to_json
+from actor_init.backends.protocol import free_closed
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Attention, Dtype, UsageError
@@ -70,9 +68,7 @@ class Again:
         finally:
             actor.backend.close()
             del actor, runner
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_closed()
         return replayed
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from actor_init.attention.kernels import described
+from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -363,8 +364,7 @@ class Session:
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
-            if not self.spec.measure.memory_snapshot:
-                self._reruns(runner).tell_ran_out([*before, record])
+            self._reruns(runner).tell_ran_out([*before, record])
             self.watch.stop_all(error)
         self.watch.tracker.at(Phase.GATHERING)
         ranks = self.world.gather((record, runner.recorded, runner.replayed))
@@ -457,9 +457,7 @@ def _rounded(
     remarks: Pairs = []
     opinion: Verdict | None = None
     spec = again.spec
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_closed()
     try:
         if spec.measure.noise_floor and spec.measure.step:
             setting = replace(setting, step_floors=rounding_floor.grown(again, passes))

@@ -24,7 +24,7 @@ from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
 from capture.record.flight_recorder import dead_spools
 from capture.record.incidents import read_incidents, scrubbed
 from capture.record.retention import Keep, keep_of
-from capture.record.rng_and_outputs import restore_random_states
+from capture.record.rng_and_outputs import random_snapshot, restore_random_states
 from capture.record.slow_step import StepWatch
 from tests.helpers.small_jobs import TinyModel, steps_in
 
@@ -304,6 +304,27 @@ def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.Monkey
     now[0] += 2.0
     assert watch.take() == (0, "61 s and more; the limit is 60 s")
     assert watch.take() is None
+
+
+def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() -> None:
+    """What was not used since the last snapshot is not taken again."""
+    numpy_before = numpy.random.get_state()
+
+    def numpy_restored() -> None:
+        numpy.random.set_state(numpy_before)
+
+    kept_normals = (random.gauss, numpy.random.standard_normal)  # each draw makes two numbers, and keeps one
+    uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None, numpy_restored)
+    for use in (*uses, *kept_normals, lambda: random.seed(3), lambda: numpy.random.seed(3), lambda: None):
+        use()
+        taken = random_snapshot(on_cuda=False)
+        assert taken.python == random.getstate()
+        assert taken.numpy is not None
+        name, keys, *rest = numpy.random.get_state()
+        assert (taken.numpy[0], list(taken.numpy[1]), *taken.numpy[2:]) == (name, list(keys), *rest)
+        again = random_snapshot(on_cuda=False)
+        assert again.python is taken.python
+        assert (again.numpy is taken.numpy) is not bool(rest[1])
 
 
 def test_outputs_settings_and_random_states_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

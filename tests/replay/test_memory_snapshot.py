@@ -64,6 +64,20 @@ def test_the_peak_counts_what_was_there_before_and_what_was_freed() -> None:
     )
 
 
+def test_what_comes_after_the_measured_phases_is_no_peak() -> None:
+    more = snapshot(
+        event("alloc", 200, 50),  # 0
+        event("free_completed", 200, 50),
+        event("alloc", 200, 500),  # 1, of what ends the pass
+        at_end={100: 7, 200: 500},
+        reserved=600,
+    )
+
+    assert peak_of(more, 0).allocated_bytes == 507
+    assert (found := peak_of(more, 0, until=1)).allocated_bytes == 57
+    assert [block.num_bytes for block in found.blocks] == [7, 50]
+
+
 def test_a_history_without_events_holds_what_lives() -> None:
     peak = peak_of(snapshot(at_end={100: 7}, reserved=20), 0)
 
@@ -232,7 +246,9 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
         HolderKind.HEAD: 50,
     }
     holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=5)
+    size = PassSize(
+        num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=5, logits_bytes=0
+    )
 
     found = savings(holders, ActorSpec(backend="fsdp2"), size)
 
@@ -248,6 +264,46 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
     assert [one.option for one in savings(holders, checkpointed, size)] == ["--num-layers 5", "twice as many ranks"]
 
 
+def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
+    held = {HolderKind.WEIGHTS: 400, HolderKind.OPTIMIZER: 800, HolderKind.COMMUNICATION: 600}
+    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    size = PassSize(
+        num_layers=10,
+        block_share=0.5,
+        compute_bytes=2,
+        weight_bytes=2,
+        trains=True,
+        residual_bytes=5,
+        logits_bytes=0,
+        keeps_gradients=False,
+    )
+
+    found = {one.option: one.peak_bytes for one in savings(holders, ActorSpec(backend="deepspeed"), size)}
+
+    assert found["--num-layers 5"] == 0.75 * (400 + 800 + 600)
+    assert found["--optimizer none"] == 400 + 600
+
+
+def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
+    held = {HolderKind.WEIGHTS: 10, HolderKind.ACTIVATIONS: 1_000, HolderKind.HEAD: 300}
+    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    spec = ActorSpec(backend="ddp", optimizer=OptimizerName.NONE)
+    for num_layers, expected in ((10, 10 + 300 + 10 * 5), (2, 10 + 500 + 2 * 5)):
+        size = PassSize(
+            num_layers=num_layers,
+            block_share=0.5,
+            compute_bytes=2,
+            weight_bytes=2,
+            trains=True,
+            residual_bytes=5,
+            logits_bytes=0,
+        )
+
+        found = {one.option: one.peak_bytes for one in savings(holders, spec, size)}
+
+        assert found["--gradient-checkpointing"] == expected
+
+
 def test_predictions_agree_with_what_a_gpu_measured() -> None:
     """The holders and the peaks of Llama 3.1 8B with 8 and 4 layers, 8,192 tokens, on an H200, in MiB."""
     held = {
@@ -261,7 +317,13 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
     holders = [Holder(kind=kind, name="", num_bytes=size * 2**20, count=1) for kind, size in held.items()]
     residual = 8_192 * 4_096 * 2
     size = PassSize(
-        num_layers=8, block_share=0.624, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=residual
+        num_layers=8,
+        block_share=0.624,
+        compute_bytes=2,
+        weight_bytes=4,
+        trains=True,
+        residual_bytes=residual,
+        logits_bytes=0,
     )
 
     peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}

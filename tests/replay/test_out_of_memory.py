@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import replay.watch.shutdown as shutdown
+from actor_init.backends.protocol import Backend
 from actor_init.spec import ActorSpec
 from actor_init.toggles import Dtype
 from actor_init.world import World
@@ -106,9 +110,25 @@ def test_a_fit_to_the_passes_that_finished_says_what_the_one_that_failed_would_n
     assert by_option["--gradient-checkpointing"] == pytest.approx((100 + 200) * MIB + residual, rel=1e-3)
     assert by_option["--num-layers 1"] == pytest.approx((100 + 200) * MIB, rel=5e-3)
     assert not any("ranks" in option for option in by_option), "ddp shares nothing"
-    said = dict(found.lines())
+    said = dict(found.lines(has_snapshot=False))
     assert said["memory"].startswith("pass 4, rank 0 would need 0.488 GiB by a fit to 4 measured passes")
     assert "--gradient-checkpointing: 0.293 GiB" in said["would need"]
+
+
+def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
+    lengths = [100, 200, 150, 400]
+    records = [measured(index, length, 0, length * 1_000) for index, length in enumerate(lengths[:3])]
+    records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
+
+    found = known(tmp_path, lengths, records, ActorSpec(backend="ddp", whole_logits=True))
+
+    assert found.needed is not None
+    by_option = {one.option: one.peak_bytes for one in found.needed.savings}
+    logits, residual = 400 * LLAMA["vocab_size"] * 2, 2 * 400 * LLAMA["hidden_size"] * 2  # type: ignore[operator]
+    assert by_option["no --whole-logits"] == pytest.approx(400_000 - logits, rel=1e-3)
+    assert by_option["--num-layers 1"] == pytest.approx((400_000 - logits) / 2 + logits, rel=1e-3)
+    # a block's activations come when the logits are gone, and take more than they
+    assert by_option["--gradient-checkpointing"] == pytest.approx((400_000 - logits) / 2 + residual, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +146,7 @@ def test_what_cannot_be_predicted_is_said(tmp_path: Path, lengths: list[int], pe
     found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"))
 
     assert (found.needed, found.why_not) == (None, why)
-    said = dict(found.lines())
+    said = dict(found.lines(has_snapshot=False))
     assert said["would need"].startswith(f"not predicted: {why}. --memory-snapshot")
     assert "a rank holds 0.000 GiB of weights" in said["memory"]
 
@@ -152,7 +172,7 @@ def test_of_an_adapter_nothing_is_made_up(tmp_path: Path) -> None:
 
     found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"), has_adapter=True)
 
-    said = dict(found.lines())
+    said = dict(found.lines(has_snapshot=False))
     assert "not known of a model with an adapter" in said["memory"]
     assert said["would need"].startswith("not predicted: of a model with an adapter no backend declares")
 
@@ -189,21 +209,36 @@ def test_a_profile_of_a_run_whose_passes_all_failed_is_one_line(tmp_path: Path, 
     assert not list(log.glob("*.profile.json.gz"))
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp", "deepspeed"])
 def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
+    """Neither a tensor of the pass nor the model: two models may be more than a device holds."""
     made(tmp_path, [10, 60])
     alive: list[bool] = []
+    open_again = ReopenedActor._opened
 
-    def reopen(actor: ReopenedActor) -> None:
-        gc.collect()
+    def opened(actor: ReopenedActor) -> Backend:
+        if not hasattr(actor, "was_open"):
+            backend = open_again(actor)
+            actor.was_open = weakref.ref(backend.model)  # type: ignore[attr-defined]
+            return backend
+        alive.append(actor.was_open() is not None)
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
         alive.append(any(60 in one.shape for one in tensors))
+        return open_again(actor)
 
-    monkeypatch.setattr(ReopenedActor, "reopen", reopen)
-    run_of(tmp_path, 20)
+    def forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] == 60:
+            raise torch.OutOfMemoryError("CUDA out of memory on purpose")
+        return cast(Tensor, inner(mlp, hidden))
 
-    assert alive == [False], "a tensor of the failed pass, with its graph and the model"
+    inner = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    monkeypatch.setattr(ReopenedActor, "_opened", opened)
+    run_of(tmp_path, 60, "--backend", backend, "--optimizer", "none")
+
+    assert alive == [False, False], "the model, and a tensor of the failed pass"
 
 
 def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp_path: Path, capsys: Captured) -> None:
@@ -215,7 +250,8 @@ def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp
     assert "memory     pass 3, rank 0" in capsys.readouterr().out
 
     exit_code, run, _, log = run_of(tmp_path, 20, "--memory-snapshot")
-    assert (exit_code, run["out_of_memory"], run["memory"]["index"]) == (1, None, 2)
+    assert (exit_code, run["out_of_memory"]["index"], run["memory"]["index"]) == (1, 2, 2)
+    assert "--memory-snapshot" not in run["out_of_memory"]["why_not"]
     (rank,) = run["memory"]["ranks"]
     assert rank["ran_out"].startswith("CUDA out of memory. Tried")
     assert (log / rank["snapshot"]).is_file()
