@@ -308,6 +308,7 @@ def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.Monkey
 
 def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() -> None:
     """What was not used since the last snapshot is not taken again."""
+    numpy = pytest.importorskip("numpy")
     numpy_before = numpy.random.get_state()
 
     def numpy_restored() -> None:
