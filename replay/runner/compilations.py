@@ -5,9 +5,12 @@ compilations.begin()
 compilations.end()  # (3.2, ["forward: 0/0: tensor 'hidden_states' size mismatch at index 1. expected 5, actual 9"])
 """
 
+import re
 import sys
 
 from replay.report.text import one_line
+
+CODE = re.compile(r"\s+# .*")  # behind a guard: the line of code that made it, and the stack there
 
 
 def begin() -> None:
@@ -25,5 +28,5 @@ def end() -> tuple[float, list[str]]:
     metrics = [] if utils is None else utils.get_compilation_metrics()
     seconds = sum(one.duration_us or 0 for one in metrics) / 1e6
     named = [(one.co_name, getattr(one, "recompile_reason", None)) for one in metrics]  # torch 2.6 does not say it
-    reasons = [f"{name}: {one_line(reason)}" for name, reason in named if reason]
+    reasons = [f"{name}: {CODE.sub('', one_line(reason))}" for name, reason in named if reason]
     return seconds, reasons

@@ -1,10 +1,12 @@
 """`replay recompiles` counts each policy's graphs, names the guards that failed, and says which policy to use."""
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, least_padding
 from replay.recompiles.result import Result, best, pays_from
 from replay.runlog.writer import read_log
+from replay.runner import compilations
 
 Captured = pytest.CaptureFixture[str]
 
@@ -207,3 +210,12 @@ def test_lengths_are_rounded_up() -> None:
     with pytest.raises(UsageError):
         ActorSpec(pad_tokens="a")
     assert spec_of(["--compile", "--compile-lengths", "static"]).actor.compile_lengths == "static"
+
+
+def test_a_guard_is_named_without_the_code_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "0/0: kwargs['max_length_q'] == 12  # return f(  # /x/y.py:3 in g\n  User stack trace:\n  File ..."
+    metrics = [SimpleNamespace(duration_us=2_500_000, co_name="forward", recompile_reason=reason)]
+    utils = SimpleNamespace(get_compilation_metrics=lambda: metrics)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
+
+    assert compilations.end() == (2.5, ["forward: 0/0: kwargs['max_length_q'] == 12"])
