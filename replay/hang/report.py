@@ -7,8 +7,8 @@ from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
 from capture.record.salvage import salvage_for_reading
 from replay.hang.last_seen import LastSeen, last_seen
-from replay.hang.partings import partings
 from replay.hang.schedule import Schedule, read_schedules
+from replay.hang.schedule_differences import schedule_differences
 from replay.hang.text import post_mortem, schedule_pairs
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs
@@ -45,7 +45,7 @@ def report(folder: Path, *, equal_shapes: bool) -> int:
     parts = False
     for number, schedule in enumerate(schedules):
         is_last = number == len(schedules) - 1
-        found = partings(schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(seen))
+        found = schedule_differences(schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(seen))
         pairs += schedule_pairs(schedule, found)
         parts |= bool(found)
     print_pairs(open_console(None), [*pairs, *damaged])

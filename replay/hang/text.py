@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from capture.file_format.listing import ranges_of
 from replay.hang.behind import who_was_behind
 from replay.hang.last_seen import End, LastSeen, world_size_of
-from replay.hang.partings import Parting
 from replay.hang.schedule import Schedule
+from replay.hang.schedule_differences import ScheduleDifference
 from replay.report.text import Pairs, counted
 
 MOST_RANKS = 16  # that have a line
@@ -60,8 +60,8 @@ def _end_text(one: LastSeen) -> str:
     return f"{one.end}: {one.incident.message}" if one.incident.message else str(one.end)
 
 
-def schedule_pairs(schedule: Schedule, found: Sequence[Parting]) -> Pairs:
-    """Return a line for the schedule, and one for each parting.
+def schedule_pairs(schedule: Schedule, found: Sequence[ScheduleDifference]) -> Pairs:
+    """Return a line for the schedule, and one for each difference.
 
     schedule   2 ranks, 20 passes, 16 of them training passes: nothing in them parts the ranks
     """

@@ -8,7 +8,7 @@ import typer
 from replay.option_parsing import Action, Toggle, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
-from replay.worst.other import Other, parsed
+from replay.worst.configuration import Configuration, parsed
 
 NUM_MEASURED = 12  # inputs
 
@@ -63,7 +63,7 @@ def worst(
 def _worst(
     spec: RunSpec,
     num_measured: int,
-    others: list[Other],
+    others: list[Configuration],
     num_shown: int,
     limit: float,
     *,

@@ -16,9 +16,9 @@ from replay.prediction.costs import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, 
 from replay.prediction.fitting import TERMS, Fit
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
+from replay.worst.configuration import Configuration
+from replay.worst.configuration_costs import Bounds
 from replay.worst.measuring import Measuring
-from replay.worst.other import Other
-from replay.worst.others import Bounds
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import FILE
 
@@ -110,7 +110,9 @@ class WorstConsole:
                 "checked", f"{_judged(error)}, on {counted(error.num_inputs, 'input')}, the worst and some others"
             )
 
-    def other(self, other: Other, num_layers: int, slowest: Bounds, highest: Bounds, room: Room, fits: Fits) -> None:
+    def other(
+        self, other: Configuration, num_layers: int, slowest: Bounds, highest: Bounds, room: Room, fits: Fits
+    ) -> None:
         """Print a prediction for another configuration."""
         least, most = highest.least.peak_bytes, highest.most.peak_bytes
         seconds = _between(milliseconds(slowest.least.total_seconds), milliseconds(slowest.most.total_seconds))
@@ -125,7 +127,7 @@ class WorstConsole:
             f"{seconds} ms{without}",
         )
 
-    def other_checked(self, other: Other, error: Error | None, failed: Sequence[str]) -> None:
+    def other_checked(self, other: Configuration, error: Error | None, failed: Sequence[str]) -> None:
         for said in failed:
             self.line("failed", f"{other.text}: {said}")
         if error is not None:

@@ -17,11 +17,11 @@ from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.runner.selection import Selection, select
 from replay.spec import RunSpec
+from replay.worst.configuration import Configuration
+from replay.worst.configuration_costs import Bounds, predict_configuration
 from replay.worst.console import WorstConsole
 from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
-from replay.worst.other import Other
-from replay.worst.others import Bounds, predict_other
 from replay.worst.ranking import Fits, Ranked, Room
 from replay.worst.state import WorstLog
 
@@ -37,7 +37,7 @@ class Settings:
     typed: Sequence[str]  # the words of worst's own options
 
 
-def rank_inputs(spec: RunSpec, settings: Settings, others: Sequence[Other]) -> int:
+def rank_inputs(spec: RunSpec, settings: Settings, others: Sequence[Configuration]) -> int:
     """Rank the inputs of `spec` and return the exit code: 0 if all fit and nothing failed.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
@@ -74,7 +74,7 @@ class _Work:
     log: WorstLog
     console: WorstConsole
 
-    def run(self, others: Sequence[Other]) -> bool:
+    def run(self, others: Sequence[Configuration]) -> bool:
         """Do all that was asked for, and tell whether nothing failed and all fits."""
         chosen = self._chosen()
         measuring = self._measure(self.spec.actor, chosen)
@@ -159,7 +159,7 @@ class _Work:
         self.console.checked(pairs, error, failed, measuring.ended)
         return error is not None and error.is_near and not failed and not measuring.ended
 
-    def _other(self, other: Other, base: Sequence[Measured], chosen: Sequence[Shape], room: Room) -> bool:
+    def _other(self, other: Configuration, base: Sequence[Measured], chosen: Sequence[Shape], room: Room) -> bool:
         """Predict another configuration, and measure it if --check asks for it and the machine can."""
         measured_with: list[dict[str, Any]] = []
 
@@ -174,7 +174,7 @@ class _Work:
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_other(other, self.spec, base, measured_again, accumulates=window > 1)
+            predicts = predict_configuration(other, self.spec, base, measured_again, accumulates=window > 1)
         except UsageError as error:
             self.console.line("predicted", str(error))
             return False
@@ -216,7 +216,7 @@ class _Work:
         rounds = enumerate(zip(*columns, strict=True))
         return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
 
-    def _check_other(self, other: Other, bounds: Mapping[int, Bounds]) -> bool:
+    def _check_other(self, other: Configuration, bounds: Mapping[int, Bounds]) -> bool:
         """Run some of the passes predicted for another configuration, if this machine has the devices for it."""
         machine = Machine.here()
         if machine.has_gpus and machine.num_devices < other.num_processes:

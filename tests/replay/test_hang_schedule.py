@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replay.hang.partings import Parting, partings
 from replay.hang.report import report
 from replay.hang.schedule import read_schedules
+from replay.hang.schedule_differences import ScheduleDifference, schedule_differences
 from tests.helpers.made_captures import write_pass, write_passes
 from tests.helpers.planned_jobs import Planned, record_job
 
@@ -25,8 +25,8 @@ def lengths(*padded: int, real: Sequence[int]) -> Plan:
     return [Planned(length=one, num_real=own) for one, own in zip(padded, real, strict=True)]
 
 
-def parts_of(folder: Path, **settings: Any) -> list[Parting]:
-    return [one for schedule in read_schedules(folder) for one in partings(schedule, **settings)]
+def parts_of(folder: Path, **settings: Any) -> list[ScheduleDifference]:
+    return [one for schedule in read_schedules(folder) for one in schedule_differences(schedule, **settings)]
 
 
 PADDED = (12, 9, 11, 10, 8)  # by the longest row of both ranks

@@ -9,7 +9,7 @@ EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Other:
+class Configuration:
     """Another configuration: `actor` is all of it, `alone` is what one rank can run of it, to be measured."""
 
     text: str
@@ -22,7 +22,7 @@ class Other:
         return self.ranks * self.actor.parallel.tp * self.actor.parallel.ring
 
 
-def parsed(text: str, actor: ActorSpec) -> Other:
+def parsed(text: str, actor: ActorSpec) -> Configuration:
     """Read `num-layers=32,ranks=8` as a change of `actor`. Raises UsageError for anything else, or what is refused."""
     given: dict[str, int] = {}
     for part in text.split(","):
@@ -42,4 +42,4 @@ def parsed(text: str, actor: ActorSpec) -> Other:
         actor.parallel, tp=given.get("tp", actor.parallel.tp), ring=given.get("ring", actor.parallel.ring)
     )
     whole = replace(alone, num_layers=given.get("num-layers", actor.num_layers), parallel=parallel)
-    return Other(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
+    return Configuration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))

@@ -17,7 +17,7 @@ MIN_SHARE_ALIKE = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parting:
+class ScheduleDifference:
     """A pass in which ranks do not do the same.
 
     kind    `passes`, `order`, `backward`, `borders`, `gradients`, `trained`, `clipping`, `shapes`, `inputs` or `dtype`
@@ -36,8 +36,10 @@ class Parting:
     meets: str = ""
 
 
-def partings(schedule: Schedule, *, equal_shapes: bool = False, was_cut_short: bool = False) -> list[Parting]:
-    """Return the first parting of each kind, in the order of their passes.
+def schedule_differences(
+    schedule: Schedule, *, equal_shapes: bool = False, was_cut_short: bool = False
+) -> list[ScheduleDifference]:
+    """Return the first difference of each kind, in the order of their passes.
 
     equal_shapes  each pass needs equal shapes on all ranks; without it only where the ranks are seen to pad to the
                   longest row of all
@@ -45,13 +47,13 @@ def partings(schedule: Schedule, *, equal_shapes: bool = False, was_cut_short: b
     """
     if len(schedule.ranks) < 2:
         return []
-    rules: tuple[Callable[[Schedule], Parting | None], ...] = (
+    rules: tuple[Callable[[Schedule], ScheduleDifference | None], ...] = (
         *(_order, _borders, _backward, _gradients, _trained, _clipping, _inputs, _dtype),
         *(() if was_cut_short else (_last_border, _passes)),
     )
-    found = [parting for rule in rules if (parting := rule(schedule)) is not None]
-    if (parting := _shapes(schedule, equal_shapes)) is not None:
-        found.append(parting)
+    found = [difference for rule in rules if (difference := rule(schedule)) is not None]
+    if (difference := _shapes(schedule, equal_shapes)) is not None:
+        found.append(difference)
     first = min((one.number for one in found if one.kind == "order"), default=None)
     if first is not None:  # behind it the numbers of the ranks mean different passes
         found = [one for one in found if one.number < first or one.kind in ("order", "passes")]
@@ -72,12 +74,12 @@ def _others(values: Sequence[tuple[int, object]]) -> tuple[int, ...]:
     return tuple(rank for rank, value in values if value != usual)
 
 
-def _order(schedule: Schedule) -> Parting | None:
+def _order(schedule: Schedule) -> ScheduleDifference | None:
     for number, there in _common(schedule):
         kinds = [(rank, one.trains) for rank, one in there]
         if ranks := _others(kinds):
             does = "trains" if dict(kinds)[ranks[0]] else "runs without autograd"
-            return Parting(
+            return ScheduleDifference(
                 kind="order",
                 number=number,
                 ranks=ranks,
@@ -88,14 +90,14 @@ def _order(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _passes(schedule: Schedule) -> Parting | None:
+def _passes(schedule: Schedule) -> ScheduleDifference | None:
     counts = [(rank.rank, rank.num_passes) for rank in schedule.ranks]
     fewest, most = min(count for _, count in counts), max(count for _, count in counts)
     if fewest == most:
         return None
     ranks = tuple(rank for rank, count in counts if count == fewest)
     known = all(rank.end is not None for rank in schedule.ranks)
-    return Parting(
+    return ScheduleDifference(
         kind="passes",
         number=fewest,
         ranks=ranks,
@@ -106,7 +108,7 @@ def _passes(schedule: Schedule) -> Parting | None:
     )
 
 
-def _borders(schedule: Schedule) -> Parting | None:
+def _borders(schedule: Schedule) -> ScheduleDifference | None:
     """Compare how many optimizer steps each rank had made before each training pass."""
     begins: dict[int, int] = {}
     for number, there in _common(schedule):
@@ -122,7 +124,7 @@ def _borders(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _last_border(schedule: Schedule) -> Parting | None:
+def _last_border(schedule: Schedule) -> ScheduleDifference | None:
     """Compare how many optimizer steps each rank had made in the end, if all made as many passes."""
     if _borders(schedule) is not None:
         return None
@@ -147,8 +149,8 @@ def _last_windows(schedule: Schedule) -> list[tuple[int, bool]]:
     return [(rank.rank, rank.passes[last].step is not None) for rank in with_steps]
 
 
-def _border(number: int, ranks: tuple[int, ...], steps: int, usual: int) -> Parting:
-    return Parting(
+def _border(number: int, ranks: tuple[int, ...], steps: int, usual: int) -> ScheduleDifference:
+    return ScheduleDifference(
         kind="borders",
         number=number,
         ranks=ranks,
@@ -169,7 +171,7 @@ def _steps_in_common(schedule: Schedule) -> Iterator[list[tuple[RankSchedule, Op
             yield parts
 
 
-def _backward(schedule: Schedule) -> Parting | None:
+def _backward(schedule: Schedule) -> ScheduleDifference | None:
     """Compare for which passes a loss was differentiated, among ranks whose losses are seen at all."""
     seen = {
         rank.rank for rank in schedule.ranks if any(one is not None for step in windows_of(rank) for one in step.shares)
@@ -178,7 +180,7 @@ def _backward(schedule: Schedule) -> Parting | None:
         for place, number in enumerate(parts[0][1].passes):
             done = [(rank.rank, step.shares[place] is not None) for rank, step in parts if rank.rank in seen]
             if ranks := tuple(rank for rank, was in done if not was) if any(was for _, was in done) else ():
-                return Parting(
+                return ScheduleDifference(
                     kind="backward",
                     number=number,
                     ranks=ranks,
@@ -189,7 +191,7 @@ def _backward(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _gradients(schedule: Schedule) -> Parting | None:
+def _gradients(schedule: Schedule) -> ScheduleDifference | None:
     for parts in _steps_in_common(schedule):
         with_gradient = {
             rank.rank: {sample.name for sample in step.gradients.samples} if step.gradients is not None else set()
@@ -200,7 +202,7 @@ def _gradients(schedule: Schedule) -> Parting | None:
                 others = [other for other, names in with_gradient.items() if name in names]
                 if others and with_gradient[rank.rank]:
                     ranks = tuple(r.rank for r, s in parts if name in s.without_gradient)
-                    return Parting(
+                    return ScheduleDifference(
                         kind="gradients",
                         number=step.passes[-1],
                         ranks=ranks,
@@ -211,12 +213,12 @@ def _gradients(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _trained(schedule: Schedule) -> Parting | None:
+def _trained(schedule: Schedule) -> ScheduleDifference | None:
     for number, there in _common(schedule):
         counts = [(rank, one.num_trained) for rank, one in there if one.num_trained is not None]
         if len(counts) > 1 and (ranks := _others(counts)):
             usual = next(count for rank, count in counts if rank not in ranks)
-            return Parting(
+            return ScheduleDifference(
                 kind="trained",
                 number=number,
                 ranks=ranks,
@@ -227,14 +229,14 @@ def _trained(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _clipping(schedule: Schedule) -> Parting | None:
+def _clipping(schedule: Schedule) -> ScheduleDifference | None:
     """Compare which ranks computed a norm of sharded gradients, which is a collective."""
     for parts in _steps_in_common(schedule):
         if not any(step.is_part_of_norm or _is_sharded(rank) for rank, step in parts):
             continue
         clipped = [(rank.rank, step.grad_norm is not None or step.max_norm is not None) for rank, step in parts]
         if any(was for _, was in clipped) and (ranks := tuple(rank for rank, was in clipped if not was)):
-            return Parting(
+            return ScheduleDifference(
                 kind="clipping",
                 number=parts[0][1].passes[-1],
                 ranks=ranks,
@@ -248,12 +250,12 @@ def _is_sharded(rank: RankSchedule) -> bool:
     return any(one.is_sharded for one in rank.passes.values())
 
 
-def _dtype(schedule: Schedule) -> Parting | None:
+def _dtype(schedule: Schedule) -> ScheduleDifference | None:
     for number, there in _common(schedule):
         dtypes = [(rank, one.computed_in) for rank, one in there if one.computed_in is not None]
         if len(dtypes) > 1 and (ranks := _others(dtypes)):
             usual = next(dtype for rank, dtype in dtypes if rank not in ranks)
-            return Parting(
+            return ScheduleDifference(
                 kind="dtype",
                 number=number,
                 ranks=ranks,
@@ -265,7 +267,7 @@ def _dtype(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _inputs(schedule: Schedule) -> Parting | None:
+def _inputs(schedule: Schedule) -> ScheduleDifference | None:
     """Find ranks that are fed the same tokens in most passes, as tp and ring peers are, and others in one."""
     common = [dict(there) for _, there in _common(schedule)]
     numbers = [number for number, _ in _common(schedule)]
@@ -282,7 +284,7 @@ def _inputs(schedule: Schedule) -> Parting | None:
                 continue
             apart = next((number for number, mine, theirs in both if mine != theirs), None)
             if apart is not None:
-                return Parting(
+                return ScheduleDifference(
                     kind="inputs",
                     number=apart,
                     ranks=(one, other),
@@ -292,7 +294,7 @@ def _inputs(schedule: Schedule) -> Parting | None:
     return None
 
 
-def _shapes(schedule: Schedule, equal_shapes: bool) -> Parting | None:
+def _shapes(schedule: Schedule, equal_shapes: bool) -> ScheduleDifference | None:
     if not (equal_shapes or _pads_across_ranks(schedule)):
         return None
     for number, there in _common(schedule):
@@ -302,7 +304,7 @@ def _shapes(schedule: Schedule, equal_shapes: bool) -> Parting | None:
             own = dict(shapes)[ranks[0]]
             assert own is not None
             assert usual is not None
-            return Parting(
+            return ScheduleDifference(
                 kind="shapes",
                 number=number,
                 ranks=ranks,

@@ -21,7 +21,7 @@ from replay.inspection.shapes import Shape
 from replay.prediction.costs import Cost, Measured, Model
 from replay.runner.session import find_source
 from replay.spec import RunSpec
-from replay.worst.other import Other
+from replay.worst.configuration import Configuration
 
 
 class Measure(Protocol):
@@ -57,7 +57,7 @@ class Bounds:
 class OtherModel:
     """Predicts another configuration's passes."""
 
-    other: Other
+    other: Configuration
     model: Model  # of one rank's passes
     num_layers: int
     num_parameters: int
@@ -99,8 +99,8 @@ class OtherModel:
         return {name: peak - share * (before if name == "forward" else later) for name, peak in peaks.items()}
 
 
-def predict_other(
-    other: Other, spec: RunSpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
+def predict_configuration(
+    other: Configuration, spec: RunSpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
 ) -> OtherModel:
     """Measure as much of another configuration as one rank can run, and return what predicts its passes.
 
