@@ -18,7 +18,7 @@ from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
-MOST_COLLECTIONS = 4  # two suffice for what is known; other threads may make garbage all the time
+NUM_COLLECTIONS = 3  # of a backend that failed; two suffice for what is known
 
 
 class Backend(Protocol):
@@ -122,14 +122,13 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
     return opened
 
 
-def free_closed() -> None:
+def free_closed(*, failed: bool = False) -> None:
     """Free the memory of backends that were closed and are no longer referenced.
 
     A model is in reference cycles. Of one whose forward failed under FSDP2 autograd keeps a part in C++, where Python's
-    collector does not see it, and drops it when the rest is collected: so one collection is not enough.
+    collector does not see it, and drops it when the rest is collected: so there one collection is not enough.
     """
-    for _ in range(MOST_COLLECTIONS):
-        if not gc.collect():
-            break
+    for _ in range(NUM_COLLECTIONS if failed else 1):
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

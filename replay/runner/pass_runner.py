@@ -78,7 +78,7 @@ class ReopenedActor:
     def reopen(self) -> None:
         self.backend.close()
         del self.backend
-        free_closed()
+        free_closed(failed=True)
         try:
             self.backend = self._opened()
         except Exception as error:
