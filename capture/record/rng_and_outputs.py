@@ -49,7 +49,7 @@ class RandomSnapshot:
     """The states of the random generators before a pass, as the generators' own objects."""
 
     python: tuple[Any, ...]
-    numpy: tuple[Any, ...] | None
+    numpy: Mapping[str, Any] | None
     cpu: Tensor
     cuda: Tensor | None
 
@@ -63,13 +63,12 @@ class RandomSnapshot:
         if self.cuda is not None:
             states["torch"]["cuda"] = bytes(bytes_of(self.cuda))
         if self.numpy is not None:
-            algorithm, keys, position, has_gauss, cached = self.numpy
             states["numpy"] = {
-                "algorithm": str(algorithm),
-                "keys": keys.tobytes(),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "gauss": float(cached),
+                "algorithm": str(self.numpy["bit_generator"]),
+                "keys": self.numpy["state"]["key"].tobytes(),
+                "position": int(self.numpy["state"]["pos"]),
+                "has_gauss": int(self.numpy["has_gauss"]),
+                "gauss": float(self.numpy["gauss"]),
             }
         return states
 
@@ -88,9 +87,7 @@ def random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
     )
 
 
-# the latest states of the global generators: raw bytes, and as they are kept
-_python_before: tuple[bytes, tuple[Any, ...]] | None = None
-_numpy_before: tuple[bytes, tuple[Any, ...]] | None = None
+_python_before: tuple[bytes, tuple[Any, ...]] | None = None  # the latest state of Python's generator, raw and whole
 
 
 def _python_state() -> tuple[Any, ...]:
@@ -131,26 +128,10 @@ def _has_raw_python_state() -> bool:
     return is_same and len(set(seen)) == len(seen) and _raw_python_state(generator) == seen[-1]
 
 
-def _numpy_state(numpy_random: Any) -> tuple[Any, ...]:
-    """Take the state of NumPy's global generator; the one taken before, if the generator was not used since."""
-    global _numpy_before
-    raw = _raw_numpy_state(numpy_random)
-    if raw is not None and _numpy_before is not None and _numpy_before[0] == raw:
-        return _numpy_before[1]
-    state: tuple[Any, ...] = numpy_random.get_state()
-    _, keys, position, has_gauss, _ = state
-    # drawing a normal number that was kept from the draw before does not change the bytes
-    is_known = raw == keys.tobytes() + struct.pack("=i", position) and not has_gauss
-    _numpy_before = (raw, state) if raw is not None and is_known else None
-    return state
-
-
-def _raw_numpy_state(numpy_random: Any) -> bytes | None:
-    """Return words and position of NumPy's Mersenne Twister; None of another generator, or before NumPy 1.24."""
-    generator = getattr(numpy_random, "get_bit_generator", lambda: None)()
-    if generator is None or type(generator).__name__ != "MT19937":
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _NUM_WORDS * 4)
+def _numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
+    """Take the state of NumPy's global generator; None if the job has put another one than its own there."""
+    state: Mapping[str, Any] = numpy_random.get_state(legacy=False)
+    return state if state["bit_generator"] == "MT19937" else None
 
 
 def restore_random_states(states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -80,7 +80,8 @@ def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[
         share = half / size.num_layers
         parameters = 1 - (1 - share) * size.block_share
         fewer = held.of_parameters(parameters, states=parameters)
-        found[f"--num-layers {half}"] = replace(fewer, activations=held.activations * share)
+        activations = held.activations * (share if size.trains else 1.0)  # without autograd those of one block
+        found[f"--num-layers {half}"] = replace(fewer, activations=activations)
     if declaration_of(spec.backend).shards:
         ranks = "twice as many ranks"
         ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"

@@ -94,6 +94,7 @@ class Known:
     config: PretrainedConfig
     inputs: Sequence[Path]
     has_adapter: bool
+    has_whole_logits: bool
 
     def of(self, records: Sequence[PassRecord], model: PreTrainedModel) -> OutOfMemory | None:
         """Return what is known of the first pass that ran out, given the records of one rank; None if none did."""
@@ -164,7 +165,7 @@ class Known:
         for kind in held:  # no more than the fit says that there is
             held[kind] = min(held[kind], lasting)
             lasting -= held[kind]
-        held[HolderKind.HEAD] = min(size.logits_bytes, growing) if self.spec.actor.whole_logits else 0.0
+        held[HolderKind.HEAD] = min(size.logits_bytes, growing) if self.has_whole_logits else 0.0
         held[HolderKind.ACTIVATIONS] = growing - held[HolderKind.HEAD]
         held[HolderKind.PROCESS] = lasting  # buffers, and on a CPU the process
         return [Holder(kind=kind, name="", num_bytes=int(size), count=1) for kind, size in held.items()]

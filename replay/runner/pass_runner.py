@@ -139,6 +139,11 @@ class PassRunner:
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
 
     @property
+    def needs_whole_logits(self) -> bool:
+        """Does the run need whole logits, whatever --whole-logits says?"""
+        return self.trace is not None or (self._objective is not None and self._objective.needs_whole_logits)
+
+    @property
     def num_in_window(self) -> int:
         """How many passes the open accumulation window has."""
         return self._num_in_window

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from actor_init.model import ModelSource
+from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
@@ -88,14 +89,22 @@ class Reruns:
     def known_of(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""
         own = [record for record in records if record.rank == self.world.rank]
+        head = self.source.head
         known = Known(
-            spec=self.spec,
+            spec=replace(self.spec, actor=self._advised),
+            has_whole_logits=head is None or bool(head.why_whole),
             world=self.world,
             config=self.source.config,
             inputs=self.inputs,
             has_adapter=self.source.adapter is not None,
         )
         return known.of(own, self.runner.actor.backend.model)
+
+    @property
+    def _advised(self) -> ActorSpec:
+        """The options to advise on: not --whole-logits where something else needs whole logits."""
+        actor = self.spec.actor
+        return replace(actor, whole_logits=False) if self.runner.needs_whole_logits else actor
 
     def _profiled(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""
@@ -187,7 +196,7 @@ class Reruns:
                 run,
                 self.runner.actor.backend.model,
                 self.source.config,
-                self.spec.actor,
+                self._advised,
                 self.world.device,
                 self.folder / f"rank{self.world.rank}.memory.{ending}",
                 rank=self.world.rank,

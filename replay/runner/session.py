@@ -164,6 +164,12 @@ def resolve(
     )
 
 
+def _not_replayed(num_inputs: int) -> Pairs:
+    """Say that a training ended with a pass that failed, if there were inputs left."""
+    why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
+    return [("ended", f"{counted(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
+
+
 def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
     """Return what of a run needs whole logits; empty if nothing does."""
     if spec.measure.trace:
@@ -313,7 +319,8 @@ class Session:
                 has_failed = error is not None
                 del error  # its frames hold the pass's tensors
                 if has_failed and spec.measure.step:
-                    break  # the weights of the steps so far are lost
+                    saved = _not_replayed(len(self.selection.inputs) - index - 1)
+                    break
                 runner.mend()
                 num_steps += ranks[world.rank][0].grad_norm is not None
                 if self._is_due(num_steps, num_kept):

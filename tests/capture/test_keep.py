@@ -307,25 +307,36 @@ def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.Monkey
 
 
 def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() -> None:
-    """What was not used since the last snapshot is not taken again."""
+    """A state is taken again only after a use; a normal number that NumPy keeps leaves no other trace."""
     numpy = pytest.importorskip("numpy")
     numpy_before = numpy.random.get_state()
-
-    def numpy_restored() -> None:
-        numpy.random.set_state(numpy_before)
-
     kept_normals = (random.gauss, numpy.random.standard_normal)  # each draw makes two numbers, and keeps one
-    uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None, numpy_restored)
-    for use in (*uses, *kept_normals, lambda: random.seed(3), lambda: numpy.random.seed(3), lambda: None):
+    seeded = (lambda: (random.seed(3), numpy.random.seed(3)), lambda: (random.random(), numpy.random.rand(2)))
+    again = (seeded[0], lambda: (random.gauss(), numpy.random.randn()))
+    uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None)
+    for use in (*uses, lambda: numpy.random.set_state(numpy_before), *seeded, *again, lambda: None):
         use()
         taken = random_snapshot(on_cuda=False)
         assert taken.python == random.getstate()
-        assert taken.numpy is not None
         name, keys, *rest = numpy.random.get_state()
-        assert (taken.numpy[0], list(taken.numpy[1]), *taken.numpy[2:]) == (name, list(keys), *rest)
-        again = random_snapshot(on_cuda=False)
-        assert again.python is taken.python
-        assert (again.numpy is taken.numpy) is not bool(rest[1])
+        assert taken.numpy is not None
+        kept = taken.numpy["state"]["pos"], taken.numpy["has_gauss"], taken.numpy["gauss"]
+        assert (taken.numpy["bit_generator"], list(taken.numpy["state"]["key"]), *kept) == (name, list(keys), *rest)
+        assert random_snapshot(on_cuda=False).python is taken.python
+
+
+def test_a_generator_that_is_not_numpys_own_is_left_out(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy", minversion="1.24")
+    before = numpy.random.get_bit_generator()
+    model = TinyModel()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        with recording(model, tmp_path, reproduce=True) as recorder:
+            model(IDS_BS), model(IDS_BS)
+    finally:
+        numpy.random.set_bit_generator(before)
+    assert (recorder.failure, recorder.num_written) == (None, 2)
+    assert all(set(read_call(path).random) == {"python", "torch"} for path in capture_files(tmp_path))
 
 
 def test_outputs_settings_and_random_states_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,6 +304,18 @@ def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
         assert found["--gradient-checkpointing"] == expected
 
 
+def test_without_autograd_fewer_layers_keep_as_many_activations() -> None:
+    held = {HolderKind.WEIGHTS: 400, HolderKind.ACTIVATIONS: 1_000}
+    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    size = PassSize(
+        num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=2, trains=False, residual_bytes=5, logits_bytes=0
+    )
+
+    found = savings(holders, ActorSpec(backend="ddp", optimizer=OptimizerName.NONE), size)
+
+    assert [(one.option, one.peak_bytes) for one in found] == [("--num-layers 5", 300 + 1_000)]
+
+
 def test_predictions_agree_with_what_a_gpu_measured() -> None:
     """The holders and the peaks of Llama 3.1 8B with 8 and 4 layers, 8,192 tokens, on an H200, in MiB."""
     held = {

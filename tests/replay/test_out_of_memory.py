@@ -1,9 +1,8 @@
 """A pass that ran out of memory: what it would have needed, with which options less; what a rank writes at its end."""
 
-import gc
 import os
+import subprocess
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import replay.watch.shutdown as shutdown
-from actor_init.backends.protocol import Backend
 from actor_init.spec import ActorSpec
 from actor_init.toggles import Dtype
 from actor_init.world import World
@@ -24,12 +20,13 @@ from replay.cli import main
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runlog.writer import read_log
 from replay.runner.out_of_memory import Known, OutOfMemory
-from replay.runner.pass_runner import ReopenedActor
 from replay.runner.session import find_source
 from replay.spec import InputsSpec, RunSpec
 from replay.watch.shutdown import Ending
+from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
+from tests.warm import warm_bin
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20
@@ -85,7 +82,12 @@ def known(
     source = find_source(spec)
     model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
     found = Known(
-        spec=spec, world=cast(World, OneRank()), config=source.config, inputs=paths, has_adapter=has_adapter
+        spec=spec,
+        world=cast(World, OneRank()),
+        config=source.config,
+        inputs=paths,
+        has_adapter=has_adapter,
+        has_whole_logits=actor.whole_logits,
     ).of(records, cast(Any, model))
     assert found is not None
     return found
@@ -209,36 +211,56 @@ def test_a_profile_of_a_run_whose_passes_all_failed_is_one_line(tmp_path: Path, 
     assert not list(log.glob("*.profile.json.gz"))
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "ddp", "deepspeed"])
-def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """Neither a tensor of the pass nor the model: two models may be more than a device holds."""
-    made(tmp_path, [10, 60])
-    alive: list[bool] = []
-    open_again = ReopenedActor._opened
+ALIVE = """
+import gc, sys, weakref
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+from replay.cli import main
+from replay.runner.pass_runner import ReopenedActor
 
-    def opened(actor: ReopenedActor) -> Backend:
-        if not hasattr(actor, "was_open"):
-            backend = open_again(actor)
-            actor.was_open = weakref.ref(backend.model)  # type: ignore[attr-defined]
-            return backend
-        alive.append(actor.was_open() is not None)
+models = []
+opened, inner = ReopenedActor._opened, LlamaMLP.forward
+
+def open_again(actor):
+    if models:
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
-        alive.append(any(60 in one.shape for one in tensors))
-        return open_again(actor)
+        print("ALIVE", sum(one() is not None for one in models), sum(60 in one.shape for one in tensors))
+    backend = opened(actor)
+    models.append(weakref.ref(backend.model))
+    return backend
 
-    def forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
-        if hidden.shape[1] == 60:
-            raise torch.OutOfMemoryError("CUDA out of memory on purpose")
-        return cast(Tensor, inner(mlp, hidden))
+def forward(mlp, hidden):
+    if hidden.shape[1] == 60:
+        raise torch.OutOfMemoryError("CUDA out of memory on purpose")
+    return inner(mlp, hidden)
 
-    inner = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
-    monkeypatch.setattr(ReopenedActor, "_opened", opened)
-    run_of(tmp_path, 60, "--backend", backend, "--optimizer", "none")
+ReopenedActor._opened, LlamaMLP.forward = open_again, forward
+sys.exit(main(sys.argv[1:]))
+"""
 
-    assert alive == [False, False], "the model, and a tensor of the failed pass"
+
+@pytest.mark.parametrize(
+    "options", ["fsdp2 --optimizer none", "ddp", "deepspeed --optimizer none", "deepspeed --zero-stage 3"]
+)
+def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(tmp_path: Path, options: str) -> None:
+    """Neither the model nor a tensor of the pass: two models may be more than a device holds."""
+    made(tmp_path, [10, 60, 12, 60])
+    script = tmp_path / "alive.py"
+    script.write_text(ALIVE)
+    where = ["--inputs", str(tmp_path), "--log-folder", str(tmp_path / "logs")]
+
+    done = subprocess.run(
+        [str(warm_bin() / "python"), str(script), *where, "--backend", *options.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+    said = [line for line in done.stdout.splitlines() if line.startswith("ALIVE")]
+    assert said == 2 * ["ALIVE 0 0"], done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp_path: Path, capsys: Captured) -> None:
