@@ -319,7 +319,7 @@ class Session:
                 has_failed = error is not None
                 del error  # its frames hold the pass's tensors
                 if has_failed and spec.measure.step:
-                    saved = _not_replayed(len(self.selection.inputs) - index - 1)
+                    saved = [*_not_replayed(len(self.selection.inputs) - index - 1), *not_saved(spec.state)]
                     break
                 runner.mend()
                 num_steps += ranks[world.rank][0].grad_norm is not None
