@@ -96,10 +96,10 @@ def _python_state() -> tuple[Any, ...]:
     Its 625 numbers take 0.2 ms in a job whose caches hold other things. Their bytes are compared in none of it.
     """
     global _python_before
-    generator = random.getstate.__self__  # type: ignore[attr-defined]
-    raw = _raw_python_state(generator) if _has_raw_python_state() else None
-    if raw is None:
+    if not _has_raw_python_state():
         return random.getstate()
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    raw = _raw_python_state(generator)
     if _python_before is None or _python_before[0] != raw or _python_before[1][2] != generator.gauss_next:
         _python_before = (raw, random.getstate())
     return _python_before[1]

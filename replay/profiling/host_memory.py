@@ -44,6 +44,7 @@ class HostHistory(Protocol):
 
     begins: list[tuple[int, str | None]]
     forward_end: int | None
+    phases_end: int | None
     gradients: Mapping[int, int]
     peak: int
     gradients_before: dict[int, int]
@@ -133,8 +134,6 @@ def peak_in(
     peak, number, last = dict(live), -1, -1
     communicating = _Ranges([event for event in events if str(event.get("name", "")).startswith(COMMUNICATING)])
     lifetimes = _lifetimes(changes, began)
-    phases = [event for event in events if str(event.get("name", "")).startswith(PHASE) and "dur" in event]
-    phases_end = max((float(event["ts"]) + float(event["dur"]) for event in phases), default=float("inf"))
     for event in changes:
         size, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
         if (freed := live.pop(address, None)) is not None:  # also where a block of before was freed unseen
@@ -146,7 +145,7 @@ def peak_in(
             frames = [COMMUNICATION] if communicating.at(float(event["ts"])) else []
             live[address] = Block(address=address, num_bytes=size, number=number, frames=frames)
             allocated += size
-        if allocated > most and float(event["ts"]) <= phases_end:
+        if allocated > most and (history.phases_end is None or number < history.phases_end):
             most, peak, last = allocated, dict(live), number
     return Peak(
         allocated_bytes=most,
@@ -197,11 +196,17 @@ class _Ranges:
 
 
 def _complete(history: HostHistory, events: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
-    """Note which module ran from which allocation on, and where forward ended, given when each allocation was."""
+    """Note which module ran from which allocation on, and where forward and all phases ended, given when each was."""
     modules = _Ranges([event for event in events if str(event.get("name", "")).startswith(MODULE)])
     history.begins = [(bisect_left(times, at), name and name.removeprefix(MODULE)) for at, name in modules.borders]
-    forward = [float(event["ts"]) + float(event["dur"]) for event in events if event.get("name") == PHASE + "forward"]
+    ends = [
+        (str(event["name"]).removeprefix(PHASE), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if str(event.get("name", "")).startswith(PHASE) and "dur" in event
+    ]
+    forward = [end for name, end in ends if name == "forward"]
     history.forward_end = bisect_left(times, forward[0]) if forward else None
+    history.phases_end = bisect_right(times, max(end for _, end in ends)) if ends else None
 
 
 def _tensors_now() -> dict[int, int]:

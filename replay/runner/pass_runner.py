@@ -54,6 +54,13 @@ class ReopeningError(RuntimeError):
     """Raised if the actor could not be opened again after a pass failed."""
 
 
+def what_wants_logits(spec: RunSpec, objective: Objective | None) -> str:
+    """Return what of a run needs whole logits, whatever --whole-logits says; empty if nothing does."""
+    if spec.measure.trace:
+        return "the trace holds them"
+    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
+
+
 class ReopenedActor:
     """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass."""
 
@@ -141,7 +148,7 @@ class PassRunner:
     @property
     def needs_whole_logits(self) -> bool:
         """Does the run need whole logits, whatever --whole-logits says?"""
-        return self.trace is not None or (self._objective is not None and self._objective.needs_whole_logits)
+        return bool(what_wants_logits(self.spec, self._objective))
 
     @property
     def num_in_window(self) -> int:

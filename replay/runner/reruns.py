@@ -136,12 +136,11 @@ class Reruns:
 
     def _memory(self, records: Sequence[PassRecord]) -> tuple[MemoryPeak | None, str]:
         """Run the pass that ran out of memory, else that with the highest peak, with the history of its allocations."""
-        finished = [record for record in records if record.error is None]
         if (index := _with_highest_peak(records, self.world.device.type)) is None:
             return None, "unknown: no pass finished"
         source = self.inputs[index].name
         self._into_window(records, index)
-        own = [record for record in finished if record.index == index and record.rank == self.world.rank]
+        own = [one for one in records if (one.index, one.rank, one.error) == (index, self.world.rank, None)]
         rank, _, error = self._with_history(
             index,
             source,
@@ -263,12 +262,12 @@ def _with_highest_peak(records: Sequence[PassRecord], device_type: str) -> int |
     finished = [record for record in records if record.error is None]
     if out or not finished:
         return out[0] if out else None
-    place = summarize(records).highest_peak
-    highest = max(map(peak_bytes, finished)) if place is None else place.value
-    if device_type == "cpu":
-        equal = [record for record in finished if peak_bytes(record) >= SAME_PEAK * highest]
-        return max(equal, key=lambda record: record.fed_tokens).index
-    return max(finished, key=peak_bytes).index if place is None else place.index
+    place, top = summarize(records).highest_peak, max(finished, key=peak_bytes)
+    index, highest = (top.index, peak_bytes(top)) if place is None else (place.index, place.value)
+    if device_type != "cpu":
+        return index
+    equal = [record for record in finished if peak_bytes(record) >= SAME_PEAK * highest]
+    return max(equal, key=lambda record: record.fed_tokens).index
 
 
 def _finished(records: Sequence[PassRecord]) -> list[int]:

@@ -41,7 +41,7 @@ from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import job_kernel, settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
-from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError, what_wants_logits
 from replay.runner.reruns import Found, Reruns
 from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
@@ -158,7 +158,7 @@ def resolve(
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
-    head = choose_head(actor_spec, source, world, wants_logits=_wants_logits(spec, objective))
+    head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
     return Resolved(
         spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
     )
@@ -168,13 +168,6 @@ def _not_replayed(num_inputs: int) -> Pairs:
     """Say that a training ended with a pass that failed, if there were inputs left."""
     why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
     return [("ended", f"{counted(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
-
-
-def _wants_logits(spec: RunSpec, objective: Objective | None) -> str:
-    """Return what of a run needs whole logits; empty if nothing does."""
-    if spec.measure.trace:
-        return "the trace holds them"
-    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
 def _open(

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,15 @@ def test_a_device_without_the_counters_is_refused_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+TEN_LAYERS = PassSize(
+    num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=2, trains=True, residual_bytes=5, logits_bytes=0
+)
+
+
+def holders_of(held: dict[HolderKind, int], *, unit: int = 1) -> list[Holder]:
+    return [Holder(kind=kind, name="", num_bytes=size * unit, count=1) for kind, size in held.items()]
+
+
 def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
     held = {
         HolderKind.WEIGHTS: 400,
@@ -245,10 +255,8 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
         HolderKind.ACTIVATIONS: 1_000,
         HolderKind.HEAD: 50,
     }
-    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(
-        num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=4, trains=True, residual_bytes=5, logits_bytes=0
-    )
+    holders = holders_of(held)
+    size = replace(TEN_LAYERS, weight_bytes=4)
 
     found = savings(holders, ActorSpec(backend="fsdp2"), size)
 
@@ -266,17 +274,8 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
 
 def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
     held = {HolderKind.WEIGHTS: 400, HolderKind.OPTIMIZER: 800, HolderKind.COMMUNICATION: 600}
-    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(
-        num_layers=10,
-        block_share=0.5,
-        compute_bytes=2,
-        weight_bytes=2,
-        trains=True,
-        residual_bytes=5,
-        logits_bytes=0,
-        keeps_gradients=False,
-    )
+    holders = holders_of(held)
+    size = replace(TEN_LAYERS, keeps_gradients=False)
 
     found = {one.option: one.peak_bytes for one in savings(holders, ActorSpec(backend="deepspeed"), size)}
 
@@ -286,18 +285,10 @@ def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
 
 def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
     held = {HolderKind.WEIGHTS: 10, HolderKind.ACTIVATIONS: 1_000, HolderKind.HEAD: 300}
-    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
+    holders = holders_of(held)
     spec = ActorSpec(backend="ddp", optimizer=OptimizerName.NONE)
     for num_layers, expected in ((10, 10 + 300 + 10 * 5), (2, 10 + 500 + 2 * 5)):
-        size = PassSize(
-            num_layers=num_layers,
-            block_share=0.5,
-            compute_bytes=2,
-            weight_bytes=2,
-            trains=True,
-            residual_bytes=5,
-            logits_bytes=0,
-        )
+        size = replace(TEN_LAYERS, num_layers=num_layers)
 
         found = {one.option: one.peak_bytes for one in savings(holders, spec, size)}
 
@@ -306,10 +297,8 @@ def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
 
 def test_without_autograd_fewer_layers_keep_as_many_activations() -> None:
     held = {HolderKind.WEIGHTS: 400, HolderKind.ACTIVATIONS: 1_000}
-    holders = [Holder(kind=kind, name="", num_bytes=size, count=1) for kind, size in held.items()]
-    size = PassSize(
-        num_layers=10, block_share=0.5, compute_bytes=2, weight_bytes=2, trains=False, residual_bytes=5, logits_bytes=0
-    )
+    holders = holders_of(held)
+    size = replace(TEN_LAYERS, trains=False)
 
     found = savings(holders, ActorSpec(backend="ddp", optimizer=OptimizerName.NONE), size)
 
@@ -326,17 +315,9 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
         HolderKind.BACKWARD: 816,
         HolderKind.OPTIMIZER: 64,
     }
-    holders = [Holder(kind=kind, name="", num_bytes=size * 2**20, count=1) for kind, size in held.items()]
+    holders = holders_of(held, unit=2**20)
     residual = 8_192 * 4_096 * 2
-    size = PassSize(
-        num_layers=8,
-        block_share=0.624,
-        compute_bytes=2,
-        weight_bytes=4,
-        trains=True,
-        residual_bytes=residual,
-        logits_bytes=0,
-    )
+    size = replace(TEN_LAYERS, num_layers=8, block_share=0.624, weight_bytes=4, residual_bytes=residual)
 
     peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}
 

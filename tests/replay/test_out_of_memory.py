@@ -1,7 +1,6 @@
 """A pass that ran out of memory: what it would have needed, with which options less; what a rank writes at its end."""
 
 import os
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +22,9 @@ from replay.runner.out_of_memory import Known, OutOfMemory
 from replay.runner.session import find_source
 from replay.spec import InputsSpec, RunSpec
 from replay.watch.shutdown import Ending
-from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
-from tests.warm import warm_bin
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20
@@ -247,17 +245,8 @@ def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(tmp_pa
     made(tmp_path, [10, 60, 12, 60])
     script = tmp_path / "alive.py"
     script.write_text(ALIVE)
-    where = ["--inputs", str(tmp_path), "--log-folder", str(tmp_path / "logs")]
 
-    done = subprocess.run(
-        [str(warm_bin() / "python"), str(script), *where, "--backend", *options.split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run(f"python {script} --inputs {tmp_path} --backend {options}", tmp_path / "logs")
 
     said = [line for line in done.stdout.splitlines() if line.startswith("ALIVE")]
     assert said == 2 * ["ALIVE 0 0"], done.stdout[-2000:] + done.stderr[-2000:]
