@@ -257,7 +257,7 @@ def _dealt(
     captures: Iterable[Captured] = _repeated(read, spec.epochs)
     dealing = f"{said}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else said
     columns: list[int] | None = None
-    if num_data_ranks > 1 and not spec.shuffle_inputs:
+    if num_data_ranks > 1 and not spec.shuffle_inputs and spec.order is Order.RECORDED:
         captures = list(captures)
         ranks = {c.rank for c in captures}
         if len(ranks) == num_data_ranks and None not in ranks:

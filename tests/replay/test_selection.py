@@ -219,19 +219,13 @@ def test_worst_first_is_by_the_tokens_that_are_fed(
     assert chosen.dealing == f"most {'real' if packs else 'padded'} tokens first"
 
 
-def test_worst_first_gives_data_ranks_inputs_of_like_size(tmp_path: Path) -> None:
-    paths = [write_pass(tmp_path, step=step, length=50, num_real=real) for step, real in enumerate([5, 40, 7, 39])]
+@pytest.mark.parametrize("captured_by", [(0, 0, 0, 0), (0, 0, 1, 1)])
+def test_worst_first_gives_data_ranks_inputs_of_like_size(captured_by: tuple[int, ...], tmp_path: Path) -> None:
+    sizes = [5, 40, 7, 39]
+    paths = [
+        write_pass(tmp_path, rank=rank, step=step, length=50, num_real=real)
+        for step, (rank, real) in enumerate(zip(captured_by, sizes, strict=True))
+    ]
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=Order.WORST))
     assert [chosen.inputs for chosen in ranks] == [[paths[1], paths[2]], [paths[3], paths[0]]]
-
-
-def test_picked_inputs_come_in_the_order_they_are_picked(tmp_path: Path) -> None:
-    paths = write_passes(tmp_path, {0: "ttrt", 1: "ttt"})
-    whole = on_all_ranks(2, InputsSpec(inputs=tmp_path))
-    picked = on_all_ranks(2, InputsSpec(inputs=tmp_path, pick_inputs="2,0,2"))
-    for chosen, every in zip(picked, whole, strict=True):
-        assert chosen.inputs == [every.inputs[number] for number in (2, 0, 2)]
-        assert len(chosen.rounds) == 3
-    assert paths[0][3] in picked[0].inputs
-    with pytest.raises(UsageError, match=r"^--pick-inputs 3: each data rank has 3 inputs. Give numbers from 0 to 2$"):
-        select(InputsSpec(inputs=tmp_path, pick_inputs="3"), 0, 2)
+    assert {chosen.dealing for chosen in ranks} == {"most real tokens first, dealt in turn to 2 data ranks"}
