@@ -2,13 +2,15 @@
 
     python benchmarks/beside_torchtitan.py --form compiled --rounds 4 --kernels fused
     torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled
+    torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled --tp 2 --sequence-parallel
 
 torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
 use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
-under FSDP2: torchtitan its own model, `apply_compile`, `apply_fsdp` and loss; the replay what a user gets from
-`replay --backend fsdp2`, with the options behind this script's own. A third series, torchtitan again, is the control.
-Each block begins with what the allocator cached given back and two passes that are not measured: both models' weights
-are on the GPU, and a cache that the other left behind would make each pass ask the driver for memory anew.
+under FSDP2: torchtitan its own model, `apply_tp` (with its sequence and loss parallelism), `apply_compile`, `apply_fsdp`
+and loss; the replay what a user gets from `replay --backend fsdp2`, with the options behind this script's own. A third
+series, torchtitan again, is the control. Each block begins with what the allocator cached given back and two passes
+that are not measured: both models' weights are on the GPU, and a cache that the other left behind would make each pass
+ask the driver for memory anew.
 
 It prints tokens a second, the peak of each without what the other holds, model FLOP/s as share of a measured matrix
 multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for causal attention),
@@ -18,17 +20,21 @@ and from one profiled pass of each where the time goes.
 import argparse
 import gc
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
@@ -66,10 +72,11 @@ def main() -> int:
     compiled = arguments.form == "compiled"
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "inputs"
-        sizes = ["--tokens", str(arguments.tokens), "--count", "1"]
+        sizes = ["--tokens", str(arguments.tokens), "--count", os.environ.get("WORLD_SIZE", "1")]
         sys.argv[1:] = [str(inputs), *sizes, *(["--vocabulary", "264"] if arguments.tiny else [])]
         long_input.main()
-        options = ["--backend", "fsdp2", "--inputs", str(inputs), "--log-folder", folder, *replay_arguments]
+        options = ["--backend", "fsdp2", "--inputs", str(inputs), "--max-inputs", "1", "--log-folder", folder]
+        options += replay_arguments
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
         options += [] if "--model" in options else ["--model", "llama-3.1-8b"]
         options += ["--compile"] if compiled else []
@@ -126,10 +133,17 @@ def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> 
         config = replace(config, n_layers=arguments.layers)
     with torch.device("meta"):
         model = llama3.Transformer(config)
+    tp_mesh = world.weights_mesh["tp"]
+    if tp_mesh.size() > 1:
+        parallelize.apply_tp(model, tp_mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
     if compiled:
         parallelize.apply_compile(model, import_module("torchtitan.config.job_config").Compile(enable=True))
         loss_of = torch.compile(loss_of)
     parallelize.apply_fsdp(model, world.weights_mesh["shard"], torch.bfloat16, torch.float32, pp_enabled=False)
+    if world.device.type == "cpu":  # gloo has no sum that multiplies first
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=world.device)
     with torch.no_grad():
         model.init_weights(buffer_device=world.device)
@@ -140,8 +154,9 @@ def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> 
 
     def run() -> tuple[float, int]:
         began = _begin(world.device)
-        loss = loss_of(model(tokens), labels) / arguments.tokens
-        loss.backward()
+        with loss_parallel() if tp_mesh.size() > 1 else nullcontext():
+            loss = loss_of(model(tokens), labels) / arguments.tokens
+            loss.backward()
         measured = _end(world.device, began)
         model.zero_grad(set_to_none=True)
         return measured
