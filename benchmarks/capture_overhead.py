@@ -3,6 +3,7 @@
     python benchmarks/capture_overhead.py --steps 50
     python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
     python benchmarks/capture_overhead.py --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
+    torchrun --nproc-per-node 2 benchmarks/capture_overhead.py --read-loss step --sharded fsdp2 --tokens 2048 --keep FOLDER
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
@@ -12,6 +13,10 @@ reach the disk.
 
 With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
 with an idle device: ratios, where the job's thread spent the time, and what the writer's took of a processor.
+
+--sharded makes it a job of several ranks, under FSDP2 (fp32 masters, bf16 compute) or DeepSpeed's ZeRO 3 (bf16), each
+rank with batches of its own; rank 0 prints. --keep records its first step to FOLDER, from weights that `replay
+--random-weights` makes again.
 """
 
 import argparse
@@ -33,10 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from actor_init.model import find_model
-from actor_init.spec import ActorSpec
+from actor_init.model import build_on_meta, find_model, materialise
+from actor_init.spec import ActorSpec, ParallelSpec
+from actor_init.world import World
 from capture import Recorder, capture_files, read_actor_config, read_micro_batch, recording
 
 STEPS_A_ROUND = 4
@@ -50,13 +56,32 @@ class Job:
     def __init__(self, given: argparse.Namespace) -> None:
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if on_cuda else "cpu")
-        spec = ActorSpec(model=given.model, num_layers=given.num_layers)
-        config = find_model(spec, read_actor_config(given.inputs), str(given.inputs)).config
-        torch.manual_seed(0)
-        with self.device:
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_cuda else torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.batches = list(self._captured(given) if given.tokens is None else self._drawn(given, config.vocab_size))
+        spec = ActorSpec(model=given.model, num_layers=given.num_layers, random_weights=True)
+        source = find_model(spec, read_actor_config(given.inputs), str(given.inputs))
+        half = on_cuda and given.sharded != "fsdp2"
+        model = build_on_meta(source.config, attention="sdpa", dtype=torch.bfloat16 if half else torch.float32)
+        materialise(model, source.weights, self.device)
+        self.model: Any = self.wrapped(model)
+        self.optimizer = self.make_optimizer()
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
+        vocabulary = source.config.vocab_size
+        self.batches = list(self._captured(given) if given.tokens is None else self._drawn(given, vocabulary))
+
+    def wrapped(self, model: Any) -> Any:
+        return model
+
+    def make_optimizer(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip_and_step(self, recorder: Recorder | None = None) -> None:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if recorder is not None:
+            recorder.note(grad_norm=norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _captured(self, given: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
         captured = [batch for path in capture_files(given.inputs) if (batch := read_micro_batch(path)).trains]
@@ -75,12 +100,8 @@ class Job:
     def step(self, number: int, recorder: Recorder | None) -> float:
         self.wait()
         began = time.perf_counter()
-        self.model(**self.batches[number % len(self.batches)], use_cache=False).loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        if recorder is not None:
-            recorder.note(grad_norm=norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.backward(self.model(**self.batches[number % len(self.batches)], use_cache=False).loss)
+        self.clip_and_step(recorder)
         self.wait()
         return time.perf_counter() - began
 
@@ -92,11 +113,9 @@ class Job:
         if reads_before_backward:
             loss.item()
             read = time.perf_counter() - times[-1]
-        loss.backward()
+        self.backward(loss)
         times.append(time.perf_counter())
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.clip_and_step()
         times.append(time.perf_counter())
         if reads_before_backward:
             self.wait()
@@ -114,6 +133,44 @@ class Job:
             torch.cuda.synchronize()
 
 
+class FSDP2Job(Job):
+    def wrapped(self, model: Any) -> Any:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in model.model.layers:
+            fully_shard(block, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+
+class ZeRO3Job(Job):
+    def wrapped(self, model: Any) -> Any:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 3},
+                "bf16": {"enabled": self.device.type == "cuda"},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True, "fused": True}},
+            },
+        )
+        return engine
+
+    def make_optimizer(self) -> Any:
+        return self.model.optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+
+    def clip_and_step(self, recorder: Recorder | None = None) -> None:
+        self.model.step()
+
+
+JOBS = {None: Job, "fsdp2": FSDP2Job, "zero3": ZeRO3Job}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="of each kind")
@@ -124,8 +181,20 @@ def main() -> None:
     parser.add_argument("--num-batches", type=int, default=8, help="micro-batches to alternate between")
     parser.add_argument("--tokens", type=int, help="draw micro-batches of one row of so many tokens instead")
     parser.add_argument("--read-loss", choices=("forward", "step"), help="a job that reads its loss after either")
+    parser.add_argument("--sharded", choices=[name for name in JOBS if name], help="over the ranks of torchrun")
+    parser.add_argument("--keep", type=Path, help="record the first step to this folder")
     given = parser.parse_args()
-    job = Job(given)
+    if given.sharded and not given.read_loss:
+        parser.error("--sharded needs --read-loss: the other measurements are of one process")
+    with World.from_env(ParallelSpec()) if given.sharded else nullcontext():
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
+    job = JOBS[given.sharded](given)
+    if given.keep:
+        with recording(job.model, given.keep, reproduce=True):
+            job.step(0, None)
     for number in range(2 * given.num_batches):  # kernels are selected for each length
         job.step(number, None)
     with tempfile.TemporaryDirectory() as name:
@@ -193,6 +262,8 @@ def compare_blocks(job: Job, num_steps: int, kinds: dict[str, Kind], *, reads_be
         names = names[1:] + names[:1]
     seconds = {name: [sum(step) for step in taken] for name, taken in parts.items()}
     bare, count = seconds["bare"], len(seconds["bare"])
+    if int(os.environ.get("RANK", "0")):
+        return
     print(f"\n{count} steps of each kind that read their loss; bare: median {median(bare) * 1e3:.2f} ms")
     print("| kind of step | medians | of pairs | means | processor | of the writer |", " | ".join(PARTS), "|")
     print("| --- " * (6 + len(PARTS)) + "|")
