@@ -6,9 +6,9 @@
 
 torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
 use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
-under FSDP2: torchtitan its own model, `apply_tp` (with its sequence and loss parallelism), `apply_compile`, `apply_fsdp`
-and loss; the replay what a user gets from `replay --backend fsdp2`, with the options behind this script's own. A third
-series, torchtitan again, is the control. Each block begins with what the allocator cached given back and two passes
+under FSDP2: torchtitan its own model, `apply_tp` (sequence and loss parallel), `apply_compile`, `apply_fsdp` and loss;
+the replay what a user gets from `replay --backend fsdp2`, with the options behind this script's own. A third series,
+torchtitan again, is the control. Each block begins with what the allocator cached given back and two passes
 that are not measured: both models' weights are on the GPU, and a cache that the other left behind would make each pass
 ask the driver for memory anew.
 

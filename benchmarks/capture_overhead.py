@@ -3,7 +3,7 @@
     python benchmarks/capture_overhead.py --steps 50
     python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
     python benchmarks/capture_overhead.py --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
-    torchrun --nproc-per-node 2 benchmarks/capture_overhead.py --read-loss step --sharded fsdp2 --tokens 2048 --keep FOLDER
+    torchrun --nproc-per-node 2 benchmarks/capture_overhead.py --read-loss step --sharded fsdp2 --keep FOLDER
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
@@ -173,7 +173,7 @@ JOBS = {None: Job, "fsdp2": FSDP2Job, "zero3": ZeRO3Job}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="of each kind")
+    parser.add_argument("--steps", type=int, default=50, help="of each kind; 0: nothing is measured")
     parser.add_argument("--peer-steps", type=int, default=20, help="of torch.save, torch.profiler and a slow disk")
     parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
     parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
@@ -195,6 +195,8 @@ def measure(given: argparse.Namespace) -> None:
     if given.keep:
         with recording(job.model, given.keep, reproduce=True):
             job.step(0, None)
+    if not given.steps:
+        return
     for number in range(2 * given.num_batches):  # kernels are selected for each length
         job.step(number, None)
     with tempfile.TemporaryDirectory() as name:

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("log", type=Path, help="the log folder of a run on several data ranks")
     given = parser.parse_args()
     _, records = read_log(given.log)
-    passes = defaultdict(dict[int, PassRecord])
+    passes: defaultdict[int, dict[int, PassRecord]] = defaultdict(dict)
     for record in records:
         if record.error is None:
             passes[record.index].setdefault(record.data_rank, record)

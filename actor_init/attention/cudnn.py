@@ -32,7 +32,7 @@ def cudnn_dense(
     padding token sees is of no matter, as no other token sees it. Raises UsageError for what the kernel lacks.
     """
     asked = asked_of(**more)
-    _refuse(asked, longest=query.shape[2], head_dim=query.shape[3])
+    refuse_what_cudnn_lacks(asked, longest=query.shape[2], head_dim=query.shape[3])
     return _causal(query, key, value, asked.scaling).transpose(1, 2).contiguous(), None
 
 
@@ -89,7 +89,7 @@ def cudnn_packed(
     a sliding window shorter than the longest document.
     """
     asked = asked_of(**more)
-    _refuse(asked, longest=max_length_q, head_dim=query.shape[3])
+    refuse_what_cudnn_lacks(asked, longest=max_length_q, head_dim=query.shape[3])
     is_one = cu_seq_lens_q.shape[0] == 2
     out = (
         _causal(query, key, value, asked.scaling) if is_one else _each(query, key, value, cu_seq_lens_q, asked.scaling)
@@ -128,7 +128,57 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 
 
-def _refuse(asked: Asked, *, longest: int, head_dim: int) -> None:
+class CudnnBlocks:
+    """A `zigzag.BlockKernel` of cuDNN.
+
+    It calls the operators below torch's SDPA, as torch's own context parallelism does: SDPA returns no log-sum-exp
+    (https://github.com/pytorch/pytorch/issues/110681).
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+        return out, lse.view(*out.shape[:3], 1)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            no_dropout,
+            no_dropout,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        return gradients
+
+
+def refuse_what_cudnn_lacks(asked: Asked, *, longest: int, head_dim: int) -> None:
+    """Raise UsageError for what a model asks and the kernel has not, in rows of at most `longest` tokens."""
     lacking = [name for name, given in (("dropout", asked.dropout), ("softcap", asked.softcap)) if given]
     lacking += ["attention sinks"] if asked.s_aux is not None else []
     if asked.sliding_window is not None and asked.sliding_window < longest:

@@ -7,7 +7,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from actor_init.attention.cudnn import MAX_HEAD_DIM
 from actor_init.attention.kernel_check import is_right
-from actor_init.attention.kernels import NAMES, OWN, RING_FA2, RING_SDPA, WITH_CUDNN, is_installed, register
+from actor_init.attention.kernels import (
+    NAMES,
+    OWN,
+    RING_FA2,
+    RING_SDPA,
+    RING_WITH_CUDNN,
+    WITH_CUDNN,
+    is_installed,
+    register,
+)
 from actor_init.attention.ring_attention import has_ring_flash
 from actor_init.custom.config import CustomConfig
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -107,7 +116,9 @@ def _ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None
         )
     plain = Attention.SDPA if config is None else plain_kernel(config)
     flash = [Attention.FLASH, *([Attention.AUTO] if plain is Attention.SDPA else [])]
-    return RING_FA2 if has_flash and spec.attention in flash else RING_SDPA
+    name = RING_FA2 if has_flash and spec.attention in flash else RING_SDPA
+    is_chosen = spec.attention is Attention.AUTO and plain is Attention.SDPA
+    return RING_WITH_CUDNN[name] if is_chosen and _can_take(Attention.CUDNN, spec, where, config) else name
 
 
 def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> Attention:

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from actor_init.attention.cudnn import MAX_HEAD_DIM, cudnn_dense, cudnn_packed, cudnn_padded
-from actor_init.attention.ring_attention import ring_flash_attn, ring_sdpa
+from actor_init.attention.ring import RingSlice
+from actor_init.attention.ring_attention import ring_cudnn, ring_flash_attn, ring_sdpa
 from actor_init.attention.signature import Asked, Kernel, for_packed_rows
 from actor_init.spec import Attention, UsageError
 
@@ -30,6 +31,9 @@ FLASH3_OR_CUDNN = "packed_fa3_or_cudnn"
 TORCH_OR_CUDNN = "torch_varlen_attn_or_cudnn"
 RING_FA2 = "ring_fa2"
 RING_SDPA = "ring_gathered"
+RING_CUDNN = "ring_cudnn"
+RING_FA2_OR_CUDNN = "ring_fa2_or_cudnn"
+RING_SDPA_OR_CUDNN = "ring_gathered_or_cudnn"
 OWN = "of its own"  # of a model that a user's function builds
 PLAIN = (Attention.SDPA.value, Attention.EAGER.value)  # also in fp32, and on every device
 
@@ -58,31 +62,41 @@ WITH_CUDNN = {
     Attention.FLASH: FLASH_OR_CUDNN,
     Attention.VARLEN: TORCH_OR_CUDNN,
 }
+RING_WITH_CUDNN = {RING_FA2: RING_FA2_OR_CUDNN, RING_SDPA: RING_SDPA_OR_CUDNN}
+OR_CUDNN = {
+    **{both: (NAMES[attention].packed, CUDNN_PACKED) for attention, both in WITH_CUDNN.items()},
+    **{both: (name, RING_CUDNN) for name, both in RING_WITH_CUDNN.items()},
+}
 # cuDNN takes 90 ms for a new length, once. From here on it saves a millisecond a layer and more on an H200: 2.9 of 6.7
 # for 8,192 tokens.
 LONG = 4096
-HALF_PRECISION = {RING_FA2, *WITH_CUDNN.values()} | {  # bf16 and fp16 alone
+RING_LONG = 8192  # on each rank: below, merging blocks costs what they save
+HALF_PRECISION = {RING_FA2, *OR_CUDNN} | {  # bf16 and fp16 alone
     name for names in NAMES.values() for name in (names.packed, names.padded) if name and name not in PLAIN
 }
 
 
 def described(name: str) -> str:
     """Return a kernel's name for a reader; where each row gets one of two kernels, both names."""
-    first = next((NAMES[attention].packed for attention, both in WITH_CUDNN.items() if both == name), None)
-    return name if first is None else f"{first}, {CUDNN_PACKED} for rows of one document of {LONG:,} tokens or more"
+    if name not in OR_CUDNN:
+        return name
+    others, cudnn = OR_CUDNN[name]
+    tokens = f"{RING_LONG:,} tokens a rank" if cudnn == RING_CUDNN else f"{LONG:,} tokens"
+    return f"{others}, {cudnn} for rows of one document of {tokens} or more"
 
 
 def cudnn_calls(name: str, rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tuple[int, int]]:
     """Return rows and tokens of cuDNN's attention calls in a pass under the kernel `name`; cuDNN plans each kind once.
 
-    rows, num_tokens  of what the model is fed
+    rows, num_tokens  of what the model is fed on this rank
     lengths           of the documents of a packed row
     """
     if name == CUDNN_PADDED:
         return {(rows, num_tokens)}
     if name == CUDNN_PACKED:
         return {(1, length) for length in lengths if length > 1}
-    if name in WITH_CUDNN.values() and len(lengths) == 1 and num_tokens >= LONG:
+    long = RING_LONG if name in RING_WITH_CUDNN.values() else LONG
+    if name in OR_CUDNN and len(lengths) == 1 and num_tokens >= long:
         return {(1, num_tokens)}
     return set()
 
@@ -101,6 +115,8 @@ def register() -> None:
         (TORCH_OR_CUDNN, _or_cudnn(torch_varlen_attn)),
         (RING_FA2, ring_flash_attn),
         (RING_SDPA, ring_sdpa),
+        (RING_FA2_OR_CUDNN, _ring_or_cudnn(ring_flash_attn)),
+        (RING_SDPA_OR_CUDNN, _ring_or_cudnn(ring_sdpa)),
     ):
         AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(CUDNN_PADDED, flash_attention_mask)  # [B, S], or None where nothing is padding
@@ -138,12 +154,30 @@ def _or_cudnn(kernel: Kernel) -> Kernel:
     def chosen(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
-        is_long = more["cu_seq_lens_q"].shape[0] == 2 and query.shape[2] >= LONG
-        # a config does not say the heads of latent attention, whose queries are wider than values
-        takes = is_long and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
+        takes = more["cu_seq_lens_q"].shape[0] == 2 and _is_for_cudnn(query, value, LONG)
         return (cudnn_dense if takes else kernel)(module, query, key, value, attention_mask, **more)
 
     return chosen
+
+
+@cache
+def _ring_or_cudnn(kernel: Kernel) -> Kernel:
+    """Return a kernel for slices: cuDNN's where the row is one document of RING_LONG tokens a rank, else `kernel`."""
+
+    def chosen(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        ring = more["ring"]
+        takes = isinstance(ring, RingSlice) and ring.is_zigzag and _is_for_cudnn(query, value, RING_LONG)
+        return (ring_cudnn if takes else kernel)(module, query, key, value, attention_mask, **more)
+
+    disabled: Kernel = torch.compiler.disable(chosen)  # as the two are
+    return disabled
+
+
+def _is_for_cudnn(query: Tensor, value: Tensor, long: int) -> bool:
+    # a config does not say the heads of latent attention, whose queries are wider than values
+    return query.shape[2] >= long and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
 
 
 @for_packed_rows

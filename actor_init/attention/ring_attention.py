@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from actor_init.attention.cudnn import CudnnBlocks, refuse_what_cudnn_lacks
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.signature import Asked, Kernel, asked_of, named_like
+from actor_init.attention.zigzag import zigzag_attention
 from actor_init.spec import UsageError
 
 POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
@@ -103,6 +105,13 @@ def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, 
         group=ring.group,
     )
     return out.unsqueeze(0)
+
+
+@_for_slices
+def ring_cudnn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
+    """Run cuDNN on this rank's slice of a row of one document. Raises UsageError for what the kernel lacks."""
+    refuse_what_cudnn_lacks(asked, longest=ring.end_key, head_dim=query.shape[3])
+    return zigzag_attention(query, key, value, ring, asked.scaling, CudnnBlocks())
 
 
 def ring_flash_attn_package() -> Any:

@@ -338,6 +338,32 @@ def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
         "packed_fa2, packed_cudnn for rows of one document of 4,096 tokens or more"
     )
     assert kernels.described("packed_fa2") == "packed_fa2"
+    assert kernels.described("ring_fa2_or_cudnn") == (
+        "ring_fa2, ring_cudnn for rows of one document of 8,192 tokens a rank or more"
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("config", "attention", "has_flash", "kernel"),
+    [
+        (LLAMA, Attention.AUTO, True, "ring_fa2_or_cudnn"),
+        (LLAMA, Attention.AUTO, False, "ring_gathered_or_cudnn"),
+        (LLAMA, Attention.FLASH, True, "ring_fa2"),
+        (LLAMA, Attention.SDPA, True, "ring_gathered"),
+        (LlamaConfig(head_dim=256), Attention.AUTO, True, "ring_fa2"),
+        (MistralConfig(sliding_window=64), Attention.AUTO, True, "ring_fa2"),
+        (LlamaConfig(attention_dropout=0.1), Attention.AUTO, False, "ring_gathered"),
+    ],
+)
+def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
+    config: PretrainedConfig, attention: Attention, has_flash: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "has_ring_flash", lambda: has_flash)
+    spec = ActorSpec(attention=attention, parallel=ParallelSpec(ring=2))
+    assert kernel_name(spec, CUDA, config) == kernel
+    in_fp32 = ActorSpec(dtype=Dtype.FP32, parallel=ParallelSpec(ring=2))
+    assert kernel_name(in_fp32, CUDA, config) == "ring_gathered"
 
 
 @pytest.mark.usefixtures("hopper")

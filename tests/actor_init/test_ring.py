@@ -1,13 +1,16 @@
 """Ring attention's slices hold every token once, and each query sees its own document up to itself."""
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from actor_init.attention import kernels
 from actor_init.attention.ring import RingSlice, check_head_stride, may_zigzag, ring_slice
 from actor_init.attention.ring_attention import _visible_llama3, _visible_zigzag
 from actor_init.inputs.packing import actor_inputs, padded_to, sliced
@@ -15,6 +18,7 @@ from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
 from replay.shipped_inputs import default_folder
+from tests.helpers.ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -161,3 +165,26 @@ def test_what_the_ring_cannot_do_is_refused() -> None:
     check_head_stride(config, ParallelSpec(ring=2, ring_head_stride=4))
     with pytest.raises(UsageError, match="with one of 1, 2, 4"):
         check_head_stride(config, ParallelSpec(ring=2, ring_head_stride=3))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_zigzag_in_blocks_is_attention_to_the_whole_row(num_ranks: int) -> None:
+    said = run_ranks(["-m", "tests.helpers.zigzag_worker"], num_ranks)
+    errors = [float(error) for error in re.findall(r"(?:output|query|key|value) (\S+e[-+]\d+)", said)]
+    assert len(errors) == num_ranks * 3 * 4, said
+    assert max(errors) < 1e-14  # fp64, sums of some 30 numbers of size 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_zigzag", "value_dim", "taken"),
+    [(8192, True, 8, "cudnn"), (8191, True, 8, "other"), (8192, False, 8, "other"), (8192, True, 4, "other")],
+)
+def test_of_slices_cudnn_gets_the_long_ones_of_one_document(
+    num_tokens: int, is_zigzag: bool, value_dim: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borders = torch.tensor([0, 2 * num_tokens] if is_zigzag else [0, 5, 2 * num_tokens], dtype=torch.int32)
+    ring = ring_slice(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
+    query, value = (torch.empty(1, 1, num_tokens, dim, device="meta") for dim in (8, value_dim))
+    monkeypatch.setattr(kernels, "ring_cudnn", lambda *_, **__: "cudnn")
+    chosen: Any = kernels._ring_or_cudnn(lambda *_, **__: "other")
+    assert chosen(torch.nn.Identity(), query, query, value, None, ring=ring) == taken

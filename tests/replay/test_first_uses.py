@@ -227,6 +227,7 @@ def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
         (kernels.CUDNN_PADDED, [], {(2, 5000)}),
         (kernels.FLASH_OR_CUDNN, [5000], {(1, 5000)}),
         (kernels.FLASH_OR_CUDNN, [2500, 2500], set()),
+        (kernels.RING_FA2_OR_CUDNN, [5000], set()),
         (kernels.FLASH_PACKED, [5000], set()),
         ("sdpa", [], set()),
     ],
@@ -237,6 +238,10 @@ def test_what_cudnns_attention_is_called_for(kernel: str, lengths: list[int], ca
 
 def test_a_short_row_of_one_document_is_not_for_cudnn() -> None:
     assert kernels.cudnn_calls(kernels.FLASH_OR_CUDNN, 1, kernels.LONG - 1, [kernels.LONG - 1]) == set()
+
+
+def test_a_ring_calls_cudnn_for_what_is_long_on_each_rank() -> None:
+    assert kernels.cudnn_calls(kernels.RING_FA2_OR_CUDNN, 1, 9000, [18000]) == {(1, 9000)}
 
 
 def test_a_pass_that_failed_leaves_its_plan_to_the_next() -> None:
