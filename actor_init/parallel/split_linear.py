@@ -23,13 +23,35 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 
+class SharedInput:
+    """Sums the gradient of an input once for all layers of a module that are given it, such as query, key and value.
+
+    What else the module does with its input is not touched, as only these layers compute from the returned tensor.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._last: tuple[Tensor, Tensor] | None = None
+        module.register_forward_pre_hook(self._forget)  # a forward that failed has not come to its end
+        module.register_forward_hook(self._forget)
+
+    def sum_gradient(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if self._last is None or self._last[0] is not tensor:
+            self._last = tensor, sum_gradient(tensor, group)
+        return self._last[1]
+
+    def _forget(self, *_: Any) -> None:
+        self._last = None
+
+
 class SplitColumns(ParallelStyle):
     """Each rank computes its share of the output features from the whole input.
 
+    shared       the input of other layers, too
     whole_shape  return the share as a DTensor, which knows the whole shape
     """
 
-    def __init__(self, *, whole_shape: bool = False) -> None:
+    def __init__(self, *, shared: SharedInput | None = None, whole_shape: bool = False) -> None:
+        self.sum_gradient = sum_gradient if shared is None else shared.sum_gradient
         self.whole_shape = whole_shape
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -39,7 +61,7 @@ class SplitColumns(ParallelStyle):
         linear: Any = module  # mypy does not allow replacing methods
 
         def columns(inputs: Tensor) -> Tensor:
-            share = F.linear(sum_gradient(inputs, group), *_own(linear))
+            share = F.linear(self.sum_gradient(inputs, group), *_own(linear))
             if not self.whole_shape:
                 return share
             shape = torch.Size((*share.shape[:-1], linear.weight.shape[0]))

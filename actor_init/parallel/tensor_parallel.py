@@ -20,7 +20,14 @@ from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.model import blocks_of
-from actor_init.parallel.split_linear import GatheredColumns, SplitColumns, SplitExperts, SplitRows, sum_gradient
+from actor_init.parallel.split_linear import (
+    GatheredColumns,
+    SharedInput,
+    SplitColumns,
+    SplitExperts,
+    SplitRows,
+    sum_gradient,
+)
 from actor_init.parallel.tp_plan import Plan, Split
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
 from actor_init.spec import UsageError
@@ -80,6 +87,7 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
     sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
     """
     styles: dict[str, ParallelStyle] = {}
+    shared: dict[str, SharedInput] = {}  # by the name of the layers' parent
     for inner, module in block.named_modules():
         split = plan.splits.get(f"{name}.{inner}")
         if f"{name}.{inner}" in plan.gathered:
@@ -88,6 +96,11 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
             styles[inner] = LatentOfHeads(plan.num_rotated)
         elif split is Split.ROWS and plan.gathered:
             styles[inner] = SplitRows(writable=True)
+        elif split is Split.COLUMNS and not sequence:
+            parent = inner.rpartition(".")[0]
+            if parent not in shared:
+                shared[parent] = SharedInput(block.get_submodule(parent))
+            styles[inner] = SplitColumns(shared=shared[parent])
         elif split is not None:
             styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):
@@ -194,7 +207,6 @@ class LatentOfHeads(ParallelStyle):
 
 
 STYLES: Mapping[Split, Callable[[], ParallelStyle]] = {
-    Split.COLUMNS: SplitColumns,
     Split.ROWS: SplitRows,
     Split.PER_HEAD: ReplicatedOverHeads,
     Split.GATHERED: GatheredColumns,

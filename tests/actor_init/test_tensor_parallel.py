@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from actor_init.model import blocks_of
 from actor_init.parallel.split_linear import sum_over
+from actor_init.parallel.tensor_parallel import shard_block
+from actor_init.parallel.tp_plan import find_plan
+from actor_init.spec import TpPlan
 from actor_init.world import World
 from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
@@ -281,3 +286,18 @@ def test_a_compiled_sum_has_its_gradient(world: World) -> None:
     torch.autograd.backward(summed(inputs, weight).sum())
     (expected,) = torch.autograd.grad((inputs @ weight).sin().sum(), weight)
     torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_layer_sums_twice_in_each_direction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind attention and MLP, and before them, as in Megatron-LM (Shoeybi et al., 2019, section 3)."""
+    config = LlamaConfig(**SIZES)
+    model = LlamaForCausalLM(config)
+    plan = find_plan(model, TpPlan.AUTO, 1)
+    for name, block in blocks_of(model):
+        shard_block(block, name, plan, world.weights_mesh["tp"], sequence=False)
+    num_sums: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: num_sums.append(1))
+    out = model.model(torch.arange(5)[None]).last_hidden_state
+    assert len(num_sums) == 2 * 2
+    torch.autograd.backward(out.sum())
+    assert len(num_sums) == 2 * 4
