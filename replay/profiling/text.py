@@ -1,5 +1,6 @@
 """Format profiles: where a pass's time went, its longest kernels, who waited for whom; what held its peak."""
 
+import re
 from collections.abc import Sequence
 
 from replay.profiling.records import MemoryPeak, MemoryProfile, Profile, Saving
@@ -66,7 +67,8 @@ def remarks(profile: Profile) -> Pairs:
 
 
 def _short(name: str) -> str:
-    """Leave out the middle of a long name: a kernel's end says more, such as `_backward`."""
+    """Leave out a C++ kernel's arguments, then the middle of a long name: its end says more, such as `_backward`."""
+    name = re.sub(r"(?<=[\w>])\([^()]*\)$", "", name)
     half = (NAME_WIDTH - 3) // 2
     return name if len(name) <= NAME_WIDTH else f"{name[:half]}...{name[-half:]}"
 

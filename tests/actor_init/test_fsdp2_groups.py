@@ -4,16 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from actor_init.backends.fsdp2.engine import FSDP2Backend, embedding_and_head
+from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec
 from actor_init.weights import RandomWeights
 from actor_init.world import World
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.listing import capture_files
+from replay.shipped_inputs import default_folder
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -32,13 +37,21 @@ def world() -> Iterator[World]:
 
 
 def opened(world: World, **config: Any) -> Any:
-    source = ModelSource(name="tiny", config=LlamaConfig(**TINY, **config), weights=RandomWeights(seed=0, std=0.02))
-    return FSDP2Backend.open(ActorSpec(dtype=Dtype.FP32, packing=True).settled(), source, world).model
+    return opened_backend(world, **config).model
+
+
+def opened_backend(world: World, **config: Any) -> FSDP2Backend:
+    source = ModelSource(name="tiny", config=LlamaConfig(**TINY | config), weights=RandomWeights(seed=0, std=0.02))
+    return FSDP2Backend.open(ActorSpec(backend="fsdp2", dtype=Dtype.FP32, packing=True).settled(), source, world)
 
 
 def gathered_with_root(model: LlamaForCausalLM) -> set[str]:
     root: Any = model
     root.unshard()
+    return gathered_in(model)
+
+
+def gathered_in(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
 
 
@@ -68,3 +81,15 @@ def test_embedding_and_head_are_apart_unless_tied(config: PretrainedConfig, is_a
 
 def test_a_user_s_model_names_neither() -> None:
     assert embedding_and_head(nn.Linear(2, 2)) == (None, None)
+
+
+def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:
+    backend = opened_backend(world, vocab_size=264)
+    inputs = actor_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=True)
+    with torch.no_grad():
+        backend.forward(inputs, trains=False)
+    assert "lm_head.weight" not in gathered_in(backend.model)
+    log_probs = backend.forward(inputs, trains=True)
+    assert gathered_in(backend.model) == {"lm_head.weight", "model.norm.weight"}
+    backend.backward(-log_probs.mean())
+    assert gathered_in(backend.model) == set()

@@ -10,7 +10,7 @@ from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
 from replay.profiling.records import LongKernel, Profile, RankProfile
 from replay.profiling.shares import Interval, Work, hidden_seconds, seconds_by_work, waited_for, work_of
-from replay.profiling.text import kernel_table, remarks, share_table
+from replay.profiling.text import _short, kernel_table, remarks, share_table
 from replay.runlog.writer import read_log
 from tests.helpers.made_captures import LLAMA, write_pass
 
@@ -124,3 +124,16 @@ def test_a_run_profiles_its_slowest_pass_and_does_not_measure_it(
         names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
     assert {"phase: forward", "phase: backward", "module: model.layers.1.mlp.down_proj"} <= names
     assert "aten::linalg_qr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_AllGather_RING_LL"),
+        ("void scale<float>(float*, int)", "void scale<float>"),
+        ("aten::mm", "aten::mm"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
+    ],
+)
+def test_a_kernel_is_shown_without_its_arguments(name: str, shown: str) -> None:
+    assert _short(name) == shown

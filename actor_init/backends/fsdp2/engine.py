@@ -110,6 +110,9 @@ class FSDP2Backend:
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.model.train(trains)
+        head = self.model.get_output_embeddings() if isinstance(self.model, PreTrainedModel) else None
+        if isinstance(head, FSDPModule):  # backward needs it first, and would wait until it is gathered again
+            head.set_reshard_after_forward(self.spec.resolved_zero_stage == 3 and not trains, recurse=False)
         return action_log_probs(self.model, inputs)
 
     def backward(self, loss: Tensor) -> None:
