@@ -55,8 +55,8 @@ class Answer:
 class Scale:
     """Model and sizes of the questions."""
 
+    qwen: str
     model: str = "--model llama-3.1-8b"
-    qwen: str = "--model qwen3-8b --num-layers 8"
     titan: str = "--rounds 3 --tokens 8192"
     ring: str = "--rounds 30 --tokens 32768"
     row: str = "--tokens 8192"
@@ -81,7 +81,7 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     work = Path("/tmp/several-gpus")
     work.mkdir(exist_ok=True)
-    scale = _tiny(work) if given.tiny else Scale()
+    scale = _tiny(work) if given.tiny else Scale(qwen=_qwen3(work, 128256, 4096, 12288, num_heads=32))
     asked = [one for one in questions(scale, given.inputs.resolve(), work) if re.search(given.only, one.name)]
     if given.list:
         print("\n".join(f"{one.name} ({one.num_gpus} GPUs, {one.seconds} s)\n    {one.line}" for one in asked))
@@ -180,12 +180,31 @@ def _captured(scale: Scale, kind: str, backend: str, work: Path) -> Iterator[Que
         yield Question(name=f"capture: {kind}'s verdict on {where}", seconds=120, line=line)
 
 
+def _qwen3(work: Path, vocabulary: int, width: int, mlp: int, *, num_heads: int) -> str:
+    """Return the option of a Qwen 3 of 8 layers, whose head norms are a rank's own under tensor parallelism."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": 8,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "head_dim": width // num_heads,
+        "tie_word_embeddings": False,
+    }
+    path = work / "qwen3.json"
+    path.write_text(json.dumps(config))
+    return f"--model {path}"
+
+
 def _tiny(work: Path) -> Scale:
     config = work / "config.json"
     config.write_text(json.dumps(read_actor_config(ROOT / "inputs" / "sample")))
     return Scale(
         model=f"--model {config}",
-        qwen=f"--model {config}",
+        qwen=_qwen3(work, 264, 64, 96, num_heads=8),
         titan=f"--tiny --rounds 1 --passes 1 --warmup 1 --tokens 128 --model {config}",
         ring="--rounds 1 --tokens 256",
         row="--tokens 256 --vocabulary 264",

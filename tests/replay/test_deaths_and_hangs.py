@@ -111,7 +111,7 @@ def table() -> Iterator[Case]:
         ("deepspeed", "raised", "step", 0, FAILED + "RuntimeError: broken on purpose"),
         ("torchrun", "blocked", "backward", 1, HUNG),
         ("torchrun", "blocked_after_collective", "forward", 0, HUNG),
-        ("torchrun", "blocked_before_async", "forward", 1, FEWER),
+        ("torchrun", "blocked_before_async", "forward", 1, FEWER if WAITS_AT_ONCE else HUNG),
         ("torchrun", "blocked_before_new_group", "forward", 1, OUTSIDE if WAITS_AT_ONCE else HUNG),
         ("torchrun", "holding_python", "forward", 1, SILENT),
         ("torchrun", "holding_python_first", "forward", 1, SILENT),
