@@ -64,6 +64,7 @@ class Scale:
     overhead: str = "--steps 96 --tokens 2048"
     deaths: str = ""
     layers: str = "--num-layers {}"
+    at_once: int = 5  # cells of parity on each GPU
 
     def of_layers(self, number: int) -> str:
         return f"{self.model} {self.layers}".format(number)
@@ -153,7 +154,7 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     yield Question(name="configurations: two GPUs, long rows", seconds=300, line=f"{long_rows} && {line}")
     line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {work}/four"
     yield Question(name="configurations: four GPUs", seconds=540, line=line, num_gpus=4)
-    full = f"{parity} --matrix full --at-once 5 --cell-timeout 150 --time-limit 480"
+    full = f"{parity} --matrix full --at-once {scale.at_once} --cell-timeout 150 --time-limit 480"
     yield Question(name="parity: full", seconds=560, line=full)
 
 
@@ -212,6 +213,7 @@ def _tiny(work: Path) -> Scale:
         overhead="--steps 24 --tokens 64",
         deaths="-k 'killed or blocked'",
         layers="--num-layers 2",
+        at_once=1,
     )
 
 

@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.model import blocks_of
-from actor_init.parallel.split_linear import sum_over
+from actor_init.parallel.split_linear import SharedInput, sum_over
 from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
@@ -301,3 +302,18 @@ def test_a_layer_sums_twice_in_each_direction(world: World, monkeypatch: pytest.
     assert len(num_sums) == 2 * 2
     torch.autograd.backward(out.sum())
     assert len(num_sums) == 2 * 4
+
+
+def test_what_layers_share_is_gone_after_a_forward_that_an_exception_ended() -> None:
+    """So a checkpoint ends its second forward, when it has the last tensor that it needs."""
+
+    class Parent(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> None:
+            assert shared.sum_gradient(inputs, group) is shared.sum_gradient(inputs, group)
+            raise StopIteration
+
+    parent = Parent()
+    shared, group = SharedInput(parent), cast("dist.ProcessGroup", None)
+    with pytest.raises(StopIteration):
+        parent(torch.ones(2, requires_grad=True))
+    assert shared._last is None

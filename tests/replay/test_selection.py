@@ -229,3 +229,15 @@ def test_worst_first_gives_data_ranks_inputs_of_like_size(captured_by: tuple[int
     ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=Order.WORST))
     assert [chosen.inputs for chosen in ranks] == [[paths[1], paths[2]], [paths[3], paths[0]]]
     assert {chosen.dealing for chosen in ranks} == {"most real tokens first, dealt in turn to 2 data ranks"}
+
+
+def test_picked_inputs_come_in_the_order_they_are_picked(tmp_path: Path) -> None:
+    paths = write_passes(tmp_path, {0: "ttrt", 1: "ttt"})
+    whole = on_all_ranks(2, InputsSpec(inputs=tmp_path))
+    picked = on_all_ranks(2, InputsSpec(inputs=tmp_path, pick_inputs="2,0,2"))
+    for chosen, every in zip(picked, whole, strict=True):
+        assert chosen.inputs == [every.inputs[number] for number in (2, 0, 2)]
+        assert len(chosen.rounds) == 3
+    assert paths[0][3] in picked[0].inputs
+    with pytest.raises(UsageError, match=r"^--pick-inputs 3: each data rank has 3 inputs. Give numbers from 0 to 2$"):
+        select(InputsSpec(inputs=tmp_path, pick_inputs="3"), 0, 2)
