@@ -31,8 +31,8 @@ class SharedInput:
 
     def __init__(self, module: nn.Module) -> None:
         self._last: tuple[Tensor, Tensor] | None = None
-        # a checkpoint ends its second forward by an exception
-        module.register_forward_hook(self._forget, always_call=True)
+        module.register_forward_pre_hook(self._forget)  # a forward that failed has not come to its end
+        module.register_forward_hook(self._forget)
 
     def sum_gradient(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         if self._last is None or self._last[0] is not tensor:

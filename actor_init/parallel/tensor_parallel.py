@@ -80,7 +80,9 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
                 )
 
 
-def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool) -> None:
+def shard_block(
+    block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool, checkpoints: bool = False
+) -> None:
     """Replace the parameters of the transformer layer `name` by the shards that the plan gives them.
 
     They are whole before, and equal on every rank. With `sequence`, the residual stream is a DTensor sharded along the
@@ -98,9 +100,10 @@ def shard_block(block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, se
             styles[inner] = SplitRows(writable=True)
         elif split is Split.COLUMNS and not sequence:
             parent = inner.rpartition(".")[0]
-            if parent not in shared:
+            # a checkpoint ends its second forward by an exception, and what is shared would stay in memory
+            if parent not in shared and not checkpoints:
                 shared[parent] = SharedInput(block.get_submodule(parent))
-            styles[inner] = SplitColumns(shared=shared[parent])
+            styles[inner] = SplitColumns(shared=shared.get(parent))
         elif split is not None:
             styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):

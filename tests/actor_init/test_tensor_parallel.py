@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.model import blocks_of
-from actor_init.parallel.split_linear import SharedInput, sum_over
+from actor_init.parallel.split_linear import sum_over
 from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
@@ -289,31 +288,22 @@ def test_a_compiled_sum_has_its_gradient(world: World) -> None:
     torch.testing.assert_close(weight.grad, expected)
 
 
-def test_a_layer_sums_twice_in_each_direction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind attention and MLP, and before them, as in Megatron-LM (Shoeybi et al., 2019, section 3)."""
+@pytest.mark.parametrize(("checkpoints", "backward"), [(False, 2), (True, 5)])
+def test_a_layer_sums_twice_in_each_direction(
+    checkpoints: bool, backward: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind attention and MLP, and before them, as in Megatron-LM (Shoeybi et al., 2019, section 3).
+
+    With checkpoints each of five layers sums by itself.
+    """
     config = LlamaConfig(**SIZES)
     model = LlamaForCausalLM(config)
     plan = find_plan(model, TpPlan.AUTO, 1)
     for name, block in blocks_of(model):
-        shard_block(block, name, plan, world.weights_mesh["tp"], sequence=False)
+        shard_block(block, name, plan, world.weights_mesh["tp"], sequence=False, checkpoints=checkpoints)
     num_sums: list[int] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: num_sums.append(1))
     out = model.model(torch.arange(5)[None]).last_hidden_state
     assert len(num_sums) == 2 * 2
     torch.autograd.backward(out.sum())
-    assert len(num_sums) == 2 * 4
-
-
-def test_what_layers_share_is_gone_after_a_forward_that_an_exception_ended() -> None:
-    """So a checkpoint ends its second forward, when it has the last tensor that it needs."""
-
-    class Parent(nn.Module):
-        def forward(self, inputs: torch.Tensor) -> None:
-            assert shared.sum_gradient(inputs, group) is shared.sum_gradient(inputs, group)
-            raise StopIteration
-
-    parent = Parent()
-    shared, group = SharedInput(parent), cast("dist.ProcessGroup", None)
-    with pytest.raises(StopIteration):
-        parent(torch.ones(2, requires_grad=True))
-    assert shared._last is None
+    assert len(num_sums) == 2 * (2 + backward)

@@ -78,7 +78,14 @@ class FSDP2Backend:
         for name, block in blocks:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
             if plan:
-                shard_block(block, name, plan, world.weights_mesh["tp"], sequence=spec.parallel.sequence_parallel)
+                shard_block(
+                    block,
+                    name,
+                    plan,
+                    world.weights_mesh["tp"],
+                    sequence=spec.parallel.sequence_parallel,
+                    checkpoints=spec.gradient_checkpointing,
+                )
             fully_shard(
                 block,
                 mesh=world.weights_mesh["shard"],
