@@ -16,7 +16,7 @@ from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.spec import Attention, Dtype, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
@@ -28,10 +28,11 @@ from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
 from replay.runner.selection import Selection
 from replay.spec import RunSpec
+from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass
-from replay.verdict.tolerances import TOKENS_RMS, Floor, difference, difference_of_norms
+from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, difference, difference_of_norms
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -48,6 +49,10 @@ class Again:
     source: ModelSource
     selection: Selection
     tracker: Tracker
+    has_dropout: bool
+
+    def other_order(self, passes: Sequence[Pass]) -> RunSpec:
+        return other_order(self.spec, passes, has_dropout=self.has_dropout)
 
     def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
@@ -72,18 +77,35 @@ class Again:
         return replayed
 
 
-def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
-    """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser."""
+def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> RunSpec:
+    """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
+
+    With dropout the rows stay in order, since each row's masks are drawn after those of the rows before it.
+    """
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
-    is_plain = not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    is_plain = has_another_kernel(actor)
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
     )
     measure = replace(spec.measure, trace=False, details=False)
-    return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=True), measure=measure)
+    return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=not has_dropout), measure=measure)
+
+
+def has_another_kernel(actor: ActorSpec) -> bool:
+    return not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+
+
+def have_same_masks(floors: Mapping[str, Floor], setting: Setting, passes: Sequence[Pass]) -> bool:
+    """Tell whether two replays of a model with dropout drew the same masks: what is between them is rounding.
+
+    Another mask moves a token's log-prob by far more than the formula allows for rounding.
+    """
+    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in dtypes_of(recorded, setting)}
+    floor = floors.get(TOKENS)
+    return floor is not None and floor.value <= bound_of(TOKENS, sorted(dtypes), setting.num_layers, 1)
 
 
 def _roundoff(dtype: Dtype) -> float:
@@ -102,7 +124,7 @@ def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Fl
     key = _key(again, first)
     known: dict[str, Floor] | None = again.world.from_first(_known(folder, key) if again.world.rank == 0 else None)
     if known is None:
-        floors = floors_of(first, again.passes(other_order(again.spec, first), number))
+        floors = floors_of(first, again.passes(again.other_order(first), number))
         if again.world.rank == 0:
             _write(folder, key, floors)
         return floors
@@ -114,7 +136,7 @@ def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
 
     All ranks must call this.
     """
-    others = again.passes(other_order(again.spec, passes), len(again.selection.inputs))
+    others = again.passes(again.other_order(passes), len(again.selection.inputs))
     indices = sorted({record.index for record, _, _ in passes})
     return {index: floors_of([one for one in passes if one[0].index <= index], others) for index in indices}
 
@@ -158,16 +180,17 @@ def in_fp32(spec: RunSpec) -> RunSpec:
     return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
 
 
-def is_worth_it(spec: RunSpec, passes: Sequence[Pass]) -> bool:
+def is_worth_it(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> bool:
     """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
     is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
     is_repeatable = not any(record.error for record, _, _ in passes) and not spec.inputs.reverse_rows
     has_steps = spec.measure.step and any(one is not None and one.optimizer is not None for _, one, _ in passes)
-    # a user's model has one kernel: twice the same numbers would say that nothing is rounded
-    has_another_kernel = has_steps or not spec.actor.is_custom
-    return has_claims and (is_coarse or has_steps) and is_repeatable and has_another_kernel
+    # a user's model has one kernel, and with dropout rows stay in order: twice the same numbers would say that nothing
+    # is rounded
+    is_another = has_another_kernel(spec.actor) if has_dropout else has_steps or not spec.actor.is_custom
+    return has_claims and (is_coarse or has_steps) and is_repeatable and is_another
 
 
 def _key(again: Again, passes: Sequence[Pass]) -> str:
@@ -175,7 +198,8 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     measured = [
         digest_of_weights(again.source.weights),
         lasting_config(again.source.config),
-        str([replace(one.actor, model=None, weights=None, blocks=None) for one in (spec, other_order(spec, passes))]),
+        str([replace(one.actor, model=None, weights=None, blocks=None) for one in (spec, again.other_order(passes))]),
+        str(again.has_dropout),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
         str(None if (objective := Objective.of(spec)) is None else objective.sha256),
         str((world.world_size, world.device.type)),

@@ -51,7 +51,9 @@ from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.optimizer_settings import differences
+from replay.verdict.router_loss import is_mixture
 from replay.verdict.text import verdict_lines, weights_line
+from replay.verdict.tolerances import Floor
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
 from replay.watch.stacks import outlast
@@ -385,13 +387,15 @@ class Session:
         remarks: Pairs = []
         measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
         whole = done.ended is None and self.earlier.folder is None
-        if whole and measures and rounding_floor.is_worth_it(self.spec, done.passes):
+        has_dropout = bool(setting.dropout)
+        if whole and measures and rounding_floor.is_worth_it(self.spec, done.passes, has_dropout=has_dropout):
             again = rounding_floor.Again(
                 world=self.world,
                 spec=self.spec,
                 source=self.source,
                 selection=self.selection,
                 tracker=self.watch.tracker,
+                has_dropout=has_dropout,
             )
             setting, opinion, remarks = _rounded(again, done.passes, setting)
         verdict = judge(done.passes, setting)
@@ -459,15 +463,25 @@ def _rounded(
     spec = again.spec
     free_closed()
     try:
-        if spec.measure.noise_floor and spec.measure.step:
-            setting = replace(setting, step_floors=rounding_floor.grown(again, passes))
-        elif spec.measure.noise_floor:
-            setting = replace(setting, floors=rounding_floor.measured(again, passes, inputs_folder(spec.inputs)))
+        if spec.measure.noise_floor:
+            floors: Mapping[str, Floor] = {}
+            step_floors: Mapping[int, Mapping[str, Floor]] = {}
+            if spec.measure.step:
+                step_floors = rounding_floor.grown(again, passes)
+                first = step_floors[min(step_floors)]
+            else:
+                first = floors = rounding_floor.measured(again, passes, inputs_folder(spec.inputs))
+            if setting.dropout and not rounding_floor.have_same_masks(first, setting, passes):
+                remarks.append(("rounding", "not measured: another attention kernel draws other dropout masks"))
+            else:
+                setting = replace(setting, floors=floors, step_floors=step_floors)
         if spec.measure.second_opinion:
             fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
             # this run's own distance from the more precise one
-            floors = rounding_floor.floors_of(passes, fp32)
-            opinion = judge(fp32, replace(setting, floors=floors))
+            apart = rounding_floor.floors_of(passes, fp32)
+            if setting.dropout and not rounding_floor.have_same_masks(apart, setting, passes):
+                apart = {}
+            opinion = judge(fp32, replace(setting, floors=apart))
             remarks.append(("in fp32", verdict_lines(opinion)[0][1]))
     except Exception as error:
         if again.world.world_size > 1:
@@ -542,6 +556,8 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
             *acting_dropouts(lasting_config(source.config)),
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
+        packs=spec.actor.packs and spec.actor.parallel.ring == 1,
+        is_mixture=is_mixture(source.config),
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 

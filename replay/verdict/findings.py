@@ -11,6 +11,7 @@ from replay.runlog.records import PassRecord
 from replay.verdict.job_values import (
     ACTION_TOKENS,
     GRAD_NORM,
+    GRADIENT,
     LOG_PROBS,
     LOSS,
     MOVED,
@@ -21,9 +22,10 @@ from replay.verdict.job_values import (
     Recorded,
 )
 from replay.verdict.replayed_values import Replayed
-from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
+from replay.verdict.tolerances import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
 
 MAX_SHARES = 8  # that are listed
+ROUNDING_HIDES = "rounding hides it"
 
 
 class Status(StrEnum):
@@ -47,6 +49,8 @@ class Setting:
     grad_accumulation: int
     steps: ActorSpec | None = None  # the replay moves its weights, with this optimizer
     dropout: Sequence[str] = ()  # of the config, that is not 0
+    packs: bool = False  # rows are packed, so that masks of dropout have other shapes than a padded job's
+    is_mixture: bool = False  # of experts
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, Floor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, Floor]] = field(default_factory=dict)
@@ -56,6 +60,25 @@ class Setting:
         grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors)
         return least if grown is None else max(least, grown.bound)
+
+    def doubt_of_routes(
+        self, name: str, difference: float, dtypes: Sequence[str], index: int, num_tokens: int = 1
+    ) -> str | None:
+        """Doubt a number of a mixture of experts that other routes may explain.
+
+        Two experts' scores may be equal but for rounding. Then the job and the replay may take different ones, and so
+        may two replays: their tokens are further apart than the formula allows for rounding.
+
+        num_tokens  that the number is the mean of: routes of different tokens are independent
+        """
+        floors = self.step_floors.get(index) or self.floors
+        tokens, own = floors.get(TOKENS), floors.get(name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS)
+        if not self.is_mixture or tokens is None or own is None:
+            return None
+        is_within_rounding = tokens.bound <= bound_of(TOKENS, dtypes, self.num_layers, 1)
+        if is_within_rounding or difference > ROUTES_FACTOR * own.value / math.sqrt(max(num_tokens, 1)):
+            return None
+        return f"tokens at a tie may take another expert: a token's log-prob is {tokens.value:.2g} apart in two replays"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +189,13 @@ def findings_of(record: PassRecord, recorded: Recorded, replayed: Replayed, sett
     claims = [one for one in recorded.claims if one.name != GRAD_NORM and record.error is None]
     findings = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
     return findings + [
-        one for claim in claims if (one := _root_mean_square(claim, record, replayed, setting)) is not None
+        one for claim in claims if (one := _root_mean_square(claim, record, recorded, replayed, setting)) is not None
     ]
 
 
-def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, setting: Setting) -> Finding | None:
+def _root_mean_square(
+    claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting
+) -> Finding | None:
     """Judge all sampled tokens together, where a floor was measured for them."""
     floor = (setting.step_floors.get(record.index) or setting.floors).get(TOKENS_RMS)
     pairs = _pairs(claim, record, replayed)
@@ -180,7 +205,11 @@ def _root_mean_square(claim: Claim, record: PassRecord, replayed: Replayed, sett
     there, here, rms = (
         math.sqrt(sum(x * x for x in xs) / len(pairs)) for xs in ([p[1] for p in pairs], [p[2] for p in pairs], apart)
     )
-    return finding(TOKENS_RMS, there, here, difference=rms, bound=bound_of_rms(floor), num_values=len(pairs))
+    bound = bound_of_rms(floor)
+    doubt = setting.doubt_of_routes(TOKENS_RMS, rms, dtypes_of(recorded, setting), record.index)
+    return finding(
+        TOKENS_RMS, there, here, difference=rms, bound=bound, doubt=doubt, counts=True, num_values=len(pairs)
+    )
 
 
 def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
@@ -191,18 +220,30 @@ def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
 def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:
     """Judge a claim by the farthest of its values, each a mean over its tokens."""
     findings = []
+    dtypes = dtypes_of(recorded, setting)
     for where, there, here, tokens in _pairs(claim, record, replayed):
         doubt = claim.doubt
         if claim.num_tokens is not None and list(claim.num_tokens) != _own_tokens(claim, record):
             own = sum(record.row_action_tokens)
             doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {own}"
-        bound = setting.bound(claim.name, dtypes_of(recorded, setting), tokens, record.index)
+        bound = setting.bound(claim.name, dtypes, tokens, record.index)
         if claim.name == LOSS:
             bound *= max(1.0, replayed.loss_gain)
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
         apart = difference(there, here)
-        findings.append(finding(claim.name, there, here, difference=apart, bound=bound, doubt=doubt, where=where))
+        findings.append(
+            finding(
+                claim.name,
+                there,
+                here,
+                difference=apart,
+                bound=bound,
+                doubt=doubt or setting.doubt_of_routes(claim.name, apart, dtypes, record.index, tokens),
+                counts=doubt is None,
+                where=where,
+            )
+        )
     if not findings:
         return not_judged(claim.name, claim.values[0], claim.doubt or f"the replay has no such {claim.name}")
     return replace(max(findings, key=lambda one: one.share), num_values=len(findings))

@@ -1,26 +1,33 @@
 """Hold the gradient of a job's optimizer step against that of a replay's window: norm, elements, missing gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.parameter_samples import Sample
+from replay.report.roundoff import roundoff
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import (
+    ROUNDING_HIDES,
     Finding,
     Setting,
+    Status,
     dtypes_of,
     finding,
     not_judged,
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, Recorded, inner_names
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, MISSING_GRADIENT, Recorded, inner_names
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
-from replay.verdict.tolerances import LEAST_RMS, SAME_SHARES, difference_of_norms
+from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES, difference_of_norms
+
+ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
+MAX_NAMED = 4  # parameters, or ranks
+MAX_FORWARDS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +73,23 @@ def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) ->
     return differences(steps[-1], setting.steps, number)
 
 
+def why_not_judged(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
+    """Say why nobody knows whether the gradient of step `number` was the job's; empty where it is known.
+
+    A step at a learning rate of 0 moves nothing, whatever its gradient.
+    """
+    rates = [group.get("lr") for member in window if (step := member.recorded.optimizer) for group in step.settings]
+    if rates and not any(rates):
+        return []
+    findings = _of_gradient(window, setting)
+    if any(finding.counts and finding.status in (Status.AGREES, Status.DIFFERS) for finding in findings):
+        return []
+    reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
+    last = window[-1].recorded.optimizer_step
+    named = "the step before" if last is None else f"the job's step {last + 1}"
+    return [f"the gradient of {named} could not be judged: {reason}"]
+
+
 def window_findings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
     """Hold what the job recorded of its gradient against the replay's; empty where it recorded nothing.
 
@@ -97,14 +121,20 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
         if samples:
             findings.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
         return findings
+    index = window[-1].record.index
+    dtypes = [dtype for member in window for dtype in dtypes_of(member.recorded, setting)]
+    gradient = _gradient(window)
     doubt = _doubt(window, steps)
+    if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
+        doubt = None if _some_agree(steps, gradient, setting.bound(GRADIENT, dtypes, 1, index)) else doubt
     weighting = _weighting(window, noted, here) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
-    dtypes = [dtype for one in window for dtype in dtypes_of(one.recorded, setting)]
-    gradient = _gradient(window)
     findings = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    findings = [*_worst(findings), *_elements(gradient, steps, setting, window[-1].record.index, dtypes, doubt)]
+    findings = _worst(findings, noted)
+    if gradient is not None:
+        findings += _missing(gradient, steps, doubt)
+        findings += _elements(gradient, window, steps, setting, dtypes, doubt)
     return findings if weighting is None else [*findings, weighting]
 
 
@@ -141,18 +171,37 @@ def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep]
     size = world_size * len(steps[-1].passes)
     num_here = len(window)
     ranks = f" of {world_size} ranks" if world_size > 1 else ""
+    grad_accumulation = max(size // setting.num_data_ranks, 1)
+    if grad_accumulation != setting.grad_accumulation:
+        return (
+            f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
+            f"Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
+        )
+    steps_here = ", ".join(str(member.recorded.step) for member in window[:MAX_FORWARDS])
     return (
-        f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
-        f"Try: --grad-accumulation {max(size // setting.num_data_ranks, 1)}, without --max-inputs"
+        f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}, not all the same: "
+        f"here forward {steps_here}, in the job {_forwards(wanted)}. Try: all of the job's inputs in its order, "
+        "without --max-inputs and --shuffle-inputs"
     )
+
+
+def _forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
+    """Name the forwards of a step, as `0, 1` or `0, 1 of rank 0; 0, 1 of rank 1`."""
+    named = {rank: ", ".join(map(str, forwards[:MAX_FORWARDS])) for rank, forwards in sorted(by_rank.items())}
+    if len(named) == 1:
+        return next(iter(named.values()))
+    return "; ".join(f"{forwards} of rank {rank}" for rank, forwards in named.items())
 
 
 def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | None:
     """Say why a different gradient would prove nothing; None if it would."""
-    if any(one.loss is None or one.loss.doubt is not None for one in window):
+    if any(member.loss is None or not member.loss.counts for member in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):
-        return "the job differentiated another loss than the one that its model returned"
+        shares = _as_shares([member.record.weight for member in window])
+        if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:
+            return ANOTHER_LOSS
+        return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
     if not steps and not all(one.follows_a_norm for one in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and job_weights(window) is None:
@@ -240,8 +289,16 @@ def _norm(
         doubt = doubt or f"the job did not train {counted(num_frozen, 'parameter')}"
     bound = setting.bound(GRAD_NORM, dtypes, 1, window[-1].record.index)
     where = f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None
+    apart = difference_of_norms(there, here)
     return finding(
-        GRAD_NORM, there, here, difference=difference_of_norms(there, here), bound=bound, doubt=doubt, where=where
+        GRAD_NORM,
+        there,
+        here,
+        difference=apart,
+        bound=bound,
+        doubt=doubt or setting.doubt_of_routes(GRAD_NORM, apart, dtypes, window[-1].record.index),
+        counts=doubt is None,
+        where=where,
     )
 
 
@@ -271,54 +328,112 @@ def _sampled(steps: Sequence[OptimizerStep]) -> dict[str, float]:
     }
 
 
+def _missing(gradient: GradientSamples, steps: Sequence[OptimizerStep], doubt: str | None) -> list[Finding]:
+    """Report the parameters that had no gradient in the job's step and have one in the replay. No bound covers that."""
+    names = dict.fromkeys(name for step in steps for name in step.without_gradient)
+    own_names = [own for name in names if (own := _own(name, gradient.norms)) is not None]
+    sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in own_names}
+    there = [name for name, size in sizes.items() if size >= scale_of(gradient, name) > 0]
+    if not there:
+        return []
+    others = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
+    where = (
+        f"{', '.join(there[:MAX_NAMED])}{others}, which {'has' if len(there) == 1 else 'have'} no gradient in the job"
+    )
+    found = finding(
+        MISSING_GRADIENT, 0.0, sizes[there[0]], difference=1.0, bound=0.0, doubt=doubt, counts=True, where=where
+    )
+    return [replace(found, num_values=len(there), said=f"none in the job, root mean square {sizes[there[0]]:.3g} here")]
+
+
 def _elements(
-    gradient: GradientSamples | None,
+    gradient: GradientSamples,
+    window: Sequence[Member],
     steps: Sequence[OptimizerStep],
     setting: Setting,
-    index: int,
     dtypes: Sequence[str],
     doubt: str | None,
 ) -> list[Finding]:
     """Judge sampled elements, relative to the root mean square of their parameter's gradient; keep the worst.
 
-    A parameter without any gradient in the job counts as one of zeros.
+    Within a bound of more than HIDING_BOUND nothing is judged: a gradient that vanished would agree.
     """
-    if gradient is None or not any(step.gradients is not None or step.without_gradient for step in steps):
-        return []
+    index = window[-1].record.index
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    make = partial(finding, GRADIENT, bound=bound, doubt=doubt, counts=True)
-    findings = [one for step in steps for one in (*_of_samples(step, gradient, make), *_of_none(step, gradient, make))]
+    is_measured = GRADIENT in (setting.step_floors.get(index) or setting.floors)
+    if setting.dropout and not is_measured and max(map(roundoff, dtypes)) > roundoff("float32"):
+        doubt = doubt or "how far rounding moves it could not be measured: another kernel draws other dropout masks"
+    has_ranks = (window[0].recorded.world_size or 1) > 1
+    findings: list[Finding] = []
+    for member in window:
+        step = member.recorded.optimizer
+        for pair in _pairs(step, gradient) if step is not None else ():
+            rank = f", rank {member.recorded.rank}" if has_ranks else ""
+            findings.append(
+                finding(
+                    GRADIENT,
+                    pair.job_value,
+                    pair.replay_value,
+                    difference=pair.difference,
+                    bound=bound,
+                    doubt=doubt or setting.doubt_of_routes(GRADIENT, pair.difference, dtypes, index),
+                    counts=True,
+                    where=f"{pair.name}, element {pair.sample.start + pair.worst}{rank}",
+                )
+            )
     if not findings:
         return []
-    return [replace(max(findings, key=lambda one: one.share), num_values=len(findings))]
+    worst = replace(max(findings, key=lambda finding: finding.share), num_values=len(findings))
+    if worst.agrees and bound > HIDING_BOUND:
+        return [replace(worst, status=Status.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
+    return [worst]
 
 
-def _of_samples(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
-    """Judge the farthest element of each sample of a step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """A sample of the job's gradient and the replay's gradient at that place; `worst` is the farthest element."""
+
+    name: str
+    sample: Sample
+    replayed: Sequence[float]
+    scale: float  # the root mean square of the parameter's gradient
+    worst: int
+
+    @property
+    def job_value(self) -> float:
+        return self.sample.values[self.worst]
+
+    @property
+    def replay_value(self) -> float:
+        return self.replayed[self.worst]
+
+    @property
+    def difference(self) -> float:
+        return _distance(self.job_value, self.replay_value) / self.scale if self.scale else 0.0
+
+
+def _pairs(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_Pair]:
     for sample in step.gradients.samples if step.gradients is not None else ():
         name = _own(sample.name, gradient.norms)
-        here = gradient.values.get((name, sample.start)) if name is not None else None
-        if name is None or here is None or len(here) != len(sample.values) or not here:
+        replayed = gradient.values.get((name, sample.start)) if name is not None else None
+        if name is None or replayed is None or len(replayed) != len(sample.values) or not replayed:
             continue
-        scale = scale_of(gradient, name)
-        worst = max(range(len(here)), key=lambda place: _distance(sample.values[place], here[place]))
-        apart = _distance(sample.values[worst], here[worst]) / scale if scale else 0.0
-        where = f"{name}, element {sample.start + worst}"
-        yield make(sample.values[worst], here[worst], difference=apart, where=where)
+        worst = max(range(len(replayed)), key=lambda place: _distance(sample.values[place], replayed[place]))
+        yield _Pair(name=name, sample=sample, replayed=replayed, scale=scale_of(gradient, name), worst=worst)
 
 
-def _of_none(step: OptimizerStep, gradient: GradientSamples, make: Callable[..., Finding]) -> Iterator[Finding]:
-    """Judge the replay's gradient of each parameter that had none in the job's step."""
-    for job_name in step.without_gradient:
-        name = _own(job_name, gradient.norms)
-        if name is None:
-            continue
-        rms = gradient.norms[name] / math.sqrt(gradient.sizes[name])
-        is_there = rms >= scale_of(gradient, name) > 0
-        where = f"{name}, which has no gradient in the job"
-        yield make(0.0, rms, difference=1.0 if is_there else 0.0, where=where)
+def _some_agree(steps: Sequence[OptimizerStep], gradient: GradientSamples, bound: float) -> bool:
+    """Tell whether a sampled gradient agrees that would not if it were of another loss.
+
+    It has to be so far from zero that one that vanished, or turned around, would not agree.
+    """
+    return any(
+        pair.difference <= bound <= HIDING_BOUND and max(map(abs, pair.replayed)) > 2 * bound * pair.scale
+        for step in steps
+        for pair in _pairs(step, gradient)
+    )
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
@@ -343,6 +458,12 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
 
 
-def _worst(findings: Sequence[Finding]) -> list[Finding]:
-    """Keep the farthest finding: all ranks have one norm."""
-    return [max(findings, key=lambda one: one.share)] if findings else []
+def _worst(findings: Sequence[Finding], noted: Sequence[tuple[int, float]]) -> list[Finding]:
+    """Keep the farthest finding. All ranks have one norm; where they do not, say which has which."""
+    if not findings:
+        return []
+    farthest = max(findings, key=lambda finding: finding.share)
+    if all(difference_of_norms(noted[0][1], value) <= (farthest.bound or 0.0) for _, value in noted):
+        return [farthest]
+    norms = ", ".join(f"rank {rank} has {value:.6g}" for rank, value in noted[:MAX_NAMED])
+    return [replace(farthest, where=f"{farthest.where}; the job's ranks have several norms: {norms}")]

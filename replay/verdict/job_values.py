@@ -21,6 +21,7 @@ LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
 TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
 WEIGHTING = "weighting of passes"
+MISSING_GRADIENT = "gradient"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 

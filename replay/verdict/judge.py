@@ -17,9 +17,9 @@ from typing import Any
 
 from replay.report.roundoff import roundoff
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import Finding, Setting, Status, findings_of, weights_that_stay
-from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import GRAD_NORM, Recorded, WeightComparison
+from replay.verdict.findings import ROUNDING_HIDES, Finding, Setting, Status, findings_of, weights_that_stay
+from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
+from replay.verdict.job_values import GRAD_NORM, MISSING_GRADIENT, Recorded, WeightComparison
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.tolerances import Floor
 
@@ -83,7 +83,8 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
         if (one := _of_window(window, number, members, weights, setting, same_masks)) is not None
     ]
     windows = _none_judged(windows) or windows
-    everything = [*judged, *windows]
+    # in the job's time: a wrong gradient comes before what later passes make of it
+    everything = sorted([*judged, *windows], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None))
     outcomes = Counter(one.outcome for one in everything)
     order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
     outcome = next((one for one in order if outcomes[one]), Outcome.CANNOT_TELL)
@@ -136,7 +137,7 @@ def _none_judged(windows: Sequence[PassVerdict]) -> list[PassVerdict] | None:
     is_open = [
         one.outcome is Outcome.CANNOT_TELL
         and one.reason not in NOT_OPEN
-        and any(finding.status is Status.NOT_JUDGED for finding in one.findings)
+        and any(finding.status is Status.NOT_JUDGED and finding.doubt != ROUNDING_HIDES for finding in one.findings)
         for one in windows
     ]
     if not any(is_open) or any(one.outcome is not Outcome.CANNOT_TELL for one in windows):
@@ -209,8 +210,8 @@ def _verdict_on(record: PassRecord, judged: tuple[Outcome, str | None], findings
 
 
 def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightComparison]:
-    """Put the samples together, by recorded pass. What was sampled between two steps of the job's optimizer is of the
-    same weights, and so is what a sharded job's ranks sampled in one pass.
+    """Put the samples together, by recorded pass. What a rank sampled between two steps of the job's optimizer is of
+    the same weights, and so is what a sharded job's ranks sampled. Ranks that have whole models may have others.
     """
     by_step: dict[Any, list[WeightComparison]] = {}
     for _, recorded in known:
@@ -222,8 +223,17 @@ def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightCo
         if recorded.weights.is_sharded and len(by_step[_same_weights_key(recorded)]) == 1:
             checked[id(recorded)] = _merged([recorded.weights])
     steps = {id(recorded): recorded.step or 0 for _, recorded in known}
-    others = [(steps[key], name) for key, one in checked.items() for name in one.differing]
-    return {key: _beside(one, steps[key], others) for key, one in checked.items()}
+    ranks = {id(recorded): _sharing_ranks(recorded) for _, recorded in known}
+    others = [(ranks[key], steps[key], name) for key, weights in checked.items() for name in weights.differing]
+    return {
+        key: _beside(weights, steps[key], [(at, name) for rank, at, name in others if rank == ranks[key]])
+        for key, weights in checked.items()
+    }
+
+
+def _sharing_ranks(recorded: Recorded) -> int | None:
+    """Return the rank whose weights these are; None where the ranks of the job share one model's."""
+    return None if recorded.weights.is_sharded else recorded.rank
 
 
 def _after_steps(
@@ -232,11 +242,17 @@ def _after_steps(
     windows: Sequence[Sequence[Member]],
     setting: Setting,
 ) -> dict[int, WeightComparison]:
-    """Carry the weights on under --step: after each step that is the job's, they are the job's again."""
+    """Carry the weights on under --step: after each step that is the job's, they are the job's again.
+
+    A step whose gradient was not held against the job's may have been another one.
+    """
     checked = dict(weights)
     first = _merged([weights[id(one.recorded)] for one in windows[0]]) if windows else None
     ends = [window[-1].record.index for window in windows]
-    reasons = [why_steps_differ(window, setting, number) for number, window in enumerate(windows)]
+    reasons = [
+        why_steps_differ(window, setting, number) or why_not_judged(window, setting, number)
+        for number, window in enumerate(windows)
+    ]
     for one in members:
         num_steps = sum(end < one.record.index for end in ends)
         if not num_steps or first is None:
@@ -250,7 +266,7 @@ def _after_steps(
 def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
     """Return a key that is equal for passes with the same weights."""
     if recorded.optimizer_step is not None:
-        return "step", recorded.optimizer_step
+        return "step", _sharing_ranks(recorded), recorded.optimizer_step
     return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", id(recorded))
 
 
@@ -298,10 +314,13 @@ def _outcome(
         return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
     wrong = [one for one in findings if one.status is Status.DIFFERS]
     unsettled = [one for one in findings if one.status is Status.UNSETTLED]
-    if (wrong or unsettled) and setting.dropout and recorded.trains:
+    # masks make no gradient vanish, but a layer that is dropped out whole has none
+    is_missing = any(finding.name == MISSING_GRADIENT for finding in wrong) and "layerdrop" not in setting.dropout
+    if (wrong or unsettled) and not is_missing and setting.dropout and recorded.trains:
         trains_with = f"the model trains with {', '.join(setting.dropout)}"
         if not has_masks:
-            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance"
+            instead = ". Try: --no-packing, which draws the masks of padded rows" if setting.packs else ""
+            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{instead}"
         if wrong:
             return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
     if wrong and not weights.are_same:
@@ -328,13 +347,20 @@ def _of_inputs(judged: Sequence[PassVerdict], data_ranks: Sequence[int]) -> list
 
 
 def _reason(judged: Sequence[PassVerdict], outcome: Outcome) -> str:
-    """Choose the reason: what leaves the outcome unsettled, else other weights, else the reason of most passes."""
+    """Choose the reason: what leaves the outcome unsettled, else that of most passes whose weights were the job's."""
     if outcome is Outcome.UNSETTLED:
-        return next(str(one.reason) for one in judged if one.outcome is outcome)
-    reasons = Counter(one.reason for one in judged if one.reason is not None)
-    if not reasons:
-        return "no pass was replayed"
-    return OTHER_WEIGHTS if OTHER_WEIGHTS in reasons else str(reasons.most_common(1)[0][0])
+        return next(str(verdict.reason) for verdict in judged if verdict.outcome is outcome)
+    return next(iter(reasons_of(judged)), "no pass was replayed")
+
+
+def reasons_of(judged: Sequence[PassVerdict]) -> dict[str, int]:
+    """Count the passes and gradients of which one cannot tell by their reason: those with the job's weights first."""
+    counts = Counter(str(verdict.reason) for verdict in judged if verdict.outcome is Outcome.CANNOT_TELL)
+    return dict(
+        sorted(
+            counts.items(), key=lambda reason: (NOT_OPEN.index(reason[0]) if reason[0] in NOT_OPEN else -1, -reason[1])
+        )
+    )
 
 
 def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:

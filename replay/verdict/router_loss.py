@@ -30,5 +30,16 @@ def adds_router_loss(call: Call, config: PretrainedConfig) -> bool:
     return bool(asked) and any(coefficients) and "labels" in call.tensors
 
 
+def is_mixture(config: PretrainedConfig) -> bool:
+    """Tell whether a model has experts that a router chooses from, by the numbers of experts in its config."""
+    text = config.get_text_config().to_dict()
+    settings = {**text, **(nested if isinstance(nested := text.get("ffn_config"), dict) else {})}
+    return any("experts" in name and "per_tok" not in name and _is_several(value) for name, value in settings.items())
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
 def _doubted(claim: Claim) -> Claim:
     return replace(claim, doubt=DOUBT) if claim.name in (LOSS, GRAD_NORM) else claim

@@ -9,18 +9,22 @@ here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 from collections import Counter
 
 from replay.report.text import Pairs, counted
-from replay.verdict.findings import Finding, Status
-from replay.verdict.job_values import WeightComparison
-from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
+from replay.verdict.findings import ROUNDING_HIDES, Finding, Status
+from replay.verdict.job_values import GRADIENT, MISSING_GRADIENT, WeightComparison
+from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict, reasons_of
 
 SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
+PLACES = (GRADIENT, MISSING_GRADIENT)  # findings that name a parameter, the more telling one last
+MAX_OTHERS = 2  # findings that are shown beside the headline's
 
 
 def verdict_lines(verdict: Verdict) -> Pairs:
     lines: Pairs = [("verdict", f"{verdict.outcome}: {_outcome_text(verdict)}")]
     lines += [("not judged", _open_line(one)) for one in verdict.open]
     if verdict.weights is not None and verdict.weights.num_parameters:
-        others = next((f" (pass {one.index + 1})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), "")
+        others = next(
+            (f" (pass {one.index + 1}, {one.source})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), ""
+        )
         lines.append(("weights", weights_line(verdict.weights) + others))
     if verdict.environment and any(one.findings for one in verdict.passes):
         said = [f"{name} {here} ({there} in the job)" for name, (there, here) in verdict.environment.items()]
@@ -51,20 +55,30 @@ def _outcome_text(verdict: Verdict) -> str:
         share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {counted(num_windows, 'gradient')}"
     both = Counter(verdict.counts) + Counter(verdict.window_counts)
     for outcome, number in both.items():
-        if outcome is not verdict.outcome:
-            why = f" ({verdict.reason})" if outcome is Outcome.CANNOT_TELL and verdict.reason else ""
-            share += f", {number} {outcome}{why}"
+        if outcome not in (verdict.outcome, Outcome.CANNOT_TELL):
+            share += f", {number} {outcome}"
+    reasons = reasons_of([*verdict.passes, *verdict.windows])
+    share += "".join(f", {number} {Outcome.CANNOT_TELL} ({reason})" for reason, number in reasons.items())
     match verdict.outcome:
         case Outcome.CANNOT_TELL:
-            return str(verdict.reason)
+            more = [f"of {number} others: {reason}" for reason, number in reasons.items() if reason != verdict.reason]
+            return "; ".join([str(verdict.reason), *more])
         case Outcome.REPRODUCED:
             return f"{share}; {_worst_text(verdict)}; computed in {_dtypes(verdict)}"
         case _:
             first = verdict.first
             assert first is not None
-            wrong = max(first.findings, key=lambda one: SEVERITY.index(one.status))
+            wrong, *others = sorted(first.findings, key=_weight, reverse=True)
+            others = [finding for finding in others if finding.status is wrong.status and finding.doubt == wrong.doubt]
             why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
-            return f"{_place(first, wrong)}: {_difference_text(wrong)}{why}; {share}; computed in {_dtypes(verdict)}"
+            also = "".join(f"; also {_named(finding)}: {_difference_text(finding)}" for finding in others[:MAX_OTHERS])
+            said = f"{_place(first, wrong)}: {_difference_text(wrong)}{why}{also}"
+            return f"{said}; {share}; computed in {_dtypes(verdict)}"
+
+
+def _weight(finding: Finding) -> tuple[int, int]:
+    """Return what a headline is chosen by: how wrong a number is, then whether it names a parameter."""
+    return SEVERITY.index(finding.status), PLACES.index(finding.name) if finding.name in PLACES else -1
 
 
 def _worst_text(verdict: Verdict) -> str:
@@ -73,10 +87,13 @@ def _worst_text(verdict: Verdict) -> str:
 
 def _place(first: PassVerdict, wrong: Finding) -> str:
     """Say which number of which pass, or of which of the job's steps."""
-    name = wrong.name if wrong.where is None else f"{wrong.name} ({wrong.where})"
     if first.optimizer_step is None:
-        return f"{name} of pass {first.index + 1}, {first.source}"
-    return f"{name} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
+        return f"{_named(wrong)} of pass {first.index + 1}, {first.source}"
+    return f"{_named(wrong)} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
+
+
+def _named(finding: Finding) -> str:
+    return finding.name if finding.where is None else f"{finding.name} ({finding.where})"
 
 
 def _difference_text(finding: Finding) -> str:
@@ -95,8 +112,8 @@ def _open_line(finding: Finding) -> str:
     if finding.said is not None:
         return f"{finding.name}: {finding.said}: {finding.doubt}"
     here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
-    where = "" if finding.where is None else f" ({finding.where})"
-    return f"{finding.name}{where}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}"
+    hidden = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
+    return f"{_named(finding)}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}{hidden}"
 
 
 def _dtypes(verdict: Verdict) -> str:

@@ -33,8 +33,10 @@ COMMON_ROUNDOFFS = 0.5  # the part of an error that all tokens share, so that no
 TOKEN_ROUNDOFFS = 3.0  # times sqrt(2 L / N): the part that is independent from token to token
 NORM_ROUNDOFFS = 4.0  # of a gradient norm
 SAMPLE_ROUNDOFFS = 64.0  # of one element of a gradient, relative to its parameter's root mean square
+HIDING_BOUND = 0.5  # of a parameter's root mean square: within more a gradient could vanish, or turn around
 LEAST_FACTOR = 4.0  # times a measured floor, of any quantity
 RMS_FACTOR = 3.0  # times the floor of TOKENS_RMS: a mean square over hundreds of tokens hardly varies
+ROUTES_FACTOR = 10.0  # times a mixture's measured floor: within it another route at a tie may be the cause
 SAME_SHARES = 1e-4  # two passes' shares of a window's gradient that are no further apart are equal
 LEAST_RMS = 1e-3  # of all parameters' root mean square: a gradient below it is taken for rounding
 BF16_SPACING = 2**-7  # relative: a weight and the same weight in bf16, rounded to nearest or towards zero
@@ -58,8 +60,9 @@ def bound_of(
 ) -> float:
     """Return how far two numbers may be apart that were computed in two of `dtypes`, in other orders, by other kernels.
 
-    Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula. For
-    gradient samples, whose formula is a rule of thumb, the floor alone decides.
+    Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula; of a
+    gradient norm not more than LEAST_FACTOR times the floor, if that is more. For gradient samples, whose formula is a
+    rule of thumb, the floor alone decides.
 
     The formula of a mean over N tokens: each layer adds to the residual stream twice and rounds it, so a log-prob is
     off by about u sqrt(2 L). Most of that is random and averages out over tokens; a part is common to all of them.
@@ -77,8 +80,10 @@ def bound_of(
         case _:
             computed = unit * (COMMON_ROUNDOFFS + TOKEN_ROUNDOFFS * math.sqrt(2 * num_layers / max(num_tokens, 1)))
     if floors and name in floors:
-        has_formula = name != GRADIENT
-        computed = min(computed, floors[name].bound) if has_formula else floors[name].bound
+        measured = floors[name]
+        if name == GRAD_NORM:  # its formula is what was seen, not what rounding cannot exceed
+            computed = max(computed, LEAST_FACTOR * measured.value)
+        computed = measured.bound if name == GRADIENT else min(computed, measured.bound)
     return max(LEAST_BOUND[name], computed)
 
 

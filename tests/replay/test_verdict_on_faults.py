@@ -1,0 +1,281 @@
+"""The verdict on jobs with a planted fault, and on sound ones beside them: it neither reassures nor accuses wrongly."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import recording
+from replay.cli import main as replay_main
+from replay.verdict.job_values import GRAD_NORM, GRADIENT
+from replay.verdict.tolerances import HIDING_BOUND
+from tests.broken_jobs.models import make_model
+from tests.trainers.common import make_batches
+
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+SGD_STEPS = ("--step", "--optimizer", "sgd", "--learning-rate")
+
+
+def model_loss(outputs: Any, labels: Tensor) -> Tensor:
+    loss: Tensor = outputs.loss
+    return loss
+
+
+def own_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """The model's loss, computed once more from its logits, as trainers with a loss of their own do."""
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def smoothed_loss(outputs: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), label_smoothing=0.2)
+
+
+def train(
+    folder: Path,
+    model: Any,
+    *,
+    fault: Callable[[Any], object] | None = None,
+    autocast: bool = False,
+    accumulation: int = 1,
+    num_steps: int = 2,
+    learning_rate: float = 0.0,
+    max_norm: float | None = 1e6,
+    loss_of: Callable[[Any, Tensor], Tensor] = model_loss,
+    rank: int = 0,
+) -> Path:
+    """Train by SGD under a recording. The weights that the job began with are in `folder/model`.
+
+    fault     is given the model once its weights were saved
+    max_norm  None: gradients are not clipped, so that no norm is recorded
+    """
+    if rank == 0:
+        model.save_pretrained(folder / "model")
+    model.train()
+    if fault is not None:
+        fault(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    batches = make_batches(num_steps * accumulation, of_rank=rank)
+    with recording(model, folder / "captures", reproduce=True):
+        for number, batch in enumerate(batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model(**batch), batch["labels"]) / accumulation
+            loss.backward()
+            if number % accumulation < accumulation - 1:
+                continue
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def verdict_on(job: Path, logs: Path, *typed: str) -> Any:
+    """Return run.json's verdict on a replay of the job from its own weights."""
+    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--log-folder", str(logs)]
+    assert replay_main([*command, "--loss", "sft", "--backend", "fsdp2", *typed]) == 0
+    [run] = logs.glob("*/run.json")
+    return json.loads(run.read_text())["verdict"]
+
+
+def headline(printed: str) -> str:
+    [line] = [line for line in printed.splitlines() if line.startswith("verdict ")]
+    return line.removeprefix("verdict").strip()
+
+
+def detached(name: str) -> Callable[[Any], object]:
+    return lambda model: model.get_submodule(name).register_forward_hook(lambda _, __, output: output.detach())
+
+
+def gradient_times(name: str, factor: float) -> Callable[[Any], object]:
+    return lambda model: model.get_parameter(name).register_hook(lambda gradient: gradient * factor)
+
+
+def findings(verdict: Any, kind: str, name: str) -> list[Any]:
+    return [finding for judged in verdict[kind] for finding in judged["findings"] if finding["name"] == name]
+
+
+@pytest.mark.parametrize("fault", [None, "transformer.h.1.attn.c_attn"])
+def test_in_bf16_rounding_is_not_measured_between_other_dropout_masks(
+    fault: str | None, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between other masks everything is as far apart as a part that has no gradient."""
+    breaks = None if fault is None else detached(fault)
+    job = train(tmp_path / "job", make_model("gpt2", DROPOUT), fault=breaks, autocast=True, accumulation=2)
+    typed = ("--window", "mean-of-means", "--no-packing", "--max-inputs", "4")
+    verdict = verdict_on(job, tmp_path / "logs", *typed)
+    assert all(floor["value"] < 0.05 for name, floor in verdict["floors"].items() if name != GRADIENT)
+    if fault is None:
+        assert (verdict["outcome"], verdict["counts"]) == ("REPRODUCED", {"REPRODUCED": 4})
+        assert verdict["window_counts"] == {"REPRODUCED": 2}
+    else:
+        assert (verdict["outcome"], verdict["window_counts"]) == ("DIFFERS", {"DIFFERS": 2})
+        said = headline(capsys.readouterr().out)
+        assert said.startswith("DIFFERS: gradient (transformer.h.1.ln_1.weight, transformer.h.1.ln_1.bias, ")
+        assert f"{fault}.weight, {fault}.bias, which have no gradient in the job) of the job's step 1" in said
+
+
+def test_floors_of_other_masks_are_not_used(
+    tmp_path: Path, one_world: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on CUDA, where kernels draw the masks of attention each in its own way: here the rows are reversed."""
+    from replay.runner import rounding_floor
+
+    other_order = rounding_floor.other_order
+    monkeypatch.setattr(
+        rounding_floor, "other_order", lambda spec, passes, *, has_dropout: other_order(spec, passes, has_dropout=False)
+    )
+    job = train(tmp_path / "job", make_model("gpt2", DROPOUT), autocast=True)
+    verdict = verdict_on(job, tmp_path / "logs", "--no-packing")
+    assert verdict["floors"] == {}
+    assert verdict["outcome"] == "REPRODUCED"
+    assert "rounding   not measured: another attention kernel draws other dropout masks" in capsys.readouterr().out
+
+
+DEEP = {"num_hidden_layers": 12, "initializer_range": 0.1}
+
+
+@pytest.mark.parametrize("max_norm", [1e6, None])
+def test_a_bound_that_a_vanished_gradient_would_meet_judges_nothing(
+    max_norm: float | None, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", make_model("llama", DEEP), autocast=True, max_norm=max_norm)
+    verdict = verdict_on(job, tmp_path / "logs")
+    hidden = findings(verdict, "windows", GRADIENT)
+    assert all(finding["bound"] > HIDING_BOUND and finding["status"] == "not judged" for finding in hidden)
+    assert (verdict["outcome"], verdict["counts"]) == ("REPRODUCED", {"REPRODUCED": 2})
+    assert verdict["window_counts"] == ({"CANNOT TELL": 2} if max_norm is None else {"REPRODUCED": 2})
+    assert GRADIENT not in {finding["name"] for finding in verdict["worst"]}
+    said = capsys.readouterr().out
+    assert f"not judged {GRADIENT} (" in said
+    assert "rounding hides it (bound " in said
+
+
+def test_a_missing_gradient_differs_whatever_the_bound(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.11.self_attn.q_proj"
+    job = train(tmp_path / "job", make_model("llama", DEEP), fault=detached(name), autocast=True, max_norm=None)
+    verdict = verdict_on(job, tmp_path / "logs")
+    assert verdict["outcome"] == "DIFFERS"
+    assert headline(capsys.readouterr().out).startswith(
+        f"DIFFERS: gradient ({name}.weight, which has no gradient in the job) of the job's step 1, which ends with "
+        "pass 1: none in the job, root mean square 0.0"
+    )
+
+
+def test_of_a_dropout_model_the_passes_with_the_jobs_weights_give_the_reason(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eval mode was left on, so that no mask explains the numbers; later passes have other weights."""
+    job = train(
+        tmp_path / "job", make_model("gpt2", DROPOUT), fault=lambda model: model.eval(), num_steps=4, learning_rate=0.1
+    )
+    verdict = verdict_on(job, tmp_path / "packed", "--dtype", "fp32")
+    assert verdict["outcome"] == "CANNOT TELL"
+    assert headline(capsys.readouterr().out) == (
+        "CANNOT TELL: the model trains with attn_pdrop, embd_pdrop, resid_pdrop, so its numbers differ by chance. "
+        "Try: --no-packing, which draws the masks of padded rows; of 6 others: other weights"
+    )
+    verdict = verdict_on(job, tmp_path / "padded", "--dtype", "fp32", "--no-packing")
+    assert "Try" not in verdict["reason"]
+
+
+def test_a_step_whose_gradient_was_not_judged_makes_no_later_pass_differ(tmp_path: Path, one_world: None) -> None:
+    """The job smooths its loss, and its model returns another one: the replay steps elsewhere."""
+    job = train(tmp_path / "job", make_model("llama", {}), learning_rate=0.5, num_steps=3, loss_of=smoothed_loss)
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32", *SGD_STEPS, "0.5", "--max-norm", "1e6")
+    assert [judged["outcome"] for judged in verdict["passes"]] == ["REPRODUCED", "UNSETTLED", "UNSETTLED"]
+    assert "the gradient of the job's step 1 could not be judged" in verdict["passes"][1]["reason"]
+
+
+def test_the_first_fault_in_the_jobs_time_is_the_headline(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    job = train(tmp_path / "job", make_model("llama", {}), fault=gradient_times(name, 10), learning_rate=0.5)
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32", *SGD_STEPS, "0.5", "--max-norm", "1e6")
+    assert [judged["outcome"] for judged in verdict["passes"]] == ["REPRODUCED", "DIFFERS"]
+    said = headline(capsys.readouterr().out)
+    assert said.startswith(f"DIFFERS: gradient samples ({name}, element ")
+    assert "of the job's step 1, which ends with pass 1" in said
+    assert "; also gradient norm: " in said
+
+
+MIXTURE = {"output_router_logits": False}
+
+
+@pytest.mark.parametrize("sabotaged", [False, True])
+def test_a_mixture_whose_tokens_change_experts_at_a_tie_is_unsettled(
+    sabotaged: bool, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job is sound. In bf16 its router's scores are rounded otherwise than the replay's."""
+    fault = detached("model.layers.1.self_attn.o_proj") if sabotaged else None
+    job = train(tmp_path / "job", make_model("mixtral", MIXTURE), fault=fault, autocast=True, num_steps=4)
+    verdict = verdict_on(job, tmp_path / "logs")
+    outcomes = {judged["outcome"] for judged in [*verdict["passes"], *verdict["windows"]]}
+    said = headline(capsys.readouterr().out)
+    if sabotaged:
+        assert "which have no gradient in the job" in said
+    else:
+        assert outcomes <= {"REPRODUCED", "UNSETTLED"}
+        assert "tokens at a tie may take another expert" in said
+
+
+def test_other_weights_of_one_rank_are_not_blamed_on_another(
+    tmp_path: Path, one_world: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks whose models began apart, each with whole weights."""
+    for rank in (0, 1):
+        monkeypatch.setattr("capture.record.recorder.rank_and_world_size", lambda rank=rank: (rank, 2))
+        model = make_model("llama", {})
+        with torch.no_grad():
+            model.get_parameter("model.layers.2.mlp.up_proj.weight").add_(0.01 * rank)
+        train(tmp_path / "job", model, rank=rank)
+    verdict = verdict_on(tmp_path / "job", tmp_path / "logs", "--dtype", "fp32")
+    outcomes = {(judged["source"].split("_")[2], judged["outcome"]) for judged in verdict["passes"]}
+    assert outcomes == {("rank0", "REPRODUCED"), ("rank1", "CANNOT TELL")}
+    said = capsys.readouterr().out
+    [line] = [line for line in said.splitlines() if line.startswith("weights ")]
+    assert "1 of 30 sampled parameters differ, first model.layers.2.mlp.up_proj.weight" in line
+    assert line.endswith("here (pass 2, rank1 #0)")
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(None, "REPRODUCED"), ("model.layers.1.self_attn.q_proj", "DIFFERS")])
+def test_of_a_job_with_a_loss_of_its_own_the_parameters_are_named(
+    fault: str | None, outcome: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it differentiates is not what its model returns. Gradients that agree show that the two are one loss."""
+    breaks = None if fault is None else detached(fault)
+    job = train(tmp_path / "job", make_model("llama", {}), fault=breaks, loss_of=own_loss)
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32")
+    said = headline(capsys.readouterr().out)
+    assert verdict["outcome"] == outcome
+    assert "another loss" not in said
+    if fault is not None:
+        assert f"gradient ({fault}.weight, which has no gradient in the job)" in said
+
+
+def test_a_loss_that_is_another_one_in_every_gradient_is_said_to_be(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", make_model("llama", {}), loss_of=smoothed_loss)
+    assert verdict_on(job, tmp_path / "logs", "--dtype", "fp32")["outcome"] == "UNSETTLED"
+    assert "the job differentiated another loss than the one that its model returned" in headline(
+        capsys.readouterr().out
+    )
+
+
+def test_advice_is_not_what_was_typed(tmp_path: Path, one_world: None) -> None:
+    job = train(tmp_path / "job", make_model("llama", {}), accumulation=2, num_steps=3)
+    typed = ("--dtype", "fp32", "--grad-accumulation", "2", "--shuffle-inputs")
+    verdict = verdict_on(job, tmp_path / "logs", *typed)
+    reasons: Sequence[str] = [finding["doubt"] for finding in findings(verdict, "windows", GRAD_NORM)]
+    looping = [reason for reason in reasons if reason and "--grad-accumulation 2" in reason]
+    named = [reason for reason in reasons if reason and "not all the same: here forward " in reason]
+    assert not looping
+    assert named
