@@ -222,6 +222,20 @@ def test_trl(kind: str, tmp_path: Path, one_world: None) -> None:
     check(tmp_path, 2, outcome="REPRODUCED" if "sft" in kind else "UNSETTLED")
 
 
+@pytest.mark.skipif(not find_spec("trl"), reason="needs the extra trainers")
+def test_under_trl_a_missing_gradient_is_named(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SFTTrainer differentiates a loss of its own, whose gradients are those of the loss that the model returned."""
+    run_job(tmp_path, ONE, "trl_trainers", "detached-sft")
+    check(tmp_path, 2, outcome="DIFFERS")
+    said = capsys.readouterr().out
+    assert (
+        "gradient (model.layers.1.self_attn.q_proj.weight, which has no gradient in the job) of the job's step 1"
+        in said
+    )
+
+
 @pytest.mark.skipif(not find_spec("openrlhf"), reason="needs openrlhf 0.11 (pip install --no-deps openrlhf pylatexenc)")
 def test_the_actor_of_openrlhf(tmp_path: Path, one_world: None) -> None:
     said = run_job(tmp_path, ONE, "openrlhf_actor")

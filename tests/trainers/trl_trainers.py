@@ -1,4 +1,4 @@
-"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | dpo | grpo
+"""TRL's trainers: python trl_trainers.py FOLDER sft | packed-sft | detached-sft | dpo | grpo
 
 The losses of DPO and GRPO are not a mean of log-probs, so what is left for comparison is minus the mean log-prob of the
 completions' tokens, as these trainers computed it from the model they train.
@@ -48,10 +48,14 @@ def settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def sft(folder: Path, **more: Any) -> list[float]:
+def sft(folder: Path, *, is_detached: bool = False, **more: Any) -> list[float]:
+    """Fine-tune. With `is_detached` no gradient reaches one layer's queries."""
     data = Dataset.from_dict({"prompt": PROMPTS, "completion": ANSWERS})
+    model = make_model(folder)
+    if is_detached:
+        model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda _, __, output: output.detach())
     trainer = SFTTrainer(
-        model=make_model(folder),
+        model=model,
         args=SFTConfig(**settings(folder), **more),
         train_dataset=data,
         processing_class=make_tokenizer(),
@@ -122,12 +126,14 @@ def main(folder: Path, kind: str) -> None:
             losses = sft(folder, max_length=64)
         case "packed-sft":
             losses = sft(folder, max_length=40, packing=True)
+        case "detached-sft":
+            losses = sft(folder, is_detached=True, max_length=64)
         case "dpo":
             losses = dpo(folder)
         case "grpo":
             losses = grpo(folder)
         case _:
-            raise ValueError(f"{kind!r} is none of sft, packed-sft, dpo, grpo")
+            raise ValueError(f"{kind!r} is none of sft, packed-sft, detached-sft, dpo, grpo")
     write_losses(folder, losses)
 
 
