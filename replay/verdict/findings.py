@@ -62,23 +62,30 @@ class Setting:
         return least if grown is None else max(least, grown.bound)
 
     def doubt_of_routes(
-        self, name: str, difference: float, dtypes: Sequence[str], index: int, num_tokens: int = 1
+        self,
+        name: str,
+        difference: float,
+        dtypes: Sequence[str],
+        index: int,
+        num_tokens: int = 1,
+        least_floor: float = 0.0,
     ) -> str | None:
-        """Doubt a number of a mixture of experts that other routes may explain.
+        """Doubt a number of a mixture of experts in a coarse dtype that other routes may explain.
 
         Two experts' scores may be equal but for rounding. Then the job and the replay may take different ones, and so
-        may two replays: their tokens are further apart than the formula allows for rounding.
+        may the two replays that the floor is measured between.
 
-        num_tokens  that the number is the mean of: routes of different tokens are independent
+        num_tokens   that the number is the mean of: routes of different tokens are independent
+        least_floor  what a floor that was measured without a token at a tie is taken for
         """
         floors = self.step_floors.get(index) or self.floors
-        tokens, own = floors.get(TOKENS), floors.get(name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS)
-        if not self.is_mixture or tokens is None or own is None:
+        floor = floors.get(name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS)
+        is_coarse = max(map(roundoff, dtypes)) > roundoff("float32")
+        if not (self.is_mixture and is_coarse) or floor is None:
             return None
-        is_within_rounding = tokens.bound <= bound_of(TOKENS, dtypes, self.num_layers, 1)
-        if is_within_rounding or difference > ROUTES_FACTOR * own.value / math.sqrt(max(num_tokens, 1)):
+        if difference > ROUTES_FACTOR * max(floor.value, least_floor) / math.sqrt(max(num_tokens, 1)):
             return None
-        return f"tokens at a tie may take another expert: a token's log-prob is {tokens.value:.2g} apart in two replays"
+        return f"tokens at a tie may take another expert: two replays are {floor.value:.2g} apart"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

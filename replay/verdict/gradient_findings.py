@@ -26,6 +26,7 @@ from replay.verdict.replayed_values import GradientSamples, Replayed
 from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES, difference_of_norms
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
+ROUTED = ("expert", "router", ".gate.")  # in names of parameters
 MAX_NAMED = 4  # parameters, or ranks
 MAX_FORWARDS = 8
 
@@ -378,14 +379,19 @@ def _elements(
                     pair.replay_value,
                     difference=pair.difference,
                     bound=bound,
-                    doubt=doubt or setting.doubt_of_routes(GRADIENT, pair.difference, dtypes, index),
+                    doubt=doubt
+                    or setting.doubt_of_routes(
+                        GRADIENT, pair.difference, dtypes, index, least_floor=HIDING_BOUND if pair.is_routed else 0.0
+                    ),
                     counts=True,
                     where=f"{pair.name}, element {pair.sample.start + pair.worst}{rank}",
                 )
             )
     if not findings:
         return []
-    worst = replace(max(findings, key=lambda finding: finding.share), num_values=len(findings))
+    # one that differs for sure comes before one that is further off and doubted
+    worst = max(findings, key=lambda finding: (finding.status is Status.DIFFERS, finding.share))
+    worst = replace(worst, num_values=len(findings))
     if worst.agrees and bound > HIDING_BOUND:
         return [replace(worst, status=Status.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
     return [worst]
@@ -400,6 +406,11 @@ class _Pair:
     replayed: Sequence[float]
     scale: float  # the root mean square of the parameter's gradient
     worst: int
+
+    @property
+    def is_routed(self) -> bool:
+        """Tell whether the parameter is an expert's or a router's: one token's other route moves it by its own size."""
+        return any(word in self.name for word in ROUTED)
 
     @property
     def job_value(self) -> float:
