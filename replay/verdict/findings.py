@@ -58,7 +58,7 @@ class Setting:
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
-        least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors)
+        least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
         return least if grown is None else max(least, grown.bound)
 
     def doubt_of_routes(

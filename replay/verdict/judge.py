@@ -325,7 +325,8 @@ def _outcome(
             return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
     if wrong and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
-        return Outcome.UNSETTLED, f"{wrong[0].name} is off by {wrong[0].difference:.2g}, but {doubt}"
+        off = f"{wrong[0].name} is off by {wrong[0].difference:.2g}" if wrong[0].said is None else wrong[0].where
+        return Outcome.UNSETTLED, f"{off}, but {doubt}"
     if wrong:
         return Outcome.DIFFERS, None
     if unsettled:

@@ -56,13 +56,20 @@ class Floor:
 
 
 def bound_of(
-    name: str, dtypes: Sequence[str], num_layers: int, num_tokens: int, floors: Mapping[str, Floor] | None = None
+    name: str,
+    dtypes: Sequence[str],
+    num_layers: int,
+    num_tokens: int,
+    floors: Mapping[str, Floor] | None = None,
+    *,
+    is_mixture: bool = False,
 ) -> float:
     """Return how far two numbers may be apart that were computed in two of `dtypes`, in other orders, by other kernels.
 
-    Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula; of a
-    gradient norm not more than LEAST_FACTOR times the floor, if that is more. For gradient samples, whose formula is a
-    rule of thumb, the floor alone decides.
+    Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula, or
+    LEAST_FACTOR times the floor if that is more: the formula is what was seen in models whose weights have the usual
+    size. In a mixture of experts the formula stays, since its floor may be of other routes. For gradient samples,
+    whose formula is a rule of thumb, the floor alone decides.
 
     The formula of a mean over N tokens: each layer adds to the residual stream twice and rounds it, so a log-prob is
     off by about u sqrt(2 L). Most of that is random and averages out over tokens; a part is common to all of them.
@@ -81,7 +88,7 @@ def bound_of(
             computed = unit * (COMMON_ROUNDOFFS + TOKEN_ROUNDOFFS * math.sqrt(2 * num_layers / max(num_tokens, 1)))
     if floors and name in floors:
         measured = floors[name]
-        if name == GRAD_NORM:  # its formula is what was seen, not what rounding cannot exceed
+        if not is_mixture:
             computed = max(computed, LEAST_FACTOR * measured.value)
         computed = measured.bound if name == GRADIENT else min(computed, measured.bound)
     return max(LEAST_BOUND[name], computed)
