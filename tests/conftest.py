@@ -82,7 +82,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _leave_home(config: pytest.Config) -> None:
-    """Give the tests a home and variables of their own: no cache, setting, terminal or job of the user's is looked at."""
+    """Give the tests a home and variables of their own: no cache, setting or terminal of the user's is looked at."""
     home = tempfile.mkdtemp(prefix="tests-home-")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     for name in [name for name in os.environ if not KEPT.fullmatch(name)]:
