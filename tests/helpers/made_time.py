@@ -1,0 +1,36 @@
+"""Clocks that a test moves, in the place of a machine's, which may be busy."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HOUR = 3600.0
+
+
+@dataclass
+class Clock:
+    """Stands still until it is moved."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        return self.now
+
+
+def at_the_meter(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What is measured on a CPU is measured by this clock."""
+    clock = Clock()
+    monkeypatch.setattr("replay.runner.meter.time", SimpleNamespace(perf_counter=clock.read))
+    return clock
+
+
+def an_hour_a_line(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For who waits for child processes an hour passes whenever a line is written into `output`, and no time else."""
+
+    def now() -> float:
+        return HOUR * output.read_bytes().count(b"\n") if output.exists() else 0.0
+
+    monkeypatch.setattr("replay.processes.supervisor.time", SimpleNamespace(monotonic=now, sleep=time.sleep))
