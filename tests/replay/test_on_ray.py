@@ -219,7 +219,7 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
     four, two = cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)
     tasks = [
         cell(tmp_path, "killed"),
-        cell(tmp_path, "hang", limit=3.0),
+        cell(tmp_path, "hang", limit=10.0),
         cell(tmp_path, "worker lost"),
         cell(tmp_path, "refused"),
         four,
