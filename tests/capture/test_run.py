@@ -254,7 +254,7 @@ def test_ranks_of_which_nothing_is_there_are_said_at_the_end_and_by_check(tmp_pa
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
         assert said.returncode == 0, said.stderr
         assert "of ranks 1 to 3 of the job's 4" in said.stdout

@@ -245,7 +245,7 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(program
 
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
-    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=300)
+    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=1800)
     child = run_child(task)
     assert child.exit_code == 0, child.output.read_text()
     by_hand = [str(warm_bin() / "python"), "replay", *arguments, "--log-folder", str(tmp_path / "b")]
