@@ -210,18 +210,22 @@ LAUNCHING = {
             print(sys.argv[1:], "of rank 1")
         """,
     "fork": """
-        import os, torch.multiprocessing
+        import os, pathlib, time, torch.multiprocessing
         def train(rank):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
             Tiny()(ids)
+            while rank == 0 and not any(pathlib.Path("kept").glob("*_rank1_*.pkl")):  # or it says that it has none
+                time.sleep(0.01)
         if __name__ == "__main__":
             torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
         """,
     "spawn": """
-        import os, torch.multiprocessing
+        import os, pathlib, time, torch.multiprocessing
         def train(rank):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
             Tiny()(ids)
+            while rank == 0 and not any(pathlib.Path("kept").glob("*_rank1_*.pkl")):
+                time.sleep(0.01)
         if __name__ == "__main__":
             torch.multiprocessing.spawn(train, nprocs=2)
         """,
