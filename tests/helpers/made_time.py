@@ -28,9 +28,11 @@ def at_the_meter(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def an_hour_a_line(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For who waits for child processes an hour passes whenever a line is written into `output`, and no time else."""
+    """Who waits for child processes sleeps an hour for each line that has come into `output`, and else no time."""
+    clock = Clock()
 
-    def now() -> float:
-        return HOUR * output.read_bytes().count(b"\n") if output.exists() else 0.0
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        clock.now = HOUR * output.read_bytes().count(b"\n")
 
-    monkeypatch.setattr("replay.processes.supervisor.time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    monkeypatch.setattr("replay.processes.supervisor.time", SimpleNamespace(monotonic=clock.read, sleep=sleep))
