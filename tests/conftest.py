@@ -59,13 +59,12 @@ QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one proce
     "test_verdict",
     "test_weights",
 )
-USERS = re.compile(  # variables that change what a test sees
-    "(ACCELERATE|CAPTURE|DEEPSPEED|DS|HF|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|TRANSFORMERS|TRITON|XDG)_.*"
-    "|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|CUDA_LAUNCH_BLOCKING|NO_COLOR|FORCE_COLOR"
+KEPT = re.compile(  # variables: where this machine has programs, libraries, packages, GPUs and room, and pytest's own
+    "((C_INCLUDE_|CPLUS_INCLUDE_|LIBRARY_|LD_LIBRARY_|PYTHON)?PATH|CPATH|LD_PRELOAD|CUDA_HOME|CUDA_VISIBLE_DEVICES|TMPDIR"
+    "|PYTHONDONTWRITEBYTECODE|PYTEST_.*)"
 )
 
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
-os.environ["OMP_NUM_THREADS"] = "1"
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell starts what it puts in the background so, for all below it
@@ -73,19 +72,25 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQU
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        _leave_home(config)
     _refuse_missing_gpus(config)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Workers start after this, and inherit it; pytest has chosen its own colours by the user's variables before."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _leave_home(session.config)
+
+
 def _leave_home(config: pytest.Config) -> None:
-    """Give the tests a home of their own: the user's caches, settings and locks of killed jobs are not looked at."""
+    """Give the tests a home and variables of their own: no cache, setting or terminal of the user's is looked at."""
     home = tempfile.mkdtemp(prefix="tests-home-")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
-    for name in [name for name in os.environ if USERS.fullmatch(name)]:
+    for name in [name for name in os.environ if not KEPT.fullmatch(name)]:
         del os.environ[name]
     os.environ |= {
         "HOME": home,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_TQDM_PATCH_PRINT": "0",  # Ray would replace builtins.print in the process that connects
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",

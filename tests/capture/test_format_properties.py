@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from capture.file_format.plain_data import MAX_DEPTH
 from capture.file_format.safe_unpickler import load_plain
 from capture.file_format.tensor_codec import DTYPES, decode_tensors, encode_tensor
 
+ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary()
 PLAIN = st.recursive(
@@ -48,7 +49,7 @@ def bits_of(tensor: Tensor) -> list[int]:
     return flat.new_empty(len(flat)).copy_(flat).view(torch.uint8).tolist() if len(flat) else []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
 @given(tensor=tensors())
 def test_a_tensor_comes_back_bit_for_bit(tensor: Tensor) -> None:
     record = encode_tensor(tensor)
@@ -57,7 +58,7 @@ def test_a_tensor_comes_back_bit_for_bit(tensor: Tensor) -> None:
     assert bits_of(restored) == bits_of(tensor)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
 @given(tensor=tensors(), data=st.data())
 def test_a_record_with_another_value_somewhere_is_refused_or_the_same_tensor(
     tensor: Tensor, data: st.DataObject
@@ -86,7 +87,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
 @given(value=PLAIN, before=st.binary(max_size=9))
 def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> None:
     written = before + pickle.dumps(value, protocol=5)
@@ -95,7 +96,7 @@ def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> Non
     assert end == len(written)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(ON_A_BUSY_MACHINE, max_examples=500)
 @given(value=PLAIN, data=st.data())
 def test_a_damaged_pickle_is_plain_data_or_a_capture_error(value: Any, data: st.DataObject) -> None:
     written = bytearray(pickle.dumps(value, protocol=5))

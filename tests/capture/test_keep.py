@@ -245,7 +245,8 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 
     def write_incidents(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
-        told.set()
+        if read_incidents(tmp_path)[0].incidents[-1].forward == 11:  # on a busy machine another may be slow, too
+            told.set()
 
     monkeypatch.setattr(capture.record.pass_store, "write_incidents", write_incidents)
     model = TinyModel()

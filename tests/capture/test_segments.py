@@ -334,7 +334,7 @@ def test_a_flight_recorder_writes_its_passes_into_a_segment(tmp_path: Path) -> N
 
 def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> None:
     writers = [sys.executable, "-m", "tests.helpers.many_writers", str(tmp_path), "64", "4"]
-    subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=600)
+    subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=1800)
     assert len(segments_in(tmp_path)) == 64
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
     found = [read_micro_batch(path) for path in capture_files(tmp_path)]

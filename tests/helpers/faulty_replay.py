@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import replay.runner.pass_runner
 import replay.runner.session
+import replay.watch.shutdown
+import replay.watch.watcher
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
 from replay.runner.pass_runner import PassRunner
@@ -28,6 +30,7 @@ from replay.watch.watcher import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
 HANG_SECONDS = 6.0
+ANSWER_SECONDS, PATIENCE_SECONDS = 3.0, 6.0  # four times the watch's own: a rank of a busy machine is not dead
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -98,9 +101,9 @@ def making_a_group() -> None:
 
 
 def slow_and_going_on() -> None:
-    """Long work without any collective, of which each part is done within --timeout."""
-    for _ in range(4):
-        time.sleep(HANG_SECONDS / 2)
+    """Work of twice --timeout without any collective, of which each part is done long before it: this is no race."""
+    for _ in range(24):
+        time.sleep(HANG_SECONDS / 12)
         WATCHES[0].tracker.goes_on()
 
 
@@ -189,6 +192,8 @@ def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
     vars(replay.runner.session)["watching"] = _watched
+    vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
+    vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
     vars(replay.runner.pass_runner)["negated_mean"] = _faulty(
         FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase

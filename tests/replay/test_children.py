@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from replay.processes.launch import visible_gpus
 from replay.processes.pool import Task, _Running, run_child, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
+from tests.helpers.made_time import an_hour_a_line
 from tests.warm import warm_bin
 
 WAIT = "time.sleep(0.01)"
@@ -32,7 +32,7 @@ class Programs:
         self._monkeypatch.setattr("replay.processes.pool.PROGRAM", path)
         return path
 
-    def task(self, name: str, *arguments: str, num_processes: int = 1, limit: float = 60.0) -> Task:
+    def task(self, name: str, *arguments: str, num_processes: int = 1, limit: float = 600.0) -> Task:
         return Task(
             arguments=[name, *arguments],
             num_processes=num_processes,
@@ -103,7 +103,7 @@ def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(prog
         f"while os.environ['RANK'] == '0' or not os.path.exists(sys.argv[2] + '/0'): {WAIT}",
         "sys.exit(2)",
     )
-    task = programs.task("two", str(tmp_path), num_processes=2, limit=30.0)
+    task = programs.task("two", str(tmp_path), num_processes=2)
     child = run_child(task)
     assert child.exit_code == 2
     assert child.seconds < task.limit  # which is not what ended it
@@ -114,14 +114,17 @@ def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(prog
 
 
 def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.processes.pool.GRACE", 0.1)
+    """Its time is up once it has said who it is, and its grace once it has heard."""
     programs.write(
         "import signal",
-        "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))",
-        "print(os.getpid(), flush=True)",
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))",
+        "os.write(1, f'{os.getpid()}\\n'.encode())",
         f"while True: {WAIT}",
     )
-    child = run_child(programs.task("deaf", limit=2.0))
+    task = programs.task("deaf")
+    monkeypatch.setattr("replay.processes.pool.GRACE", task.limit)
+    an_hour_a_line(task.output, monkeypatch)
+    child = run_child(task)
     assert child.exit_code is None
     pid, heard = child.output.read_text().split()
     assert heard == "heard"
@@ -140,7 +143,7 @@ def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(programs: 
     def tasks() -> Iterator[tuple[int, Task]]:
         for number in range(4):
             asked.append(number)
-            yield number, programs.task(str(number), str(tmp_path), limit=60.0 if number < 3 else 0.5)
+            yield number, programs.task(str(number), str(tmp_path), limit=600.0 if number < 3 else 0.5)
 
     ended = []
     for number, child in run_children(tasks(), at_once=3):
@@ -186,17 +189,18 @@ def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, t
 
 def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the one that waits for room then: the first ends after that time."""
-    until = time.monotonic() + 60
+    now = [60.0]
+    monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
     programs.write()
     tasks = [(name, programs.task(name)) for name in "ab"]
     begin = _Running.of
 
     def late(task: Task, gpus: Sequence[str]) -> _Running:
-        monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: until + 1))
+        now[0] = 61.0
         return begin(task, gpus)
 
     monkeypatch.setattr(_Running, "of", late)
-    assert [name for name, _ in run_children(tasks, at_once=1, until=until)] == ["a"]
+    assert [name for name, _ in run_children(tasks, at_once=1, until=60.0)] == ["a"]
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) -> None:
@@ -241,7 +245,7 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(program
 
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
-    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=300)
+    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=1800)
     child = run_child(task)
     assert child.exit_code == 0, child.output.read_text()
     by_hand = [str(warm_bin() / "python"), "replay", *arguments, "--log-folder", str(tmp_path / "b")]

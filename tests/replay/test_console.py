@@ -4,7 +4,9 @@ import io
 import os
 import pty
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,32 +201,35 @@ def test_what_was_not_replayed_is_said() -> None:
 
 
 def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        console = Console(quiet=False, file=terminal)
+    def two_passes(console: Console) -> None:
         console.header({}, num_passes=2)
         console.passed([record(0)])
         console.passed([record(1)])
-        terminal.flush()
-        text = b""
-        while text.count(b"\r") < 3:
-            text += os.read(ours, 100_000)
-    os.close(ours)
-    assert re.findall(rb"([#.]+ \d of \d)[^\n]*?\r", text) == [
+
+    assert re.findall(rb"([#.]+ \d of \d)[^\n]*?\r", on_a_terminal(two_passes)) == [
         b"##########.......... 1 of 2",
         b"#################### 2 of 2",
     ]
 
 
-def test_on_a_terminal_the_weights_that_are_filled_are_counted() -> None:
+def test_on_a_terminal_the_weights_that_are_filled_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capture.progress_bar.time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
+    text = on_a_terminal(lambda console: console.opening(20_000_000, 80_000_000))
+    assert re.match(rb"#####\.{15} 20 of 80, 30 s left  million parameters filled +\r", text)
+
+
+def on_a_terminal(write: Callable[[Console], None]) -> bytes:
+    """What a terminal receives, to its end: one read may return the beginning of what was written."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
-        console = Console(quiet=False, file=terminal)
-        console.opening(20_000_000, 80_000_000)
+        write(Console(quiet=False, file=terminal))
+        terminal.write("END")
         terminal.flush()
-        text = os.read(ours, 100_000)
+        received = b""
+        while not received.endswith(b"END"):
+            received += os.read(ours, 100_000)
     os.close(ours)
-    assert re.match(rb"#####\.{15} 20 of 80, 0 s left  million parameters filled +\r", text)
+    return received.removesuffix(b"END")
 
 
 def test_short_names_are_whole_where_two_captures_would_share_one() -> None:

@@ -1,7 +1,6 @@
 """A pass that did something for the first time says what, and is not counted; a pass that is always slow is."""
 
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
+from tests.helpers.made_time import Clock, at_the_meter
 
 CPU = torch.device("cpu")
 LOSS = """
@@ -102,16 +102,6 @@ def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(
     assert statistics.num_counted == len(records) - len({0, *(one.index for one in compiled)})
 
 
-class Clock:
-    """Time that passes only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 class DeviceBehind(HostInstrument):
     """A device that waits for its host, as a GPU does while a kernel is looked for."""
 
@@ -130,7 +120,7 @@ class DeviceBehind(HostInstrument):
 def test_slow_once_is_no_measurement_and_always_slow_is_one(
     typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, lengths, seen = Clock(), [10, 11, 12, 13, 14], set[int]()
+    clock, lengths, seen = at_the_meter(monkeypatch), [10, 11, 12, 13, 14], set[int]()
 
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         length = inputs.input_ids.numel() // 2
@@ -141,7 +131,6 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
 
     monkeypatch.setattr("replay.runner.pass_runner.negated_mean", loss)
     monkeypatch.setattr(Meter, "for_device", lambda _: Meter(DeviceBehind(clock)))
-    monkeypatch.setattr("replay.runner.meter.time", SimpleNamespace(perf_counter=clock.perf_counter, time=time.time))
     folder = captures(tmp_path / "captures", lengths)
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [one.first_uses for one in records[1:]] == [[], [FirstUse.ONCE], [], []]

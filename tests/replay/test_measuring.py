@@ -1,7 +1,6 @@
-"""What a replay says it measured is what was put in: known sleeps and known memory, found in the right phase."""
+"""What a replay says it measured is what was put in: known seconds and known memory, found in the right phase."""
 
 import gc
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import read_log
+from replay.runner.meter import HostInstrument, Meter
+from tests.helpers.made_time import at_the_meter
 
-SLEEP = 0.4  # seconds; a pass of the sample's shortest inputs takes a tenth of it
+SECONDS = 0.5
 MEGABYTES = 300
 
 pytestmark = pytest.mark.usefixtures("one_world")
@@ -46,10 +47,6 @@ def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
     return loss
 
 
-def sleep() -> None:
-    time.sleep(SLEEP)
-
-
 def allocate() -> None:
     torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)  # written to, so resident; freed on return
 
@@ -57,14 +54,19 @@ def allocate() -> None:
 @pytest.mark.parametrize(
     ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
 )
-def test_a_sleep_is_found_in_its_phase(
+def test_seconds_are_found_in_their_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for record in measured(tmp_path, monkeypatch, place(sleep)):
-        assert record.phases[phase].seconds >= SLEEP
-        assert record.phases[phase].seconds - record.phases[other].seconds >= SLEEP / 2
-        assert record.seconds is not None
-        assert record.seconds >= record.phases[phase].seconds + record.phases[other].seconds
+    """By a clock that stands still but for the work, and on a GPU, too, the host's."""
+    clock = at_the_meter(monkeypatch)
+    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(HostInstrument()))
+
+    def work() -> None:
+        clock.now += SECONDS
+
+    for record in measured(tmp_path, monkeypatch, place(work)):
+        assert (record.phases[phase].seconds, record.phases[other].seconds) == (SECONDS, 0.0)
+        assert record.seconds == SECONDS
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """A phase pays for its own work, in seconds and in bytes."""
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from replay.runner.meter import HostInstrument, Meter
+from tests.helpers.made_time import at_the_meter
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -14,28 +14,27 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 
 
 @pytest.mark.parametrize("slow", ["forward", "backward"])
-def test_seconds_land_in_the_phase_that_spent_them(slow: str) -> None:
-    meter = Meter.for_device(CPU)
+def test_seconds_land_in_the_phase_that_spent_them(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, meter = at_the_meter(monkeypatch), Meter.for_device(CPU)
     meter.start_pass()
     for name in ("forward", "backward"):
         with meter.phase(name):
-            time.sleep(0.2 if name == slow else 0.0)
+            clock.now += 2.0 if name == slow else 0.5
     costs, host_seconds = meter.end_pass()
     [fast] = {"forward", "backward"} - {slow}
-    assert costs[slow].seconds >= 0.2
-    assert costs[fast].seconds < 0.2
-    assert host_seconds >= costs[slow].seconds + costs[fast].seconds
+    assert (costs[slow].seconds, costs[fast].seconds, host_seconds) == (2.0, 0.5, 2.5)
 
 
-def test_what_lies_between_phases_is_in_the_whole_pass_alone() -> None:
-    meter = Meter.for_device(CPU)
+def test_what_lies_between_phases_is_in_the_whole_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, meter = at_the_meter(monkeypatch), Meter.for_device(CPU)
     meter.start_pass()
     with meter.phase("forward"):
-        pass
-    time.sleep(0.2)
+        clock.now += 0.5
+    clock.now += 2.0
+    with meter.paused():
+        clock.now += 4.0
     costs, host_seconds = meter.end_pass()
-    assert host_seconds >= 0.2
-    assert costs["forward"].seconds < 0.2
+    assert (costs["forward"].seconds, host_seconds) == (0.5, 2.5)
 
 
 @on_linux

@@ -356,10 +356,27 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
         with pytest.raises(SystemExit):
             last._end(0, 1, "")
 
+    class Lock:
+        """Says when somebody asks to hold it, or to wait for it."""
+
+        asked, lock = threading.Event(), threading.Lock()
+
+        def acquire(self, *, timeout: float) -> bool:
+            self.asked.set()
+            return self.lock.acquire(timeout=timeout)
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    lock = Lock()
+    monkeypatch.setattr(last, "_lasts", lock)
     thread = threading.Thread(target=ends)
     with last.unbroken():
         thread.start()
-        thread.join(timeout=0.3)  # it stands at the lock, or has ended this rank
+        assert lock.asked.wait(60)
     thread.join()
 
     assert peers.sent == ["writing", "written", "done"]

@@ -242,7 +242,7 @@ def test_a_browser_draws_every_picture_and_sorts_the_table(logs: dict[str, Path]
         [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
         check=True,
     )
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from replay.processes.supervisor import Group, Process, start, wait_for_one
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.made_time import HOUR, an_hour_a_line
+from tests.helpers.process_table import processes_left
 
-FOR_EVER = "import time\nwhile True: time.sleep(0.01)"
-DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\n{FOR_EVER}"
+FOR_EVER = "import signal\nwhile True: signal.pause()"
+DEAF = f"""
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))
+os.write(1, b'here\\n')
+{FOR_EVER}
+"""
 
 
 def python(code: str) -> Callable[[], Process]:
@@ -27,8 +33,11 @@ def codes(group: Group) -> list[int]:
     return [code for code in ended if code is not None]
 
 
-def test_a_group_has_ended_well_when_all_have() -> None:
-    group = Group.start([python("import time; time.sleep(0.2)"), python("")])
+def test_a_group_has_ended_well_when_all_have(tmp_path: Path) -> None:
+    """The first ends once the second, which alone can write to it, has ended."""
+    os.mkfifo(tmp_path / "second")
+    path = str(tmp_path / "second")
+    group = Group.start([python(f"open({path!r}).read()"), python(f"import os; os.open({path!r}, os.O_WRONLY)")])
     assert group.wait() == 0
     assert codes(group) == [0, 0]
 
@@ -36,36 +45,34 @@ def test_a_group_has_ended_well_when_all_have() -> None:
 def test_where_one_fails_the_group_is_over_and_the_others_are_ended() -> None:
     group = Group.start([python(FOR_EVER), python("raise SystemExit(3)")])
     assert group.wait() == 3
-    group.end(grace=10.0)
+    group.end(grace=LIMIT)
     assert codes(group) == [-signal.SIGTERM, 3]
     assert group.exit_code == -signal.SIGTERM  # so it has to be asked before the others are ended
 
 
-def test_after_its_time_a_group_is_over_and_what_does_not_hear_is_killed(tmp_path: Path) -> None:
+def test_after_its_time_a_group_is_over_and_what_does_not_hear_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "output"
+    an_hour_a_line(output, monkeypatch)
     with output.open("wb") as file:
-        group = Group.start([partial(start, [sys.executable, "-c", DEAF], os.environ, output=file)], limit=5.0)
-    began = time.monotonic()
+        begin = partial(start, [sys.executable, "-c", DEAF], os.environ, output=file)
+        group = Group.start([begin], limit=0.9 * HOUR)
     assert group.wait() is None
-    assert time.monotonic() - began > 4.0
     assert output.read_text() == "here\n"
-    group.end(grace=0.2)
+    group.end(grace=0.9 * HOUR)
+    assert output.read_text() == "here\nheard\n"
     assert codes(group) == [-signal.SIGKILL]
 
 
 def test_what_a_child_has_started_is_ended_with_it(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    new = f"{said}.new"
-    inner = f"import os\nopen({new!r}, 'w').write(str(os.getpid()))\nos.rename({new!r}, {str(said)!r})\n{FOR_EVER}"
+    os.mkfifo(said)
+    inner = f"open({str(said)!r}, 'w').write('here')\n{FOR_EVER}"
     group = Group.start([python(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])")])
-    while not said.exists():
-        time.sleep(0.01)
-    group.end(grace=10.0)
-    grandchild = int(said.read_text())
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{grandchild}/cmdline").exists() and Path(f"/proc/{grandchild}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.01)
+    assert said.read_text() == "here"  # returns once it has been written and closed
+    group.end(grace=LIMIT)
+    assert processes_left(str(said), LIMIT) == []
 
 
 def test_where_one_cannot_be_started_those_before_it_are_ended() -> None:
@@ -82,14 +89,14 @@ def test_where_one_cannot_be_started_those_before_it_are_ended() -> None:
         Group.start([first, second])
     [process] = begun
     assert isinstance(process, subprocess.Popen)
-    assert process.wait(10) in (-signal.SIGTERM, -signal.SIGKILL)
+    assert process.wait(LIMIT) in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def test_the_first_group_that_is_over_is_waited_for() -> None:
     long, short = Group.start([python(FOR_EVER)]), Group.start([python("")])
     wait_for_one([long, short])
     assert (long.is_over, short.is_over) == (False, True)
-    long.end(grace=10.0)
+    long.end(grace=LIMIT)
 
 
 # as torchrun
@@ -108,13 +115,13 @@ def launched(tmp_path: Path, program: str) -> subprocess.Popen[bytes]:
 
 def test_ranks_are_told_who_they_are_and_the_exit_code_is_that_of_the_one_that_failed(tmp_path: Path) -> None:
     lines = [
-        "import os, sys, time",
+        "import os, signal, sys",
         "own = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')]",
         "os.write(1, f'{own}\\n'.encode())",
         "if own[0] == '1': sys.exit(7)",
-        "time.sleep(600)",
+        "signal.pause()",
     ]
-    output, _ = launched(tmp_path, "\n".join(lines)).communicate(timeout=300)
+    output, _ = launched(tmp_path, "\n".join(lines)).communicate(timeout=LIMIT)
     said = output.decode().splitlines()
     assert said[-1] == "code 7"
     assert "['1', '1', '2', '2']" in said
@@ -123,13 +130,13 @@ def test_ranks_are_told_who_they_are_and_the_exit_code_is_that_of_the_one_that_f
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_goes_on_to_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     lines = [
-        "import os, signal, sys, time",
+        "import os, signal, sys",
         "def heard(number, _):",
         "    os.write(1, f'heard {number}\\n'.encode())",
         "    os._exit(1)",
         f"signal.signal({int(number)}, heard)",
         "os.write(1, b'here\\n')",
-        "time.sleep(600)",
+        "signal.pause()",
     ]
     with launched(tmp_path, "\n".join(lines)) as process:
         assert process.stdout is not None

@@ -1,0 +1,38 @@
+"""Clocks that a test moves, in the place of a machine's, which may be busy."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HOUR = 3600.0
+
+
+@dataclass
+class Clock:
+    """Stands still until it is moved."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        return self.now
+
+
+def at_the_meter(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What is measured on a CPU is measured by this clock."""
+    clock = Clock()
+    monkeypatch.setattr("replay.runner.meter.time", SimpleNamespace(perf_counter=clock.read))
+    return clock
+
+
+def an_hour_a_line(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for child processes sleeps an hour for each line that has come into `output`, and else no time."""
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        clock.now = HOUR * output.read_bytes().count(b"\n")
+
+    monkeypatch.setattr("replay.processes.supervisor.time", SimpleNamespace(monotonic=clock.read, sleep=sleep))
