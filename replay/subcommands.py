@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.given_paths import check_folder, check_log
 from replay.hang.command import hang
 from replay.minimise.command import minimise
 from replay.mismatch.command import mismatch
@@ -28,6 +29,7 @@ def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action
 
 
 def _inspect(folder: Path) -> int:
+    check_folder(folder, "Try: replay inspect inputs/sample")
     from replay.inspection.console import print_inspection
     from replay.inspection.folder_facts import inspect_folder
 
@@ -82,6 +84,8 @@ def compare(
 
 
 def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None, full_names: bool) -> int:
+    for log in logs:
+        check_log(log)
     from replay.compare.command import compare_logs
 
     return compare_logs(logs, threshold, plot, json, full_names=full_names)
@@ -103,6 +107,8 @@ def report(
 
 
 def _report(logs: list[Path], to: Path | None) -> int:
+    for log in logs:
+        check_log(log)
     from replay.run_page.command import write_report
 
     return write_report(logs, to)

@@ -298,7 +298,12 @@ def test_a_run_that_failed_for_a_damaged_file_alone_can_be_compared(tmp_path: Pa
         (["a", "b", "--plot", "out.doc"], "--plot out.doc has no ending of a picture. Give one of "),
     ],
 )
-def test_wrong_usage_is_one_line(capsys: Captured, typed: list[str], says: str) -> None:
+def test_wrong_usage_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, typed: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
     if "--plot" in typed:
         pytest.importorskip("matplotlib")
     assert refusal(capsys, *typed).startswith(says)
