@@ -46,7 +46,7 @@ from replay.runner.reruns import Found, Reruns
 from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
 from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
+from replay.spec import InputsSpec, Passes, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
@@ -157,7 +157,8 @@ def resolve(
     source = source_of_all(spec, world)
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
-    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
+    trains = spec.inputs.passes is not Passes.ROLLOUT
+    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given, trains=trains)
     head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
     return Resolved(
         spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
