@@ -77,8 +77,9 @@ def compare(
 ) -> Action:
     """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
 
-    The runs must do the same work: the same model, weights, inputs and loss. Exit code 0: within the threshold; 1:
-    beyond it; 2: not comparable, with the reason.
+    The runs must do the same work: the same model, weights, inputs and loss. Other code of --model or --loss, and
+    another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond it; 2: not
+    comparable, with the reason.
     """
     return partial(_compare, logs, threshold, plot, json, full_names)
 
