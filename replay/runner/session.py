@@ -38,6 +38,7 @@ from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
+from replay.runner.job_config import differences_from_job, header_line
 from replay.runner.job_defaults import job_kernel, settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
@@ -258,6 +259,9 @@ class Session:
                 **actor.backend.facts(),
                 **({"attention_reason": kernel_reason} if kernel_reason else {}),
             }
+            other_config = differences_from_job(spec.actor, source, read_actor_config(inputs_folder(spec.inputs)))
+            if other_config:
+                facts["config_differences"] = "; ".join(other_config)
             if self.objective is not None and self.objective.sha256 is not None:
                 facts["loss_sha256"] = self.objective.sha256
             self.logbook.begin(
@@ -272,6 +276,7 @@ class Session:
             if kernel_reason:
                 header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
+            header |= header_line(other_config)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
