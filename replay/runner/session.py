@@ -86,7 +86,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system says "
             "its peak alone. Try: without --memory-snapshot"
         )
-    first = _first_call(selection)
+    first = first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
     resolved = resolve(spec, world, selection, first, objective)
@@ -559,7 +559,8 @@ def _kind_of(kernels: str) -> str:
     return "liger" if "; liger" in kernels else "fused"
 
 
-def _first_call(selection: Selection) -> Call | None:
+def first_call(selection: Selection) -> Call | None:
+    """Read the first input; None if it cannot be read."""
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None
     except CaptureError:  # the pass itself will report it
