@@ -275,7 +275,7 @@ class Session:
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
                 header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
-            header["loss"] = described_loss(self.objective, spec)
+            header["loss"] = described_loss(self.objective, spec, first)
             header |= header_line(other_config)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
