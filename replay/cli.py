@@ -18,6 +18,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
+from replay.given_paths import check_inputs
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, command_line, run_spec, with_options
 from replay.processes.exit_code import exit_code_of, own_rank, say
@@ -85,6 +86,7 @@ def replay(
 
 
 def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
+    check_inputs(spec.inputs)
     if num_processes := num_processes_missing(spec.actor.parallel):
         return relaunch(num_processes, command_line(spec) + ["--traceback"] * show_traceback)
     gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it

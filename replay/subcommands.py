@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from replay.diagnose.command import diagnose
+from replay.given_paths import check_folder, check_log
 from replay.hang.command import hang
 from replay.minimise.command import minimise
 from replay.mismatch.command import mismatch
@@ -28,6 +29,7 @@ def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action
 
 
 def _inspect(folder: Path) -> int:
+    check_folder(folder, "Try: replay inspect inputs/sample")
     from replay.inspection.console import print_inspection
     from replay.inspection.folder_facts import inspect_folder
 
@@ -75,13 +77,16 @@ def compare(
 ) -> Action:
     """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
 
-    The runs must do the same work: the same model, weights, inputs and loss. Exit code 0: within the threshold; 1:
-    beyond it; 2: not comparable, with the reason.
+    The runs must do the same work: the same model, weights, inputs and loss. Other code of --model or --loss, and
+    another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond it; 2: not
+    comparable, with the reason.
     """
     return partial(_compare, logs, threshold, plot, json, full_names)
 
 
 def _compare(logs: list[Path], threshold: float, plot: Path | None, json: Path | None, full_names: bool) -> int:
+    for log in logs:
+        check_log(log)
     from replay.compare.command import compare_logs
 
     return compare_logs(logs, threshold, plot, json, full_names=full_names)
@@ -103,6 +108,8 @@ def report(
 
 
 def _report(logs: list[Path], to: Path | None) -> int:
+    for log in logs:
+        check_log(log)
     from replay.run_page.command import write_report
 
     return write_report(logs, to)

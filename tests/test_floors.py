@@ -45,7 +45,7 @@ ROOMS = {
     ),
     "replay": (
         ("spec", "shipped_inputs"),
-        ("option_parsing", "loss"),
+        ("option_parsing", "loss", "given_paths"),
         ("report",),
         ("objective",),
         ("processes",),

@@ -18,6 +18,7 @@ def assert_all_pass(home: Path, options: str, *, num_processes: int) -> None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--no-python"]
         launcher += [f"--nproc-per-node={num_processes}", sys.executable]
     where = ["--log-folder", str(home / "logs"), "--json", str(home / "checks.json")]
+    where += [] if "--dtype" in options else ["--dtype", "bf16"]  # the sample's job had fp32
     done = subprocess.run(
         [*launcher, "-m", "replay", "diagnose", *options.split(), *where],
         cwd=ROOT,

@@ -31,6 +31,7 @@ class EachAlone:
         self.num_calls = 0
         self.num_windowed = 0
         self.given: set[str] = set()  # what changes scores, and the ring kernels do not take
+        self.has_dropout = False
 
     def __eq__(self, other: object) -> bool:
         """Count as the same argument on every tp peer: DeepSpeed compares what they are given."""
@@ -41,6 +42,7 @@ class EachAlone:
     def attend(self, query: Tensor, value: Tensor, mask: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
         self.num_calls += 1
         self.num_windowed += bool(asked_of(**more).sliding_window)
+        self.has_dropout |= bool(asked_of(**more).dropout)
         if mask is not None:
             self.given.add("a mask of its own")
         self.given |= {name for name, one in more.items() if isinstance(one, Tensor)} - POSITIONS - {*Asked._fields}

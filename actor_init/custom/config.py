@@ -1,7 +1,9 @@
 """Describe a user's model, in place of transformers' config: sizes that were seen, and the file it is built from."""
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -129,7 +131,7 @@ def _tried(module: nn.Module, function: str) -> dict[str, int]:
     built = built_of(module)
     assert built is not None
     looked_up: list[nn.Embedding] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _untold_by_torch():
         ids_BS = torch.ones(_ROWS, _TOKENS, dtype=torch.long, device="cpu")
         mask_BS, position_BS = torch.ones_like(ids_BS), torch.arange(_TOKENS, device="cpu").expand(_ROWS, _TOKENS)
 
@@ -165,6 +167,17 @@ def _tried(module: nn.Module, function: str) -> dict[str, int]:
         "vocab_size": min(sizes, default=_UNKNOWN_VOCABULARY),
         "hidden_size": _UNKNOWN_WIDTH if embedding is None else embedding.embedding_dim,
     }
+
+
+@contextmanager
+def _untold_by_torch() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that has no fake form, as those of mixtures have none."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 _UNKNOWN_WIDTH = 1024

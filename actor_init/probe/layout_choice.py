@@ -8,6 +8,7 @@ from torch import device
 from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import kernel_name, plain_kernel
+from actor_init.attention.kernels import RING_FA2
 from actor_init.custom.config import CustomConfig
 from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
@@ -30,9 +31,11 @@ class Choice:
 
 
 def choose_layout(
-    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool
+    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool, trains: bool = True
 ) -> tuple[ActorSpec, Layout]:
     """Return `spec` with packing and kernel as they will be, and the layout. `is_given`: packing was typed.
+
+    trains  there may be passes with autograd on, in which dropout acts
 
     Rows are packed if a small copy of the model keeps documents apart, and padded by themselves if it does not. All
     ranks must call this, and get the same. Raises UsageError if what was typed gives wrong numbers for this model.
@@ -40,7 +43,7 @@ def choose_layout(
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
-        return spec, _proved_in_ring(spec, config, world)
+        return spec, _proved_in_ring(spec, config, world, trains)
     choice = world.from_first(_chosen(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal:
         raise UsageError(choice.refusal)
@@ -133,8 +136,10 @@ def _masked(kernel: str, config: PretrainedConfig) -> str:
     return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
 
 
-def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> Layout:
+def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
     """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
+
+    trains  dropout of the attention is asked for, which most ring kernels have not
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
@@ -151,6 +156,11 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World) -> 
             why = why_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
+            if trains and kernel != RING_FA2 and probe.has_dropout(kernel):
+                raise UsageError(
+                    f"--ring {ring}: {config.model_type}'s attention has dropout in training, and {kernel} has none. "
+                    "Try: no --ring"
+                )
             return Layout(packs=True)
     raise UsageError(
         f"--ring {ring} slices packed rows, and {config.model_type} does not keep its slices right: {why}. "

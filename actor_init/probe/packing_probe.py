@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernels import HALF_PRECISION
 from actor_init.attention.ring import may_zigzag, ring_slice
+from actor_init.attention.ring_attention import EachAlone
 from actor_init.inputs.packing import actor_inputs, arranged, sliced
 from actor_init.layout import Layout
 from actor_init.probe.small_config import VOCABULARY, small_configs
@@ -85,6 +86,14 @@ class Probe:
         """
         model = small_model(self.config, _fp32_name(kernel), self.seed, self.device)
         return max(self._error(model, answer, layout, ring) for answer in self.answers)
+
+    def has_dropout(self, kernel: str) -> bool:
+        """Does the model ask this kernel of a ring for dropout while it trains?"""
+        model, alone = small_model(self.config, _fp32_name(kernel), self.seed, self.device).train(), EachAlone()
+        ids = _documents()[0][None].to(self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
+            model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None].to(ids), use_cache=False, ring=alone)
+        return alone.has_dropout
 
     def _error(
         self,

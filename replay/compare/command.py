@@ -33,7 +33,7 @@ def compare_logs(
 
         check_plot(plot)
     reference, *others = runs = [PastRun.read(folder) for folder in folders]
-    comparisons = [compare(reference, other) for other in others]
+    comparisons = [compare(reference, other, tells_of_code=True) for other in others]
     parted = first_differences(reference, others)
     names = run_letters(len(runs))
     differing = settings_that_differ(runs)

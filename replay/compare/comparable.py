@@ -1,6 +1,6 @@
 """Decide whether two runs did the same work, so that numbers can be compared; list the settings that differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 from typing import Any
@@ -9,7 +9,7 @@ from replay.option_parsing import Toggle, spec_to_dict, toggles
 from replay.report.text import counted
 from replay.runlog.matching import Pass, Window
 from replay.runlog.reader import PastRun
-from replay.spec import ObjectiveSpec
+from replay.spec import USER_LOSS, ObjectiveSpec
 
 ALWAYS_SAME = ("loss", "window", "backward", "step", *(one.name for one in fields(ObjectiveSpec)))
 SAME_UNDER_STEP = (
@@ -30,6 +30,7 @@ MEANS_NOTHING = (
 )
 MOST_NAMED = 3
 FILE_DIGEST = "model_file_sha256"  # in the config of a user's model
+FUNCTION = "model_function"
 
 
 def reasons_to_refuse(
@@ -52,11 +53,30 @@ def reasons_to_refuse(
     ]
 
 
+def differences_to_tell(reference: PastRun, other: PastRun) -> list[str]:
+    """List what two runs are compared in spite of, since it may be the question: other code, and another --window.
+
+    Other code has parameters of other names, and so other files of weights; another loss has other settings.
+    """
+    told = _of_model(reference, other) if _has_other_code(reference, other) else []
+    losses = [run.spec.measure.loss for run in (reference, other)]
+    is_users = any(USER_LOSS.fullmatch(loss) for loss in losses)
+    of_loss = ("loss", *(one.name for one in fields(ObjectiveSpec))) if is_users and losses[0] != losses[1] else ()
+    return [*told, *_of_values(reference, other, ("window", *of_loss)), *_of_loss_file(reference, other)]
+
+
+def _has_other_code(reference: PastRun, other: PastRun) -> bool:
+    return any(reference.config.get(key) != other.config.get(key) for key in (FILE_DIGEST, FUNCTION))
+
+
 def _of_model(reference: PastRun, other: PastRun) -> list[str]:
     """Compare the keys that both configs have: others came with another version of transformers."""
     shared = sorted(reference.config.keys() & other.config.keys())
     keys = [key for key in shared if reference.config[key] != other.config[key]]
     reasons = []
+    if FUNCTION in keys or (FUNCTION in reference.config) != (FUNCTION in other.config):
+        keys = [key for key in keys if key != FUNCTION]
+        reasons.append(f"the model is {other.facts['model']}, not {reference.facts['model']}")
     if FILE_DIGEST in keys:
         keys.remove(FILE_DIGEST)
         file = other.facts["model_file"]
@@ -81,15 +101,24 @@ def _digest(run: PastRun) -> str:
 def _of_settings(reference: PastRun, other: PastRun) -> list[str]:
     both_step = reference.spec.measure.step and other.spec.measure.step
     names = ALWAYS_SAME + (SAME_UNDER_STEP if both_step else ())
+    return [*_of_values(reference, other, names), *_of_loss_file(reference, other)]
+
+
+def _of_values(reference: PastRun, other: PastRun, names: Collection[str]) -> list[str]:
     values = [
         (toggle, toggle.value_in(other.spec), toggle.value_in(reference.spec))
         for toggle in toggles()
         if toggle.field in names
     ]
-    reasons = [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
-    if not reasons and reference.facts.get("loss_sha256") != other.facts.get("loss_sha256"):
-        reasons.append(f"--loss {other.spec.measure.loss} is other code: its file has changed in between")
-    return reasons
+    return [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
+
+
+def _of_loss_file(reference: PastRun, other: PastRun) -> list[str]:
+    loss = other.spec.measure.loss
+    is_same = reference.facts.get("loss_sha256") == other.facts.get("loss_sha256")
+    if is_same or reference.spec.measure.loss != loss:
+        return []
+    return [f"--loss {loss} is other code: its file has changed in between"]
 
 
 def _typed(toggle: Toggle, value: Any) -> str:

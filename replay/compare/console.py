@@ -26,6 +26,7 @@ def print_comparison(
 ) -> None:
     """Print the answer to `replay compare`; docs/compare.md shows one."""
     out = open_console()
+    print_pairs(out, compare_wording.other_work(names, comparisons))
     print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
     print_line(out)
     if differing:

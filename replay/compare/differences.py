@@ -8,13 +8,13 @@ counts, so that no rank's number hides behind another's.
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from statistics import fmean
 
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.spec import UsageError
-from replay.compare.comparable import reasons_to_refuse
+from replay.compare.comparable import differences_to_tell, reasons_to_refuse
 from replay.report.text import PHASES, counted
 from replay.runlog.matching import Pass, Window, matched, passes_and_windows
 from replay.runlog.reader import PastRun
@@ -97,6 +97,7 @@ class Comparison:
     results: list[Quantity]  # what the threshold decides on: loss, log-probs, token log-probs, gradient norm, gradients
     costs: list[Quantity]  # seconds of the phases, peak of memory
     notes: list[str]  # what could not be compared, and why
+    told: list[str] = field(default_factory=list)  # in what the other run did other work, and was compared all the same
 
     @property
     def max_relative(self) -> float:
@@ -109,12 +110,17 @@ def _without_name(command: str) -> str:
     return shlex.join(word for before, word in pairwise(["", *words]) if "--name" not in (before, word))
 
 
-def compare(reference: PastRun, other: PastRun) -> Comparison:
-    """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work."""
+def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Comparison:
+    """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work.
+
+    tells_of_code  other code of the model or the loss, and another --window, are told of and no reason to refuse
+    """
+    told = differences_to_tell(reference, other) if tells_of_code else []
     passes, windows = passes_and_windows(reference.records)
     other_passes, other_windows = passes_and_windows(other.records)
     pairs = matched(passes, other_passes, key=lambda one: one.source)
-    if reasons := reasons_to_refuse(reference, other, pairs, windows, other_windows):
+    reasons = reasons_to_refuse(reference, other, pairs, windows, other_windows)
+    if reasons := [reason for reason in reasons if reason not in told]:
         raise UsageError(
             f"{other.folder} did not do the work of {reference.folder}: {'; '.join(reasons)}. "
             f"Try: {_without_name(reference.command)}, changed in nothing but what is to be compared"
@@ -146,6 +152,7 @@ def compare(reference: PastRun, other: PastRun) -> Comparison:
         results=results,
         costs=costs,
         notes=notes + more + _dropout_notes(reference),
+        told=told,
     )
 
 

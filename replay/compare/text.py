@@ -24,6 +24,12 @@ def compared_runs(names: Sequence[str], runs: Sequence[PastRun], comparisons: Se
     return pairs
 
 
+def other_work(names: Sequence[str], comparisons: Sequence[Comparison]) -> Pairs:
+    """Say in what each run did other work than the reference and was compared all the same."""
+    named = zip(names[1:], comparisons, strict=True)
+    return [("other work", f"{name}: {'; '.join(one.told)}") for name, one in named if one.told]
+
+
 def setting_table(names: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Columns:
     rows = differing.values()
     return {"setting": list(differing), **{name: [row[i] for row in rows] for i, name in enumerate(names)}}

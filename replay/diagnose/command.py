@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.given_paths import check_inputs
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
 from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
@@ -68,6 +69,7 @@ def _diagnose_on_ray(run: RunSpec, main: Callable[..., int], command: list[str],
 def _diagnose(
     run: RunSpec, steps: int, learning_rate: float | None, json: Path | None, traceback: bool, command: list[str]
 ) -> int:
+    check_inputs(run.inputs)
     if num_processes := num_processes_missing(run.actor.parallel):
         return relaunch(num_processes, command)
     from replay.diagnose.report import diagnose

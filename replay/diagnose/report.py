@@ -34,9 +34,10 @@ from replay.option_parsing import spec_to_dict
 from replay.report.check import Check, Status, line
 from replay.report.text import counted, engine_text
 from replay.runlog.writer import create_folder, versions
+from replay.runner.job_defaults import settled
 from replay.runner.pass_runner import check_vocabulary
 from replay.runner.selection import Selection, select
-from replay.runner.session import find_source
+from replay.runner.session import find_source, first_call
 from replay.spec import RunSpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
@@ -76,7 +77,6 @@ def diagnose_in(
 ) -> int:
     """Run `diagnose` in a world that is already open, and leave it open."""
     packing_is_given = run.actor.packing is not None
-    run = replace(run, actor=run.actor.settled())
     if run.actor.optimizer is OptimizerName.NONE:
         raise UsageError("diagnose trains, which --optimizer none prevents. Try: no --optimizer")
     if json_file is not None:
@@ -85,6 +85,7 @@ def diagnose_in(
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
+    run = world.from_first(settled(run, first_call(selection), 1, world.device.type))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from replay.given_paths import check_folder
 from replay.option_parsing import Action
 
 
@@ -25,6 +26,7 @@ def hang(
 
 
 def _hang(folder: Path, equal_shapes: bool) -> int:
+    check_folder(folder, "Try: replay hang inputs/sample")
     from replay.hang.report import report
 
     return report(folder, equal_shapes=equal_shapes)

@@ -21,9 +21,6 @@ def report(folder: Path, *, equal_shapes: bool) -> int:
 
     Raises UsageError for a folder that is none, that holds nothing of a recording, or a damaged file and no incident.
     """
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. Try: replay hang inputs/sample")
     in_memory = salvage_for_reading(folder)
     seen: Sequence[LastSeen] = []
     schedules: Sequence[Schedule] = []

@@ -11,6 +11,7 @@ from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
 from capture.record.incidents import Incident, read_incidents
 from capture.record.salvage import salvage_for_reading
+from replay.given_paths import check_folder
 from replay.hang.last_seen import last_seen
 from replay.hang.text import post_mortem
 from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
@@ -53,9 +54,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
     Of a pass in a segment only what stands out is read; whether the others are damaged is for `capture check`. Raises
     UsageError if there is no such folder, or it holds no captures or incidents.
     """
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. Try: replay inspect inputs/sample")
+    check_folder(folder, "Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents, hang = _incidents_of(folder, damaged)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.given_paths import check_inputs, check_left_by
 from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
@@ -77,16 +78,18 @@ def minimise(
 
 
 def _minimise(spec: RunSpec, processes: int | None, limits: Given, redact: bool) -> int:
+    refuse_launcher("minimise")
+    check_inputs(spec.inputs)
     from replay.minimise import runs
 
-    refuse_launcher("minimise")
     return runs.begin(spec, processes, _bounds(limits), redact=redact)
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: bool) -> int:
+    refuse_launcher("minimise")
+    check_left_by("parity", parity, option="--parity")
     from replay.minimise import runs
 
-    refuse_launcher("minimise")
     return runs.begin_with_cell(parity, cell, logs, _bounds(limits), redact=redact)
 
 
@@ -98,9 +101,10 @@ def _bounds(limits: Given) -> "Limits":
 
 
 def _go_on(folder: Path, limits: Given) -> int:
+    refuse_launcher("minimise")
+    check_left_by("minimise", folder)
     from replay.minimise import runs
 
-    refuse_launcher("minimise")
     tries, run_timeout, max_runs = limits
     return runs.go_on(
         folder,

@@ -6,7 +6,6 @@ What the job recorded of a pass is kept where it is exact for what is left: row 
 there, values by token. A loss, a gradient and a norm are of all rows, and go with the first cut.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.optimizer_step import sampled_tokens
 from replay.minimise.candidate import Cut
-from replay.verdict.job_values import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.verdict.job_values import ACTION_TOKENS, LOG_PROBS, TOKEN_PLACES, TOKENS, token_places
 
 BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep
 MIN_COLUMNS = 2  # a token, and one that it predicts
@@ -122,8 +120,7 @@ def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     kept: dict[str, Any] = {
         name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype")
     }
-    if (tokens := _token_log_probs(call.outputs, cut, cutter)) is not None:
-        kept["token_log_probs"] = tokens
+    kept |= _token_log_probs(call, cut, cutter)
     mask = call.micro_batch().action_mask_BA
     for name in ("log_probs", "output"):
         sums, values = call.outputs.get(f"{name}_row_sums"), call.outputs.get(f"{name}_values")
@@ -146,12 +143,21 @@ def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     return kept
 
 
-def _token_log_probs(outputs: Mapping[str, Any], cut: Cut, cutter: _Cutter) -> list[float] | None:
-    """Return the values of the tokens that are sampled of what is left; None unless all of them were sampled before."""
-    values = outputs.get("token_log_probs")
-    before = sampled_tokens(cutter.num_rows, cutter.num_columns)
-    if not isinstance(values, list) or len(values) != len(before):
-        return None
-    known = dict(zip(before, values, strict=True))
-    wanted = [(cut.rows[row], column + cut.first) for row, column in sampled_tokens(len(cut.rows), cut.end - cut.first)]
-    return [known[place] for place in wanted] if wanted and all(place in known for place in wanted) else None
+def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+    """Return the values of what is left of the sampled tokens, and where those are now; empty if none is left."""
+    values = call.outputs.get("token_log_probs")
+    places = token_places(call, cutter.num_rows, cutter.num_columns)
+    if not isinstance(values, list) or len(values) != len(places):
+        return {}
+    row_now = {row: number for number, row in enumerate(cut.rows)}
+    left = [
+        (value, row_now[row], column - cut.first)
+        for value, (row, column) in zip(values, places, strict=True)
+        if row in row_now and cut.first < column < cut.end
+    ]
+    if not left:
+        return {}
+    return {
+        "token_log_probs": [value for value, _, _ in left],
+        TOKEN_PLACES: [number for _, row, column in left for number in (row, column)],
+    }

@@ -217,7 +217,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
         if is_whole
         else f"The search ended after {counted(log.num_runs, 'run')}: something smaller may show it too. "
-        f"Go on: replay minimise --continue {log.folder} --max-runs N"
+        f"Go on: `replay minimise --continue {log.folder} --max-runs N`."
     )
     shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
     if written.failure is None:

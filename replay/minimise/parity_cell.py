@@ -13,7 +13,7 @@ from replay.minimise.failure import Failure, Kind
 from replay.option_parsing import command_line, spec_of
 from replay.parity.noise_floor import distances
 from replay.parity.results import MatrixJudge
-from replay.parity.state import FILE, ParityLog
+from replay.parity.state import ParityLog
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 from replay.spec import RunSpec
@@ -83,8 +83,6 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
 
     Raises UsageError if there is no such cell, if it was not judged to differ, or runs in another environment.
     """
-    if not (folder / FILE).is_file():
-        raise UsageError(f"--parity {folder} holds no {FILE}. Give a folder that `replay parity` left")
     log = ParityLog.read(folder)
     rows = {row.cell.name: row for row in log.rows}
     result = MatrixJudge().result_of(log.rows)

@@ -240,9 +240,12 @@ class Search:
         if cut.end - cut.first <= MIN_COLUMNS:
             return
         key = ("columns", cut.source)
-        if key in self._bisected and not (shows(cut.first, cut.end - 1) or shows(cut.first + 1, cut.end)):
+        shorter = [(cut.first, cut.end - 1)]
+        shorter += [] if self.is_of_numbers else [(cut.first + 1, cut.end)]  # a log-prob is of all before it
+        if key in self._bisected and not any(shows(*columns) for columns in shorter):
             return
         self._bisected.add(key)
+        cut = self.best.cuts[place]
         token = self.failure.token if self._place() in (place, None) else None
         if token is not None and not self.is_of_numbers:
             at = min(cut.first + token, cut.end - 1)
@@ -259,7 +262,7 @@ class Search:
             bisect(least, cut.end, lambda end: shows(cut.first, end))
         cut = self.best.cuts[place]
         most = cut.end - MIN_COLUMNS
-        if most > cut.first and not self.is_of_numbers and not shows(most, cut.end):  # a log-prob is of all before it
+        if most > cut.first and not self.is_of_numbers and not shows(most, cut.end):
             bisect(most, cut.first, lambda first: shows(first, cut.end))
 
 

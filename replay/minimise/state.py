@@ -101,10 +101,6 @@ class MinimiseLog:
                 form = whole.get("format")
                 raise UsageError(f"{path} is of format {form}; this version goes on with {FORMAT} alone")
             log = from_json(cls, {**whole, "folder": str(folder)}, source=f"{path} is damaged")
-        except FileNotFoundError:
-            raise UsageError(
-                f"--continue {folder} holds no {FILE}. Give a folder that `replay minimise` left"
-            ) from None
         except (OSError, ValueError, TypeError) as error:
             if isinstance(error, UsageError):
                 raise

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import typer
 
 from actor_init.spec import Attention, Dtype, UsageError
+from replay.given_paths import check_inputs
 from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.spec import RunSpec
@@ -69,6 +70,7 @@ def _mismatch(
     json_file: Path | None,
     command: list[str],
 ) -> int:
+    check_inputs(run.inputs)
     if num_processes := num_processes_missing(run.actor.parallel):
         return relaunch(num_processes, command)
     from replay.mismatch.report import mismatch

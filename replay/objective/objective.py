@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from actor_init.custom.user_file import UserFunction
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError
+from replay.loss import tokens_for
 from replay.objective import names
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
@@ -134,15 +137,26 @@ def gain(loss: Tensor, log_probs_BA: Tensor) -> float:
     return 1.0 if gradient is None else float(gradient.abs().sum())
 
 
-DEFAULTS = {
-    LossName.STAND_IN: "the negated mean log-prob of the action tokens",
-    LossName.SFT: "the negated mean log-prob of the labels, or of all real tokens",
-}
-
-
-def described_loss(objective: Objective | None, spec: RunSpec) -> str:
-    """Describe the loss for the header, and say when it was not asked for."""
+def described_loss(objective: Objective | None, spec: RunSpec, first: Call | None) -> str:
+    """Describe the loss for the header, and say when it was not asked for. `first` is a capture that says of what."""
     if objective is not None:
         return objective.described()
-    by_default = ", by default" if spec.measure.loss == LossName.STAND_IN else ""
-    return f"{spec.measure.loss}{by_default}: {DEFAULTS[LossName(spec.measure.loss)]}"
+    loss = spec.measure.loss
+    return f"{loss}{', by default' if loss == LossName.STAND_IN else ''}: {_mean_of(loss, first)}"
+
+
+def _mean_of(loss: str, first: Call | None) -> str:
+    """Say what the stand-in or sft is the mean over, as `actor_inputs` chooses the tokens."""
+    try:
+        batch = None if first is None else tokens_for(loss, first.micro_batch())
+    except CaptureError:  # the pass itself will report it
+        batch = None
+    if batch is None:
+        of_sft = "the negated mean log-prob of the labels, or of all real tokens"
+        return of_sft if loss == LossName.SFT else "the negated mean log-prob of the action tokens"
+    if batch.action_mask_BA is not None:
+        return "the negated mean log-prob of the action tokens"
+    lacking = ", for there is no action mask" if loss == LossName.STAND_IN else ""
+    if batch.labels_BS is None and batch.shift_labels is None:
+        return f"the negated mean log-prob of all real tokens{lacking or ', for there are no labels'}"
+    return f"the mean cross entropy of the labels{lacking}"

@@ -100,8 +100,6 @@ class ParityLog:
         path = folder / FILE
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UsageError(f"--continue {folder} holds no {FILE}. Give a folder that `replay parity` left") from None
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} is damaged: {error!r}. Try: replay parity, from the beginning") from error
         if isinstance(whole, dict) and whole.get("format", FORMAT) != FORMAT:

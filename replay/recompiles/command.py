@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.given_paths import check_inputs
 from replay.option_parsing import Action, Toggle, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Asked, Policy, sizes_of
@@ -85,6 +86,7 @@ def recompiles(
 
 def _recompiles(spec: RunSpec, asked: Asked) -> int:
     refuse_launcher("recompiles")
+    check_inputs(spec.inputs)
     from replay.recompiles import runs
 
     return runs.try_policies(spec, asked)

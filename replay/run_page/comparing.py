@@ -7,7 +7,7 @@ from actor_init.spec import UsageError
 from replay.compare.command import first_differences
 from replay.compare.comparable import settings_that_differ
 from replay.compare.differences import compare
-from replay.compare.text import difference_table, partings, remarks, setting_table
+from replay.compare.text import difference_table, other_work, partings, remarks, setting_table
 from replay.report.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
 from replay.run_page.logs import RunSoFar
 from replay.runlog.matching import matched
@@ -35,8 +35,9 @@ def _change(first: RunSoFar, other: RunSoFar, name: str) -> Change:
     try:
         both = [PastRun.read(first.folder), PastRun.read(other.folder)]
         settings = setting_table(names, settings_that_differ(both))
-        comparison = compare(*both)
-        said = remarks(names, [comparison]) + partings(names, first_differences(both[0], both[1:]))
+        comparison = compare(*both, tells_of_code=True)
+        said = other_work(names, [comparison]) + remarks(names, [comparison])
+        said += partings(names, first_differences(both[0], both[1:]))
         tables = {"Settings": settings, **tables, "Numbers": difference_table(names, [comparison])}
     except UsageError as error:
         said = [("not compared", str(error))]

@@ -7,13 +7,12 @@ from typing import Any, Self
 
 from actor_init.as_json import from_json, parse_json
 from actor_init.spec import UsageError
+from replay.given_paths import EXAMPLE, check_log
 from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
 from replay.spec import RunSpec
-
-EXAMPLE = "logs/20261121-141757-replay"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +106,7 @@ class _Run:
 
 def folder_of(path: Path) -> Path:
     """Return the folder of a run: `path`, or the only one below it. Raises UsageError if there is none, or several."""
-    if not path.is_dir():
-        what = "is a file, not the folder of a run" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}. Give one that a run left, such as {EXAMPLE}")
+    check_log(path)
     if (path / RUN_FILE).is_file():
         return path
     runs = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))

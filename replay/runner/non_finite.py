@@ -35,7 +35,7 @@ MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
 NOT_AGAIN = "nothing, when the pass was run again"
 WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
 IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
-NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: --compile off"
+NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --deepcompile"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

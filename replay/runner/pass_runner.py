@@ -43,7 +43,7 @@ from replay.runner.pass_again import Expectations, with_second_run
 from replay.runner.windows import Round, weight_of
 from replay.spec import RunSpec, WindowWeights
 from replay.tracing.writer import RunTrace
-from replay.verdict.job_values import Recorded, recorded_in
+from replay.verdict.job_values import Recorded, recorded_in, token_places
 from replay.verdict.replayed_values import Replayed, action_log_probs, gradient_samples, sampled_log_probs
 from replay.verdict.router_loss import without_router_loss
 from replay.verdict.weight_check import SameWeights
@@ -137,6 +137,7 @@ class PassRunner:
         self._num_in_window = 0
         self._window_begin = 0
         self._wanted: dict[str, list[Sample]] = {}  # gradient samples of the open window, by parameter
+        self._token_places: Sequence[tuple[int, int]] = ()  # whose log-probs the job recorded
         self._wants_tokens = False  # the job recorded a value for each action token
         self._broke_off = False
         self._reverses = spec.inputs.reverse_rows
@@ -247,6 +248,7 @@ class PassRunner:
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = tokens_for(self.spec.measure.loss, with_own_positions(batch, self.source.config))
             random = call.random if self._is_random else {}
+            self._token_places = token_places(call, *batch.sequences_BS.shape)
             self._wants_tokens = any(name.endswith("_values") for name in call.outputs)
             if not self._num_in_window:
                 self._window_begin, self._wanted = index, {}
@@ -410,7 +412,7 @@ class PassRunner:
             token_log_probs=sampled_log_probs(
                 log_probs_BA,
                 inputs.action_mask_BA & own_BA.to(self.world.device),
-                batch.sequences_BS.shape[1],
+                self._token_places,
                 first=first,
                 is_reversed=self._reverses,
             ),

@@ -17,6 +17,7 @@ from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
+from replay.given_paths import check_inputs
 from replay.loss import tokens_for
 from replay.report.text import unreplayable
 from replay.runner.windows import Captured, Round, WindowOrder
@@ -155,6 +156,7 @@ def select(
     number of passes in a window is chosen to reproduce the job's windows. With --order worst, inputs come by their
     tokens: real ones if rows are packed (`packs`), else padded ones.
     """
+    check_inputs(spec)
     reader = Reader(passes=spec.passes, loss=loss)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
@@ -216,18 +218,12 @@ def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
 
 
 def _existing_file(path: Path) -> Path:
-    if path.is_dir():
-        raise UsageError(f"--input-file {path} is a folder. Try: replay --inputs {path}")
     if not is_pass(path):
         raise UsageError(f"--input-file {path} does not exist. Try: replay inspect {path.parent}")
     return path
 
 
 def _captures_in(folder: Path) -> list[Listed]:
-    if folder.is_file():
-        raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
-    if not folder.is_dir():
-        raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
     captures = listed(folder)
     if not captures:
         inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))

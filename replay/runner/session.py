@@ -38,6 +38,7 @@ from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
+from replay.runner.job_config import differences_from_job, header_line
 from replay.runner.job_defaults import job_kernel, settled
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
@@ -46,7 +47,7 @@ from replay.runner.reruns import Found, Reruns
 from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
 from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
+from replay.spec import InputsSpec, Passes, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
@@ -87,7 +88,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system says "
             "its peak alone. Try: without --memory-snapshot"
         )
-    first = _first_call(selection)
+    first = first_call(selection)
     objective = Objective.of(spec)
     _check_objective(objective, first)
     resolved = resolve(spec, world, selection, first, objective)
@@ -159,7 +160,8 @@ def resolve(
     source = source_of_all(spec, world)
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
-    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
+    trains = spec.inputs.passes is not Passes.ROLLOUT
+    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given, trains=trains)
     head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
     return Resolved(
         spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
@@ -259,6 +261,9 @@ class Session:
                 **actor.backend.facts(),
                 **({"attention_reason": kernel_reason} if kernel_reason else {}),
             }
+            other_config = differences_from_job(spec.actor, source, read_actor_config(inputs_folder(spec.inputs)))
+            if other_config:
+                facts["config_differences"] = "; ".join(other_config)
             if self.objective is not None and self.objective.sha256 is not None:
                 facts["loss_sha256"] = self.objective.sha256
             self.logbook.begin(
@@ -272,7 +277,8 @@ class Session:
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
                 header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
-            header["loss"] = described_loss(self.objective, spec)
+            header["loss"] = described_loss(self.objective, spec, first)
+            header |= header_line(other_config)
             header |= _adapter(source, spec)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
@@ -569,7 +575,8 @@ def _kind_of(kernels: str) -> str:
     return "liger" if "; liger" in kernels else "fused"
 
 
-def _first_call(selection: Selection) -> Call | None:
+def first_call(selection: Selection) -> Call | None:
+    """Read the first input; None if it cannot be read."""
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None
     except CaptureError:  # the pass itself will report it

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from replay.given_paths import check_inputs, check_left_by
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
 from replay.processes.launch import refuse_launcher
@@ -55,14 +56,17 @@ def scan(
 
 
 def _scan(spec: RunSpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
+    refuse_launcher("scan")
+    if ray is None:  # else the nodes may have what this machine lacks
+        check_inputs(spec.inputs)
     from replay.scan import runs
 
-    refuse_launcher("scan")
     return runs.begin(spec, size, limits, ray)
 
 
 def _go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
+    refuse_launcher("scan")
+    check_left_by("scan", folder)
     from replay.scan import runs
 
-    refuse_launcher("scan")
     return runs.go_on(folder, limits, ray)

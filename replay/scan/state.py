@@ -60,8 +60,6 @@ class ScanLog:
             whole = json.loads(path.read_text(encoding="utf-8"))
             written = from_json(_File, whole, source=f"{path} is damaged")
             spec = spec_from_dict(written.spec, source=f"{path} is damaged: spec")
-        except FileNotFoundError:
-            raise UsageError(f"--continue {folder} holds no {FILE}. Give a folder that `replay scan` left") from None
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} is damaged: {error}. Try: replay scan, from the beginning") from error
         if written.format != FORMAT:

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import Dtype, UsageError
+from replay.given_paths import check_left_by
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
 from replay.option_parsing import Action
 from replay.suite.plan import SAVE_EVERY, SuiteSpec, all_but, num_ranks_of, skipped
@@ -156,6 +157,10 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def _suite(spec: SuiteSpec, log_folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
+    if spec.dataset is not None and not spec.dataset.exists():
+        raise UsageError(
+            f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
+        )
     from replay.compare.plot import check_plot
     from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite
@@ -176,6 +181,8 @@ def _continue_suite(
     ray: RayOptions | None,
     plot: Path | None,
 ) -> int:
+    if folder is not None:
+        check_left_by("suite", folder)
     from replay.compare.plot import check_plot
     from replay.on_ray.executor import executor
     from replay.suite.runs import run_suite

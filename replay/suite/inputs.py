@@ -43,8 +43,6 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     """
     check_folder(folder, "--output-dir")
     dataset = spec.dataset if spec.dataset is not None else default_folder()
-    if not dataset.exists():
-        raise UsageError(f"--dataset {dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file")
     twice_each = spec.steps * inputs_a_step // 2
     most = spec.max_samples or max(min(DEFAULT_SAMPLES, twice_each), inputs_a_step)
     unfinished = Path(tempfile.mkdtemp(prefix=".inputs-unfinished-", dir=folder.parent))

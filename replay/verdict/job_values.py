@@ -13,7 +13,7 @@ import torch
 from actor_init.inputs.packing import num_action_tokens
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
-from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
 from replay.loss import tokens_for
 from replay.spec import LossName, is_objective
 
@@ -22,6 +22,7 @@ ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
 TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
 WEIGHTING = "weighting of passes"
 MISSING_GRADIENT = "gradient"
+TOKEN_PLACES = "token_log_probs_places"  # of outputs: row and column of each of `token_log_probs`, in one list
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 
@@ -208,6 +209,18 @@ def _given_divisor(call: Call) -> float | None:
         return float(given.item())
     fact = call.call_facts.get("num_items_in_batch")
     return float(fact) if isinstance(fact, int | float) else None
+
+
+def token_places(call: Call, num_rows: int, num_tokens: int) -> list[tuple[int, int]]:
+    """Return the row and the column of each token whose log-prob the job recorded.
+
+    The shape decides, unless it is a part of a larger pass, which names the places that are left of that one's.
+    """
+    named = call.outputs.get(TOKEN_PLACES)
+    if not isinstance(named, list):
+        return sampled_tokens(num_rows, num_tokens)
+    places = [(int(row), int(column)) for row, column in zip(named[::2], named[1::2], strict=False)]
+    return [(row, column) for row, column in places if 0 <= row < num_rows and 0 < column < num_tokens]
 
 
 def _token_log_probs(call: Call) -> list[Claim]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from capture.file_format.optimizer_step import sampled_tokens
 from capture.file_format.parameter_samples import Sample
 
 
@@ -31,7 +30,7 @@ class GradientSamples:
 class Replayed:
     """What a replay computed of one pass.
 
-    token_log_probs   at `sampled_tokens` of the captured rows; None for tokens that have none in the replay
+    token_log_probs   at `token_places` of the captured rows; None for tokens that have none in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job kept none
     loss_gain         how far the loss moves if each log-prob moves by 1; 1 of a mean of log-probs
     gradient          None where the pass ends no window, or nobody asked
@@ -53,20 +52,19 @@ def action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool)
 
 
 def sampled_log_probs(
-    log_probs_BA: Tensor, has_BA: Tensor, num_tokens: int, *, first: int, is_reversed: bool
+    log_probs_BA: Tensor, has_BA: Tensor, places: Sequence[tuple[int, int]], *, first: int, is_reversed: bool
 ) -> list[float | None]:
-    """List the log-probs of the sampled tokens of rows of `num_tokens`; None for those that have none.
+    """List the log-probs of the tokens at these rows and columns; None for those that have none.
 
     has_BA       where the log-prob is that of the row's own token
     first        the column of the first of A
     is_reversed  the rows are the captured ones from the last to the first
     """
-    rows = len(log_probs_BA)
     values, has = log_probs_BA.detach().double().cpu(), has_BA.cpu()
     if is_reversed:
         values, has = values.flip(0), has.flip(0)
-    places = [(row, token - first) for row, token in sampled_tokens(rows, num_tokens)]
-    return [float(values[row, column]) if column >= 0 and bool(has[row, column]) else None for row, column in places]
+    shifted = [(row, token - first) for row, token in places]
+    return [float(values[row, column]) if column >= 0 and bool(has[row, column]) else None for row, column in shifted]
 
 
 @torch.no_grad()

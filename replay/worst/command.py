@@ -5,6 +5,7 @@ from typing import Any
 
 import typer
 
+from replay.given_paths import check_inputs
 from replay.option_parsing import Action, Toggle, run_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.spec import RunSpec
@@ -71,6 +72,7 @@ def _worst(
     typed: list[str],
 ) -> int:
     refuse_launcher("worst")
+    check_inputs(spec.inputs)
     from replay.worst import report
 
     settings = report.Settings(num_measured=num_measured, num_shown=num_shown, limit=limit, checks=checks, typed=typed)

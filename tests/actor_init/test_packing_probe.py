@@ -1,6 +1,7 @@
 """What the probe decides for families that differ in it, and what is then run, against each document alone."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from actor_init.probe.small_config import small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch, Origin
+from tests.helpers.commands import run
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -139,6 +141,16 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     assert all(lines[family].endswith(" packed") for family in families[:3])
     for family in families[3:]:
         assert f"--ring 2 slices packed rows, and {family} does not keep its slices right" in lines[family]
+
+
+def test_a_ring_refuses_dropout_that_its_kernel_lacks_before_the_actor_opens(tmp_path: Path) -> None:
+    config = tiny_config("gpt2", vocab_size=264, n_positions=2048, attn_pdrop=0.1)
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    done = run(f"replay --model {tmp_path / 'model'} --ring 2 --backend fsdp2 --max-inputs 1", tmp_path / "logs")
+    assert (done.returncode, done.stdout) == (2, "")
+    says = "--ring 2: gpt2's attention has dropout in training, and ring_gathered has none. Try: no --ring"
+    assert f"replay: {says}" in done.stderr.splitlines()
+    assert not list((tmp_path / "logs").glob("*"))
 
 
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:

@@ -19,5 +19,7 @@ def rows_unproved() -> Iterator[None]:
         yield
 
 
-def _as_asked(spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool) -> tuple[ActorSpec, Layout]:
+def _as_asked(
+    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool, trains: bool = True
+) -> tuple[ActorSpec, Layout]:
     return spec, Layout(packs=spec.packs)

@@ -218,6 +218,35 @@ def test_help_needs_neither_torch_nor_rich() -> None:
     assert started(sys.executable, "-c", probe).stdout.splitlines()[-1] == "0 []"
 
 
+NOWHERE = [
+    "--inputs nowhere",
+    "--input-file nowhere.pkl",
+    "--inputs nowhere --tp 2",
+    *(f"{command} nowhere" for command in ("inspect", "hang", "report", "compare nowhere")),
+    *(
+        f"{command} --inputs nowhere"
+        for command in ("diagnose", "minimise", "mismatch", "parity", "recompiles", "scan", "worst")
+    ),
+    *(f"{command} --continue nowhere" for command in ("minimise", "parity", "scan", "suite")),
+    "minimise --parity nowhere --cell x",
+    "suite --dataset nowhere",
+]
+
+
+def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    probe = (
+        "import sys; from replay.cli import main; "
+        f"codes = [main(typed.split()) for typed in {NOWHERE}]; "
+        "print({*codes}, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
+    )
+    done = started(sys.executable, "-c", probe, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout == "{2} []\n"
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(NOWHERE)
+    assert all("nowhere" in line and ("Try: " in line or "Give " in line) for line in lines)
+    assert [*tmp_path.iterdir()] == []
+
+
 WAYS = {
     "the console script": [scripts("replay")],
     "python -m replay": [sys.executable, "-m", "replay"],

@@ -298,7 +298,12 @@ def test_a_run_that_failed_for_a_damaged_file_alone_can_be_compared(tmp_path: Pa
         (["a", "b", "--plot", "out.doc"], "--plot out.doc has no ending of a picture. Give one of "),
     ],
 )
-def test_wrong_usage_is_one_line(capsys: Captured, typed: list[str], says: str) -> None:
+def test_wrong_usage_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, typed: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
     if "--plot" in typed:
         pytest.importorskip("matplotlib")
     assert refusal(capsys, *typed).startswith(says)
@@ -439,6 +444,71 @@ def test_a_row_s_log_probs_are_those_of_a_plain_model_on_every_rank(
 def test_other_weights_are_refused(runs: dict[str, Path], capsys: Captured) -> None:
     line = refusal(capsys, runs["deepspeed"], runs["other"])
     assert "/second, not from /" in line
+
+
+OWN_MODEL = """\
+from transformers import AutoConfig, LlamaForCausalLM
+
+def build():
+    return LlamaForCausalLM(AutoConfig.from_pretrained({folder!r}))
+
+def build_wrong():
+    model = build()
+    model.config.rms_norm_eps = 1.0
+    return LlamaForCausalLM(model.config)
+"""
+OWN_LOSS = """\
+def loss(inputs):
+    return -inputs.log_probs_BA.sum() / inputs.action_mask_BA.sum()
+
+def other(inputs):
+    return 2 * loss(inputs)
+"""
+
+
+def test_other_code_and_another_window_are_compared_and_told_first(
+    models: dict[str, Path], tmp_path: Path, one_world: None, capsys: Captured
+) -> None:
+    own, loss = tmp_path / "own.py", tmp_path / "loss.py"
+    own.write_text(OWN_MODEL.format(folder=str(models["first"])))
+    loss.write_text(OWN_LOSS)
+
+    def replayed(name: str, *typed: str) -> Path:
+        common = ["--max-inputs", "2", "--grad-accumulation", "2", "--dtype", "fp32", "--backend", "fsdp2", "--quiet"]
+        assert cli.main([*common, *typed, "--log-folder", str(tmp_path / name)]) == 0
+        return tmp_path / name
+
+    def told(a: Path, b: Path, code: int) -> str:
+        capsys.readouterr()
+        assert compare(a, b, "--threshold", "1e-3") == code
+        first, _, second, *_ = capsys.readouterr().out.splitlines()
+        assert second.endswith("2 matched passes")
+        assert first.startswith("other work B: ")
+        return first.removeprefix("other work B: ")
+
+    stock = replayed("stock", "--model", str(models["first"]), "--no-packing")
+    user = "--model", f"{own}:build", "--weights", str(models["first"])
+    built = replayed("built", *user)
+    of_stock = f"the model is {own}:build, not {models['first']}; model_type is custom, not llama"
+    assert told(stock, built, 0) == of_stock
+    wrong = replayed("wrong", "--model", f"{own}:build_wrong", *user[2:])
+    assert told(built, wrong, 1) == f"the model is {own}:build_wrong, not {own}:build"
+    own.write_text(own.read_text() + "# a new version\n")
+    again = replayed("again", *user)
+    assert told(built, again, 0).startswith(f"{own} has changed, or is another file: its sha256 is ")
+    means = replayed("means", *user, "--window", "mean-of-means")
+    assert told(again, means, 1) == "--window mean-of-means, not --window tokens"
+    users = replayed("users", *user, "--loss", f"{loss}:loss")
+    # the user's mean is of each pass, and the passes weigh the same
+    assert told(again, users, 1) == f"--loss {loss}:loss, not --loss stand-in"
+    twice = replayed("twice", *user, "--loss", f"{loss}:other")
+    assert told(users, twice, 1) == f"--loss {loss}:other, not --loss {loss}:loss"
+    loss.write_text(OWN_LOSS.replace("-inputs", "-3 * inputs"))
+    changed = replayed("changed", *user, "--loss", f"{loss}:loss")
+    assert told(users, changed, 1) == f"--loss {loss}:loss is other code: its file has changed in between"
+    layers = replayed("layers", *user, "--num-layers", "1")
+    capsys.readouterr()
+    assert "num_hidden_layers is 1, not " in refusal(capsys, again, layers)
 
 
 def test_one_loss_that_is_changed_afterwards_is_beyond_the_threshold(

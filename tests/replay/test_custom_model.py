@@ -16,7 +16,7 @@ from replay.cli import main
 from replay.runlog.writer import read_log
 from replay.runner.session import source_of_all
 from replay.spec import RunSpec
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks
 
@@ -90,6 +90,12 @@ def test_a_changed_weight_makes_another_model(jobs: dict[int, Job]) -> None:
     assert run["verdict"]["outcome"] == "CANNOT TELL"
     assert run["verdict"]["reason"] == "other weights"
     assert run["verdict"]["weights"]["differing"] == ["transformer.h.1.fc.weight"]
+
+
+def test_a_mixture_is_replayed_without_a_word_of_torchs(tmp_path: Path) -> None:
+    done = run("replay --model tests/custom_models/odd.py:Mixture --max-inputs 1 --backend ddp", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fake_tensor" not in done.stderr
 
 
 def test_other_code_for_the_same_weights_differs(jobs: dict[int, Job], tmp_path: Path, one_world: None) -> None:

@@ -19,10 +19,12 @@ from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
+from capture.record.recorder import recording
 from replay.cli import action_of, main
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
+from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("proofs_once")
 
@@ -97,6 +99,15 @@ def test_a_sound_actor_passes_every_check(
     assert "flash-attn has no CPU kernel" in checks["attention kernel"]["found"]
     assert said.count("\n  ok  ") == 7
     assert "all 7 checks that were run passed" in said
+
+
+def test_it_computes_in_the_job_s_dtype(tmp_path: Path, diagnosed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path)
+    with recording(model, tmp_path / "captures", reproduce=True):
+        model(**make_batches(1)[0]).loss.backward()
+    _, checks = diagnosed(tmp_path / "captures", "--backend", "fsdp2", "--steps", "1")
+    assert "actor      fsdp2, ZeRO stage 3, fp32, packed" in capsys.readouterr().out
+    assert "bound 0.0001," in checks["same pass twice"]["found"]
 
 
 # faults

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -164,3 +165,14 @@ def test_logs_that_are_no_folder_are_refused(tmp_path: Path, logs: str) -> None:
 def test_a_package_that_is_not_installed_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.runlog.writer.PACKAGES", ("torch", "no-such-package-anywhere"))
     assert versions()["no-such-package-anywhere"] is None
+
+
+def test_the_page_of_the_log_finds_what_a_run_without_options_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    measure = MeasureSpec()
+    Logbook(create_folder(measure.log_folder, measure.name), rank=0).write(record(0))
+    page = (Path(__file__).parents[2] / "docs" / "log-format.md").read_text()
+    (pattern,) = re.findall(r'glob\("(.+?)"\)', page)
+    assert [path.name for path in tmp_path.glob(pattern)] == ["rank0.jsonl"]

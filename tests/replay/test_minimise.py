@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from capture import capture_files
+from capture import capture_files, recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
 from replay.cli import main
@@ -34,6 +36,7 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
+from tests.trainers.common import make_model
 
 Captured = pytest.CaptureFixture[str]
 Event = Callable[[Path], list[PassRecord]]
@@ -265,7 +268,9 @@ def test_nothing_is_run_twice_and_what_ended_goes_on(tmp_path: Path, runs: Runs,
     assert main(["minimise", "--continue", str(folder), "--max-runs", "7"]) == 0
     said = capsys.readouterr().out
     assert f"replay minimise --continue {folder} --max-runs 14" in said
-    assert "The search ended after" in (folder / "smallest" / "README.md").read_text()
+    readme = (folder / "smallest" / "README.md").read_text()
+    assert "The search ended after" in readme
+    assert f"Go on: `replay minimise --continue {folder} --max-runs N`. `replay minimise --inputs" in readme
     assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
     assert runs.num_made - 3 == num_whole  # two were broken off; the folder of what there was after 7 took one
     trials = [(trial.candidate, trial.said) for trial in MinimiseLog.read(folder).trials if trial.cuts]
@@ -381,6 +386,24 @@ def test_an_exception_of_the_model_is_shown_by_torch_and_transformers_alone(tmp_
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("IndexError: index out of range")
+
+
+def test_a_difference_in_one_of_eight_rows_is_cut_to_that_row(tmp_path: Path, capsys: Captured) -> None:
+    """The job's head was wrong in one row. Of 8 x 99 tokens 64 were recorded, so a row has eight of its own."""
+    model: Any = make_model(tmp_path)
+
+    def wrong(module: nn.Module, given: object, logits: Tensor) -> Tensor:
+        return torch.cat([logits[:5], 1.5 * logits[5:6], logits[6:]])
+
+    with model.lm_head.register_forward_hook(wrong), recording(model, tmp_path / "captures", reproduce=True):
+        ids_BS = torch.randint(3, 64, (8, 100), generator=torch.Generator().manual_seed(0))
+        model(input_ids=ids_BS, labels=ids_BS).loss.backward()
+    typed = ["--inputs", str(tmp_path / "captures"), "--model", str(tmp_path / "model"), "--loss", "sft"]
+    assert minimise(*typed, "--max-runs", "7", logs=tmp_path / "logs") == 0
+    printed = capsys.readouterr().out
+    assert "failure    differs (token log-probs)" in printed
+    (path,) = capture_files(written(tmp_path / "logs") / "smallest" / "inputs")
+    assert read_call(path).tensors["input_ids"].tolist() == [ids_BS[5].tolist()]
 
 
 def test_a_failure_of_one_rank_keeps_both(tmp_path: Path, capsys: Captured) -> None:

@@ -12,6 +12,7 @@ from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
 from replay.minimise.candidate import Cut
 from replay.minimise.cutting import Shape, cut_call
+from replay.verdict.job_values import token_places
 
 ROWS, COLUMNS, ACTIONS = 3, 10, 6
 WHOLE = Cut(source=0, rows=(0, 1, 2), first=0, end=COLUMNS)
@@ -110,11 +111,17 @@ def test_sampled_log_probs_stay_with_their_tokens_or_go() -> None:
     call = call_of(outputs={"token_log_probs": [float(row * COLUMNS + column) for row, column in places]})
     cut = cut_call(call, Cut(source=0, rows=(1,), first=0, end=5))
     assert cut.outputs["token_log_probs"] == [11.0, 12.0, 13.0, 14.0]
+    later = cut_call(cut, Cut(source=0, rows=(0,), first=2, end=5))
+    assert (later.outputs["token_log_probs"], token_places(later, 1, 3)) == ([13.0, 14.0], [(0, 1), (0, 2)])
     large = torch.ones(8, 100, dtype=torch.int64)
+    sampled = sampled_tokens(8, 100)
     many = call_of(
-        tensors={"input_ids": large}, notes={}, outputs={"token_log_probs": [0.0] * len(sampled_tokens(8, 100))}
+        tensors={"input_ids": large}, notes={}, outputs={"token_log_probs": [float(row) for row, _ in sampled]}
     )
-    assert cut_call(many, Cut(source=0, rows=(0,), first=0, end=100)).outputs == {}
+    row = cut_call(many, Cut(source=0, rows=(6,), first=0, end=100))
+    assert row.outputs["token_log_probs"] == [6.0] * 8
+    assert token_places(row, 1, 100) == [(0, column) for row, column in sampled if row == 6]
+    assert cut_call(many, Cut(source=0, rows=(6,), first=0, end=4)).outputs == {}
 
 
 def test_what_is_left_is_written_and_read(tmp_path: Path) -> None:

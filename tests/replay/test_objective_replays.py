@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture import capture_files
+from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from replay.cli import main as replay_main
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, TOKENS
 from tests.helpers.commands import run as typed_in_a_shell
 from tests.helpers.policy_job import by_sequences, make_rollouts, plain_policy, token_losses, train
+from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
@@ -112,6 +113,32 @@ def test_without_a_loss_the_header_says_what_is_computed(
     replayed(plain_job, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "loss stand-in, by default: the negated mean log-prob of the action tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "typed", "says"),
+    [
+        ("labels", [], "stand-in, by default: the mean cross entropy of the labels, for there is no action mask"),
+        ("labels", ["--loss", "sft"], "sft: the mean cross entropy of the labels"),
+        ("shift_labels", [], "stand-in, by default: the mean cross entropy of the labels, for there is no action mask"),
+        (None, [], "stand-in, by default: the negated mean log-prob of all real tokens, for there is no action mask"),
+        (None, ["--loss", "sft"], "sft: the negated mean log-prob of all real tokens, for there are no labels"),
+    ],
+)
+def test_the_header_says_of_which_tokens_the_loss_is(
+    given: str | None, typed: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: Any = make_model(tmp_path)
+    [batch] = make_batches(1)
+    labels_BS = batch.pop("labels")
+    more = {} if given is None else {given: labels_BS if given == "labels" else labels_BS.roll(-1, dims=1)}
+    with recording(model, tmp_path / "captures", reproduce=True):
+        output = model(**batch, **({"labels": labels_BS, **more} if given else {}))
+        (output.logits.mean() if given is None else output.loss).backward()
+    _, run = replayed(tmp_path, tmp_path / "logs", *typed)
+    assert f"loss       {says}" in capsys.readouterr().out.splitlines()
+    if given is not None:  # what the header says is what the model computed
+        assert run["verdict"]["counts"] == {"REPRODUCED": 1}
 
 
 @pytest.mark.parametrize(("divisor", "outcome"), [(None, "REPRODUCED"), ("17", "DIFFERS")])

@@ -1,6 +1,7 @@
 """A dataclass field with a default and a help text is an option, and what was typed is a spec again."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,12 @@ def test_a_saved_spec_keeps_what_is_no_option() -> None:
 def test_a_saved_spec_that_no_spec_can_be_is_refused(saved: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint.replace(".", r"\.")):
         spec_from_dict(saved)
+
+
+def test_no_page_gives_a_switch_a_value() -> None:
+    switches = {flag for toggle in toggles() if toggle.base is bool for flag in (toggle.flag, toggle.negation)}
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    typed = [words.split() for page in pages for words in re.findall("`(--[^`]+)`", page.read_text())]
+    assert ["--grad-accumulation", "1"] in typed
+    assert [words for words in typed if words[0] in switches and words[1:] and not words[1].startswith("--")] == []

@@ -289,7 +289,7 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
         (
             "--continue nowhere",
             {"NUM_GPUS": "2"},
-            "--continue nowhere: nowhere/suite.json cannot be read: No such",
+            "--continue nowhere holds no suite.json. Give a folder that `replay suite` left",
         ),
         ("--dataset nowhere", {}, "--dataset nowhere does not exist. Give a folder of captures"),
         ("--dataset pyproject.toml", {}, "--dataset pyproject.toml is no folder of captures, .jsonl or .parquet."),
