@@ -49,6 +49,11 @@ class Again:
     selection: Selection
     tracker: Tracker
 
+    @property
+    def keeps_kernel(self) -> bool:
+        """Must each replay have one kernel, since the loss is also of what the kernel makes of padding?"""
+        return self.selection.padding_predicts and not self.spec.actor.packs
+
     def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
         raises.
@@ -72,12 +77,13 @@ class Again:
         return replayed
 
 
-def other_order(spec: RunSpec, passes: Sequence[Pass]) -> RunSpec:
+def other_order(spec: RunSpec, passes: Sequence[Pass], *, keeps_kernel: bool = False) -> RunSpec:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser."""
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
     is_plain = not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    is_plain = is_plain and not keeps_kernel
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
@@ -96,7 +102,12 @@ def num_passes_for(spec: RunSpec, num_inputs: int) -> int:
 
 
 def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Floor]:
-    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this."""
+    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
+
+    None where the kernel has to be kept: rows in another order alone would say that hardly anything is rounded.
+    """
+    if again.keeps_kernel:
+        return {}
     number = num_passes_for(again.spec, len(again.selection.inputs))
     first = [one for one in passes if one[0].index < number]
     key = _key(again, first)
@@ -114,7 +125,8 @@ def grown(again: Again, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
 
     All ranks must call this.
     """
-    others = again.passes(other_order(again.spec, passes), len(again.selection.inputs))
+    other = other_order(again.spec, passes, keeps_kernel=again.keeps_kernel)
+    others = again.passes(other, len(again.selection.inputs))
     indices = sorted({record.index for record, _, _ in passes})
     return {index: floors_of([one for one in passes if one[0].index <= index], others) for index in indices}
 

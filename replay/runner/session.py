@@ -27,6 +27,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
+from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
@@ -78,6 +79,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
+        padding_predicts=may_count_after_padding(spec),
     )
     meter = Meter.for_device(world.device)
     if spec.measure.memory_snapshot and meter.held_bytes() is None:
@@ -153,11 +155,21 @@ def resolve(
     All ranks must call this. Raises UsageError for what cannot run here.
     """
     packing_is_given = spec.actor.packing is not None
-    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    spec = world.from_first(
+        settled(
+            spec,
+            first,
+            selection.grad_accumulation,
+            world.device.type,
+            padding_predicts=selection.padding_predicts,
+        )
+    )
     source = source_of_all(spec, world)
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
+    if selection.padding_predicts and not packing_is_given and not layout.why:
+        layout = replace(layout, why="padding on the left predicts labels of the job's loss")
     head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
     return Resolved(
         spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why

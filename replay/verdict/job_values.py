@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from actor_init.inputs.packing import num_action_tokens
+from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.loss import tokens_for
+from replay.report.text import counted
 from replay.spec import LossName, is_objective
 
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
@@ -136,10 +137,12 @@ def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
                 return []
             value *= _divisor(call, tokens) / tokens
             doubt = _doubt_of_shift(batch)
-        counted = None if tokens is None else [tokens]
+            if left_out := _labels_left_out(batch, tokens):
+                doubt, tokens = left_out, None
+        num_tokens = None if tokens is None else [tokens]
         stored = call.outputs.get("loss_dtype")
         stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
-        claims.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
+        claims.append(Claim(name=LOSS, values=[value], num_tokens=num_tokens, doubt=doubt, stored_as=stored_as))
     if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in claims):
         why = "the loss was noted by the loop, which may have another objective than the replay's"
         claims.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
@@ -170,6 +173,18 @@ def _num_labels(batch: MicroBatch) -> int:
         assert batch.labels_BS is not None
         next_BS = batch.labels_BS[:, 1:]
     return int((next_BS != IGNORED_LABEL).sum())
+
+
+def _labels_left_out(batch: MicroBatch, tokens: int) -> str | None:
+    """Say so where padding predicts some of the job's labels, and nothing predicts them in this replay."""
+    number = 0 if batch.padding_predicts else num_predicted_by_padding(batch)
+    if not number:
+        return None
+    are = "is" if number == 1 else "are"
+    return (
+        f"{number} of the job's {counted(tokens, 'label')} {are} predicted by padding on the left, which only rows "
+        "padded as captured have. Try: --no-packing, without --ring and --details"
+    )
 
 
 def _doubt_of_shift(batch: MicroBatch) -> str | None:
