@@ -288,13 +288,8 @@ class ParameterSampler:
         if self._has_looked or model is None:
             return
         self._has_looked = True
-        seen: set[tuple[int, int]] = set()
         left_out: Counter[str] = Counter()
-        for slot, parameter in _slots_of(model):
-            key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
-            if key in seen:
-                continue
-            seen.add(key)
+        for slot, parameter in _slots_once(model):
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
             self._is_plain &= type(slot) is Slot and type(parameter) is nn.Parameter and not slot.reason
@@ -307,6 +302,21 @@ class ParameterSampler:
             if place.count:
                 self._slots.append(slot)
         self._left_out = dict(left_out)
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained; of one with several names, the first."""
+    return [slot.name for slot, parameter in _slots_once(model) if not parameter.requires_grad]
+
+
+def _slots_once(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """Yield each parameter once, also one that has several names."""
+    seen: set[tuple[int, int]] = set()
+    for slot, parameter in _slots_of(model):
+        key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
+        if key not in seen:
+            seen.add(key)
+            yield slot, parameter
 
 
 def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:

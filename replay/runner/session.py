@@ -3,7 +3,7 @@
 import gc
 import shutil
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import folder_of_capture
 from capture.file_format.micro_batch import CaptureError
@@ -165,6 +165,7 @@ def resolve(
         )
     )
     source = source_of_all(spec, world)
+    source = replace(source, frozen=world.from_first(_frozen(spec, source, first)))
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given)
@@ -283,7 +284,7 @@ class Session:
             if kernel_reason:
                 header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec)
-            header |= _adapter(source, spec)
+            header |= _adapter(source, spec) | _named(source.frozen)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
@@ -609,6 +610,27 @@ def _adapter(source: ModelSource, spec: RunSpec) -> dict[str, str]:
     return {
         "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
     }
+
+
+def _frozen(spec: RunSpec, source: ModelSource, first: Call | None) -> frozenset[str]:
+    """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
+
+    None where it had an adapter, which freezes what is not its own; merged into the weights, that is trained here.
+    """
+    folder = inputs_folder(spec.inputs)
+    names = read_frozen_names(folder)
+    num_frozen = None if first is None or first.weights is None else first.weights.num_frozen
+    if not names or num_frozen != len(names) or source.adapter is not None:
+        return frozenset()
+    return SameWeights(source).own_names(names)
+
+
+def _named(frozen: Collection[str]) -> dict[str, str]:
+    if not frozen:
+        return {}
+    first, *rest = sorted(frozen)
+    more = f" and {len(rest)} more" if rest else ""
+    return {"frozen": f"{first}{more}, as in the job"}
 
 
 def _resumed(spec: RunSpec, earlier: Earlier, num_passes: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor_init.inputs.packing import actor_inputs
@@ -26,13 +26,13 @@ LEARNING_RATE, NUM_TOKENS = 1e-2, 12
 STEP = ["--step", "--learning-rate", str(LEARNING_RATE), "--weight-decay", "0"]
 
 
-def llama(kernel: str) -> nn.Module:
-    model = make_model(Path(), saves=False)
+def llama(kernel: str) -> Any:
+    model: Any = make_model(Path(), saves=False)
     model.set_attn_implementation(kernel)
     return model
 
 
-def opt(kernel: str) -> nn.Module:
+def opt(kernel: str) -> Any:
     """A model with learned positions, of which padding has one of its own."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
@@ -82,7 +82,7 @@ def verdict_of(job: Path, logs: Path, *typed: str) -> Any:
 
 @pytest.mark.parametrize(("make", "kernel"), [(llama, "sdpa"), (llama, "eager"), (opt, "sdpa")])
 def test_a_job_padded_on_the_left_is_reproduced_through_its_steps(
-    make: Callable[[str], nn.Module], kernel: str, tmp_path: Path
+    make: Callable[[str], Any], kernel: str, tmp_path: Path
 ) -> None:
     """What a token of padding attends to is the kernel's own: nothing under sdpa, everything under eager."""
     verdict = verdict_of(train(tmp_path, make(kernel)), tmp_path / "logs", *STEP)
