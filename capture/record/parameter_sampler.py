@@ -245,6 +245,16 @@ class ParameterSampler:
         self._look()
         return any(slot.is_among(parameters) for slot in (*self._window, *self._all))
 
+    @property
+    def has_flat(self) -> bool:
+        """Tell whether FSDP1 has flattened some of the parameters."""
+        self._look()
+        return any(isinstance(slot, FlatSlot) for slot in self._all)
+
+    def num_among(self, ids: Container[int]) -> int:
+        """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
+        return sum(slot.is_among(ids) for slot in self._all)
+
     def has_no_gradients(self, *, in_shards: bool) -> bool:
         """Tell whether the first few trained parameters have no gradients: they were emptied, or never filled.
 

@@ -41,6 +41,7 @@ class Selection:
     rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
     grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
     padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
+    is_whole: bool = False  # all passes of the kind, of every rank, are replayed
 
     def described(self) -> dict[str, Any]:
         """Return what is replayed and what is not, for run.json."""
@@ -197,6 +198,8 @@ def select(
         rounds=[_round(members) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
         padding_predicts=any(one.num_after_padding for members in rounds for one in members),
+        is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
+        and not (reader.damaged or reader.unreplayable),
     )
 
 

@@ -53,6 +53,7 @@ from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import verdict_lines, weights_line
+from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
 from replay.watch.stacks import outlast
@@ -410,6 +411,9 @@ class Session:
         verdict = judge(done.passes, setting)
         if opinion is not None and _is_worse(opinion, verdict):
             verdict = replace(opinion, environment=verdict.environment)
+        if self.earlier.folder is None:
+            is_whole = done.ended is None and self.selection.is_whole
+            remarks = [*remarks_on_training(done.passes, verdict, is_whole=is_whole), *remarks]
         return Conclusion(verdict=verdict, remarks=remarks)
 
     def report(self, done: Done, conclusion: Conclusion) -> int:

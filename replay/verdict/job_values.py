@@ -14,6 +14,7 @@ from actor_init.inputs.packing import num_action_tokens, num_predicted_by_paddin
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep
+from capture.file_format.parameter_samples import Sample
 from replay.loss import tokens_for
 from replay.report.text import counted
 from replay.spec import LossName, is_objective
@@ -93,6 +94,7 @@ class Recorded:
     optimizer_step: int | None = None  # steps that the job's optimizer had taken
     optimizer: OptimizerStep | None = None  # the step after this pass, if it was the last before one
     num_tokens: int = 0  # that the replay's loss is the mean over
+    samples: Sequence[Sample] = ()  # of the weights, as the job had them
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
 
 
@@ -111,6 +113,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightCompari
         ],
         weights=weights,
         num_frozen=call.weights.num_frozen if call.weights is not None else 0,
+        samples=call.weights.samples if call.weights is not None else (),
         dtypes=dtypes_of(call),
         settings={**call.origin.versions, **call.environment},
         optimizer_step=call.optimizer_step,
