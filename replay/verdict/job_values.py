@@ -23,6 +23,7 @@ LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
 TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
 WEIGHTING = "weighting of passes"
+NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 
@@ -200,7 +201,10 @@ def _doubt_of_shift(batch: MicroBatch) -> str | None:
     are_own = torch.equal(labels_BS[:, :-1][given], ids_BS[:, :-1][given])
     if not are_next or are_own:
         return None
-    return "the labels are the next tokens already. Try: record them as shift_labels (--arguments targets=shift_labels)"
+    return (
+        f"{NEXT_TOKENS}, so a model that shifts them itself makes each token predict the one after the next. If this "
+        "one does not shift, record them as shift_labels (--arguments NAME=shift_labels, by their NAME in its forward)"
+    )
 
 
 def _doubt_of_loss(call: Call, batch: MicroBatch, loss: str) -> str | None:

@@ -1,8 +1,8 @@
-"""Say what a job's steps did not do, beside the verdict: no step was seen, no weight moved, not all parameters stepped.
+"""Say beside the verdict what a job trained otherwise than was meant: nothing, not all, or labels shifted twice.
 
 trained    no optimizer step was recorded in 6 training passes, and none of 21 sampled parameters moved: ...
 
-Such a job is reproduced all the same: a replay computes its passes, and nothing says that they were to train anything.
+Such a job is reproduced all the same: a replay computes its passes, and nothing says what they were to train.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.report.text import Pairs, counted
-from replay.verdict.job_values import MOVED, Recorded
+from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded
 from replay.verdict.judge import Pass, Verdict
 
 LABEL = "trained"
@@ -22,6 +22,20 @@ def remarks_on_training(passes: Sequence[Pass], verdict: Verdict, *, is_whole: b
 
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
     """
+    return [*_of_labels(verdict), *((LABEL, said) for said in _of_steps(passes, verdict, is_whole=is_whole))]
+
+
+def _of_labels(verdict: Verdict) -> Pairs:
+    """Say so where the job's loss is that of labels which were shifted once more than they should be."""
+    losses = [one for judged in verdict.passes for one in judged.findings if one.name == LOSS and one.agrees]
+    if not any(one.doubt is not None and one.doubt.startswith(NEXT_TOKENS) for one in losses):
+        return []
+    return [
+        ("labels", f"{NEXT_TOKENS}, and the model shifted them once more: each token predicts the one after the next")
+    ]
+
+
+def _of_steps(passes: Sequence[Pass], verdict: Verdict, *, is_whole: bool) -> list[str]:
     trained = {
         (one.rank, one.step): one
         for _, one, _ in passes
@@ -36,8 +50,8 @@ def remarks_on_training(passes: Sequence[Pass], verdict: Verdict, *, is_whole: b
             None if is_said else _of_weights([*trained.values()], steps),
             _of_share(trained, steps),
         )
-        return [(LABEL, said) for said in found if said is not None]
-    return [(LABEL, _without_steps([*trained.values()]))] if is_whole and len(trained) > 1 and not has_stepped else []
+        return [said for said in found if said is not None]
+    return [_without_steps([*trained.values()])] if is_whole and len(trained) > 1 and not has_stepped else []
 
 
 def _without_steps(trained: Sequence[Recorded]) -> str:
