@@ -40,7 +40,7 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
             packed |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
     packed |= {
         "input_ids": inputs.input_ids,
-        "position_ids": inputs.position_ids,
+        "position_ids": None if inputs.makes_positions else inputs.position_ids,
         "attention_mask": inputs.attention_mask_BS,
         "use_cache": False,
     }

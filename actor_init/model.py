@@ -55,6 +55,7 @@ class ModelSource:
     adapter: Adapter | None = None
     layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
     head: HeadForm | None = None  # how log-probs are computed; None: from whole logits
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained, beside those that an adapter freezes
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""
@@ -215,6 +216,18 @@ def parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def make_trainable(model: nn.Module, source: ModelSource) -> None:
+    """Put the source's adapter into a model on the meta device, and freeze what is not trained.
+
+    Exception: a model of which nothing would be left to train, as a job's first layers may be, is trained.
+    """
+    add_adapter(model, source.adapter)
+    frozen = [parameter for name, parameter in model.named_parameters() if name in source.frozen]
+    if len(frozen) < len(list(model.parameters())):
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def count_parameters(config: PretrainedConfig) -> int:

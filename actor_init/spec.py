@@ -130,7 +130,8 @@ class ActorSpec:
     packing: bool | None = option(
         None,
         "Pack a micro-batch's rows into one row without padding. Default: packed if the packing probe shows that the "
-        "model keeps documents apart; with --verdict strict padded where the job's rows were.",
+        "model keeps documents apart; padded where padding on the left predicts labels, and with --verdict strict "
+        "where the job's rows were.",
     )
     pad_to: PadTo = option(
         PadTo.OWN,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from actor_init.inputs.packing import ActorInputs
 from capture.file_format.micro_batch import MicroBatch, with_labels_of_own_tokens
-from replay.spec import LossName, is_objective
+from replay.spec import LossName, RunSpec, is_objective
 
 
 def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
@@ -18,6 +18,15 @@ def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
     if is_objective(loss):
         return with_labels_of_own_tokens(batch)
     return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
+
+
+def may_count_after_padding(spec: RunSpec) -> bool:
+    """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
+
+    Not where packed rows were asked for, nor under --details, which is for runs of the same tokens in any layout.
+    """
+    actor, measure = spec.actor, spec.measure
+    return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))
 
 
 def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:

@@ -25,6 +25,7 @@ class ActorInputs:
 
     An action token's log-prob comes from the logits at the real token before it. The first token of a document, and a
     token that the attention mask marks as padding, have none: they are 0 in the result and False in `action_mask_BA`.
+    Exception: a row's first token after padding, in padded rows of a micro-batch whose `padding_predicts`.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class ActorInputs:
     kept_logits: KeptLogits | None = None  # where the forward leaves its logits for a loss that asks for them
     head: HeadForm | None = None  # None: whole logits
     is_even: bool = False  # the loss gives each log-prob the same gradient
+    makes_positions: bool = False  # the model makes its own position ids, of padding too, as it did in the job
 
     def to(self, device: torch.device) -> "ActorInputs":
         moved: dict[str, Any] = {
@@ -61,6 +63,8 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
     documents that `documents_of` refuses, and for rows of several documents that are not to be packed.
     """
     documents = _checked_documents(batch, packing=packing)
+    if packing:  # there is no padding that could predict
+        batch = replace(batch, padding_predicts=False)
     real_BS = batch.attention_mask_BS
     num_tokens, num_actions = real_BS.shape[1], _num_actions(batch)
     has_log_prob_BS = _have_log_probs(batch, documents)
@@ -80,14 +84,18 @@ def actor_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         "action_mask_BA": has_log_prob_BS[:, num_tokens - num_actions :],
     }
     if not packing:
+        # what padding predicts depends on its positions, so they are the job's: those that it gave, or the model's own
+        is_predicted, has_positions = bool(_predicted_by_padding(batch).any()), "position_ids" in batch.extra_tensors
+        position_BS = documents.position_BS
         return ActorInputs(
             input_ids=batch.sequences_BS,
-            position_ids=documents.position_BS.masked_fill(~real_BS, 1),
+            position_ids=position_BS if is_predicted and has_positions else position_BS.masked_fill(~real_BS, 1),
             attention_mask_BS=real_BS,
             cu_seq_lens=None,
             max_length=num_tokens,
-            predictor_N=flat_T[predictor_N],
+            predictor_N=_padding_or(flat_T[predictor_N], batch, row_N, token_N),
             captured_index=torch.where(real_BS, flat_BS, -1),
+            makes_positions=is_predicted and not has_positions,
             **shared,
         )
     lengths = documents.lengths(real_BS)
@@ -173,13 +181,44 @@ def _have_log_probs(batch: MicroBatch, documents: Documents) -> Tensor:
     """
     real_BS = batch.attention_mask_BS
     if (next_BS := _next_labels(batch)) is not None:
-        return real_BS & (next_BS != IGNORED_LABEL)
+        return (real_BS | _predicted_by_padding(batch)) & (next_BS != IGNORED_LABEL)
     action_mask_BA = batch.action_mask_BA
     if action_mask_BA is None:
         labelled_BS = torch.ones_like(real_BS) if batch.labels_BS is None else batch.labels_BS != IGNORED_LABEL
         action_mask_BA = labelled_BS[:, 1:]
     is_action_BS = F.pad(action_mask_BA, (real_BS.shape[1] - action_mask_BA.shape[1], 0))
-    return is_action_BS & real_BS & ~documents.is_first_BS
+    return is_action_BS & real_BS & (~documents.is_first_BS | _predicted_by_padding(batch))
+
+
+def _predicted_by_padding(batch: MicroBatch) -> Tensor:
+    """Return [B, S], True where a label is that of a row's first real token, and padding predicts it.
+
+    Of `shift_labels` that is the place of the padding before the token, else the token's own. Nowhere unless the
+    micro-batch's `padding_predicts`.
+    """
+    next_BS, labels_BS = _next_labels(batch), batch.labels_BS
+    if not batch.padding_predicts or batch.action_mask_BA is not None or (next_BS is None and labels_BS is None):
+        return torch.zeros_like(batch.attention_mask_BS)
+    is_first_BS = batch.attention_mask_BS & (batch.attention_mask_BS.cumsum(dim=1) == 1)
+    is_first_BS[:, 0] = False
+    if next_BS is not None:
+        return F.pad(is_first_BS[:, 1:], (0, 1)) & (next_BS != IGNORED_LABEL)
+    assert labels_BS is not None
+    return is_first_BS & (labels_BS != IGNORED_LABEL)
+
+
+def _padding_or(predictor_N: Tensor, batch: MicroBatch, row_N: Tensor, token_N: Tensor) -> Tensor:
+    """Return the predictors of padded rows, with the padding in the place of those that it predicts."""
+    column_N = token_N if _next_labels(batch) is not None else token_N - 1
+    padding_N = row_N * batch.sequences_BS.shape[1] + column_N
+    return torch.where(_predicted_by_padding(batch)[row_N, token_N], padding_N, predictor_N)
+
+
+def num_predicted_by_padding(batch: MicroBatch) -> int:
+    """Count the labels that padding predicts in a model's own loss; 0 where a row holds several documents."""
+    if documents_of(batch).share_rows:
+        return 0
+    return int(_predicted_by_padding(replace(batch, padding_predicts=True)).sum())
 
 
 def _next_labels(batch: MicroBatch) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Write and read `actor.json`, the model's config beside the captures of a folder."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ def write_actor_config(
     config: Mapping[str, Any],
     model_name: str | None,
     adapters: Mapping[str, Mapping[str, Any]] | None = None,
+    frozen: Sequence[str] = (),
 ) -> Path:
     """Write `actor.json`. Ranks that do so at the same time leave one whole file of theirs. Raises OSError.
 
     What JSON does not know, such as a dtype, is written as text.
 
     adapters  configs of PEFT's adapters by name; None without any
+    frozen    names of the parameters that are not trained, where no adapter says so
     """
-    content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
+    content: dict[str, Any] = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
     content |= {"adapters": {name: dict(one) for name, one in adapters.items()}} if adapters else {}
+    content |= {"frozen": list(frozen)} if frozen else {}
     path = Path(folder) / ACTOR_CONFIG_NAME
     write_atomically(path, json.dumps(content, indent=1, default=str).encode())
     return path
@@ -52,6 +55,17 @@ def read_adapter_configs(folder: str | Path) -> dict[str, dict[str, Any]]:
     if not isinstance(adapters, dict) or not all(isinstance(one, dict) for one in adapters.values()):
         raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `adapters` holds no configs by name")
     return adapters
+
+
+def read_frozen_names(folder: str | Path) -> list[str]:
+    """Read the names of the parameters that the job did not train; none where the file does not say.
+
+    Raises CaptureError as `read_actor_config` does, and for names that are none.
+    """
+    names = (_read(folder) or {}).get("frozen", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `frozen` is no list of names")
+    return names
 
 
 def _read(folder: str | Path) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ class OptimizerStep:
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
     optimizer         name of its class
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
-                      and `num_parameters`
+                      and `num_parameters` of the model, 0 where it is not known
     has_state         False: it was this optimizer's first step, so its moments began at 0
     """
 

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
+from capture.file_format.actor_config import (
+    read_actor_config,
+    read_adapter_configs,
+    read_frozen_names,
+    write_actor_config,
+)
 from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_time
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import CaptureError
@@ -57,7 +62,7 @@ def convert_folder(
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
-        write_actor_config(target, config, None, read_adapter_configs(folder))
+        write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
     now = utc_time()
     refused: dict[str, str] = {}
     num_of_rank: Counter[int] = Counter()

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
+from capture.file_format.actor_config import (
+    read_actor_config,
+    read_adapter_configs,
+    read_frozen_names,
+    write_actor_config,
+)
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import listed, segment_files
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, CaptureError
@@ -65,7 +70,8 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     make_empty_folder(target)
     config = read_actor_config(source)
     if config is not None:
-        write_actor_config(target, _without_paths(config), None, _without_paths(read_adapter_configs(source)))
+        adapters = _without_paths(read_adapter_configs(source))
+        write_actor_config(target, _without_paths(config), None, adapters, read_frozen_names(source))
     num_written, refused, blanked = 0, dict[str, str](), set[str]()
     with FolderWriter(target, segment=segment) as writer:
         for one in captures:

@@ -67,7 +67,7 @@ class EngineGradients:
                     counted.append(len(own))
             if counted:
                 break
-        return counted
+        return counted or [len(own) for own in getattr(self.wrapper, "fp32_groups", ())]  # a copy of each parameter
 
     @property
     def grad_norm(self) -> Tensor | float | None:

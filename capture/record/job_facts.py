@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.micro_batch import CaptureError
+from capture.record.parameter_sampler import frozen_names
 
 LIGER = "liger_kernel"
 
@@ -29,7 +30,9 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
         config: Any = vars(module).get("config")  # the module's own: wrappers look `config` up in what they wrap
         if callable(getattr(config, "to_dict", None)):
             name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
-            _write_config_once(folder, _without_host_paths(config.to_dict()), name, adapters_of(model))
+            adapters = adapters_of(model)
+            frozen = [] if adapters else frozen_names(model)
+            _write_config_once(folder, _without_host_paths(config.to_dict()), name, adapters, frozen)
             return str(name)
     return type(model).__name__
 
@@ -60,10 +63,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _write_config_once(folder: Path, config: dict[str, Any], model_name: str, adapters: dict[str, Any]) -> None:
+def _write_config_once(
+    folder: Path, config: dict[str, Any], model_name: str, adapters: dict[str, Any], frozen: Sequence[str]
+) -> None:
     present = read_actor_config(folder)
     if present is None:
-        write_actor_config(folder, config, model_name, adapters)
+        write_actor_config(folder, config, model_name, adapters, frozen)
     elif (
         architecture(present) != architecture(json.loads(json.dumps(config, default=str)))
         or read_adapter_configs(folder) != adapters

@@ -245,6 +245,16 @@ class ParameterSampler:
         self._look()
         return any(slot.is_among(parameters) for slot in (*self._window, *self._all))
 
+    @property
+    def has_flat(self) -> bool:
+        """Tell whether FSDP1 has flattened some of the parameters."""
+        self._look()
+        return any(isinstance(slot, FlatSlot) for slot in self._all)
+
+    def num_among(self, ids: Container[int]) -> int:
+        """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
+        return sum(slot.is_among(ids) for slot in self._all)
+
     def has_no_gradients(self, *, in_shards: bool) -> bool:
         """Tell whether the first few trained parameters have no gradients: they were emptied, or never filled.
 
@@ -288,13 +298,8 @@ class ParameterSampler:
         if self._has_looked or model is None:
             return
         self._has_looked = True
-        seen: set[tuple[int, int]] = set()
         left_out: Counter[str] = Counter()
-        for slot, parameter in _slots_of(model):
-            key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
-            if key in seen:
-                continue
-            seen.add(key)
+        for slot, parameter in _slots_once(model):
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
             self._is_plain &= type(slot) is Slot and type(parameter) is nn.Parameter and not slot.reason
@@ -307,6 +312,21 @@ class ParameterSampler:
             if place.count:
                 self._slots.append(slot)
         self._left_out = dict(left_out)
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained; of one with several names, the first."""
+    return [slot.name for slot, parameter in _slots_once(model) if not parameter.requires_grad]
+
+
+def _slots_once(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """Yield each parameter once, also one that has several names."""
+    seen: set[tuple[int, int]] = set()
+    for slot, parameter in _slots_of(model):
+        key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
+        if key not in seen:
+            seen.add(key)
+            yield slot, parameter
 
 
 def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:

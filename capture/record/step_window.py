@@ -180,7 +180,10 @@ class StepWindow:
             self._sampled |= {name for name, _ in gradients.places}
             gradients = replace(gradients, values=gradients_held.before_clipping(gradients.values))
         settings, tensors = settings_of(optimizer)
-        for group, count in zip(settings, gradients_held.num_parameters(), strict=False):
+        counts = gradients_held.num_parameters()
+        if len(counts) != len(settings):  # it is not known which parameters the partitions are of
+            counts = [0] * len(settings)
+        for group, count in zip(settings, counts, strict=True):
             group["num_parameters"] = count
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if (norm := gradients_held.grad_norm) is not None:
@@ -209,6 +212,9 @@ class StepWindow:
             gradients, without = clipping.gradients, list(clipping.without_gradient)
         self._sampled |= {name for name, _ in gradients.places} if gradients is not None else {""}
         settings, tensors = settings_of(optimizer)
+        if self._sampler.has_flat:
+            for group, own in zip(settings, _groups_of(optimizer), strict=False):
+                group["num_parameters"] = self._sampler.num_among(set(map(id, own["params"])))
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
@@ -263,7 +269,8 @@ def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, T
     """
     settings: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
-    for number, group in enumerate([one for one in optimizer.param_groups if one["params"]][:_MAX_GROUPS]):
+    groups = _groups_of(optimizer)
+    for number, group in enumerate(groups[:_MAX_GROUPS]):
         plain: dict[str, Any] = {"num_parameters": len(group["params"])}
         for key, value in group.items():
             if key == "params":
@@ -275,7 +282,13 @@ def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, T
             elif isinstance(value, Tensor) and value.numel() == 1:
                 tensors[f"{_SETTING}{number} {key}"] = value.detach().reshape(1)
         settings.append(plain)
+    for group in groups[_MAX_GROUPS:]:  # so that the sum is that of all groups
+        settings[-1]["num_parameters"] += len(group["params"])
     return settings, tensors
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if group["params"]]
 
 
 def _part_of(step: OptimizerStep, gradients: TakenSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:

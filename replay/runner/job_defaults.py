@@ -1,4 +1,4 @@
-"""Fill options that were not given from the job: dtype, window, attention kernel, fused modules; rows if strict."""
+"""Fill options that were not given from the job: dtype, window, attention kernel, fused modules, sometimes rows."""
 
 from dataclasses import dataclass, replace
 
@@ -27,18 +27,20 @@ KERNELS = {
 MASKED = (Attention.SDPA, Attention.EAGER)  # they need a mask of all token pairs to keep packed documents apart
 
 
-def settled(spec: RunSpec, first: Call | None, grad_accumulation: int, device_type: str) -> RunSpec:
+def settled(
+    spec: RunSpec, first: Call | None, grad_accumulation: int, device_type: str, *, padding_predicts: bool = False
+) -> RunSpec:
     """Return `spec` with unset options taken from `first`, a capture of the job; the attention kernel stays unset.
 
     Without a capture, and where it does not record them, the usual defaults apply. A job in fp16 is replayed in fp32
-    on a CPU, which has no fp16.
+    on a CPU, which has no fp16. Where padding predicts a label of the loss, rows are padded, as the job's were.
     """
-    is_strict = spec.measure.verdict is VerdictRule.STRICT
+    is_padded = padding_predicts or (spec.measure.verdict is VerdictRule.STRICT and _is_padded(first))
     return replace(
         spec,
         actor=spec.actor.settled(
             dtype=_dtype(first, device_type),
-            packing=not (is_strict and spec.actor.parallel.ring == 1 and _is_padded(first)),
+            packing=not (is_padded and spec.actor.parallel.ring == 1),
             kernels=Kernels.FUSED if _used_liger(first) else Kernels.MODEL,
             grad_accumulation=grad_accumulation,
         ),

@@ -27,7 +27,7 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_rows_reversed
 from capture.file_format.parameter_samples import Sample
 from capture.record.rng_and_outputs import restore_random_states
-from replay.loss import negated_mean, tokens_for
+from replay.loss import may_count_after_padding, negated_mean, tokens_for
 from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective, gain
@@ -145,6 +145,7 @@ class PassRunner:
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
+        self._padding_predicts = may_count_after_padding(spec) and not source.layout_under(spec.actor).joins
 
     @property
     def needs_whole_logits(self) -> bool:
@@ -233,7 +234,7 @@ class PassRunner:
         self.recorded, self.replayed = None, Replayed()
         try:
             call = read_call(path)
-            batch = call.micro_batch()
+            batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
             known |= {
                 "rows": batch.num_rows,
                 "padded_tokens": batch.num_padded_tokens,
@@ -464,6 +465,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
             f"{spec.pad_tokens}. Add a length of at least {num_tokens}"
         )
     inputs = padded_to(inputs, length)
+    if spec.parallel.sequence_parallel:  # a rank would count its own part of a row
+        inputs = replace(inputs, makes_positions=False)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None
         ring = ring_slice(

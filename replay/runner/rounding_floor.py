@@ -52,7 +52,16 @@ class Again:
     has_dropout: bool
 
     def other_order(self, passes: Sequence[Pass]) -> RunSpec:
-        return other_order(self.spec, passes, has_dropout=self.has_dropout)
+        return other_order(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
+
+    @property
+    def keeps_kernel(self) -> bool:
+        """Must each replay have one kernel, since the loss is also of what the kernel makes of padding?"""
+        return self.selection.padding_predicts and not self.spec.actor.packs
+
+    @property
+    def has_another_kernel(self) -> bool:
+        return has_another_kernel(self.spec.actor, keeps_kernel=self.keeps_kernel)
 
     def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
@@ -77,7 +86,7 @@ class Again:
         return replayed
 
 
-def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> RunSpec:
+def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool, keeps_kernel: bool) -> RunSpec:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
 
     With dropout the rows stay in order, since each row's masks are drawn after those of the rows before it.
@@ -85,7 +94,7 @@ def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> 
     job = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
-    is_plain = has_another_kernel(actor)
+    is_plain = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
         actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
@@ -94,8 +103,10 @@ def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> 
     return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=not has_dropout), measure=measure)
 
 
-def has_another_kernel(actor: ActorSpec) -> bool:
-    return not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
+    return (
+        not keeps_kernel and not actor.is_custom and actor.parallel.ring == 1 and not actor.parallel.sequence_parallel
+    )
 
 
 def have_same_masks(floors: Mapping[str, Floor], setting: Setting, passes: Sequence[Pass]) -> bool:
@@ -118,7 +129,12 @@ def num_passes_for(spec: RunSpec, num_inputs: int) -> int:
 
 
 def measured(again: Again, passes: Sequence[Pass], folder: Path) -> dict[str, Floor]:
-    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this."""
+    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
+
+    None where the kernel has to be kept: rows in another order alone would say that hardly anything is rounded.
+    """
+    if again.keeps_kernel:
+        return {}
     number = num_passes_for(again.spec, len(again.selection.inputs))
     first = [one for one in passes if one[0].index < number]
     key = _key(again, first)
@@ -180,8 +196,9 @@ def in_fp32(spec: RunSpec) -> RunSpec:
     return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
 
 
-def is_worth_it(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> bool:
+def is_worth_it(again: Again, passes: Sequence[Pass]) -> bool:
     """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
+    spec = again.spec
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
     is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
@@ -189,7 +206,7 @@ def is_worth_it(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool) -> 
     has_steps = spec.measure.step and any(one is not None and one.optimizer is not None for _, one, _ in passes)
     # a user's model has one kernel, and with dropout rows stay in order: twice the same numbers would say that nothing
     # is rounded
-    is_another = has_another_kernel(spec.actor) if has_dropout else has_steps or not spec.actor.is_custom
+    is_another = again.has_another_kernel if again.has_dropout else has_steps or not spec.actor.is_custom
     return has_claims and (is_coarse or has_steps) and is_repeatable and is_another
 
 

@@ -3,14 +3,14 @@
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from actor_init.inputs.packing import num_action_tokens
+from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import Listed, listed
@@ -41,6 +41,8 @@ class Selection:
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)  # whole, and of calls that no replay can make
     rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
     grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
+    padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
+    is_whole: bool = False  # all passes of the kind, of every rank, are replayed
 
     def described(self) -> dict[str, Any]:
         """Return what is replayed and what is not, for run.json."""
@@ -60,6 +62,7 @@ class Reader:
 
     passes: Passes
     loss: str
+    padding_predicts: bool = False  # labels that it predicts count
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
@@ -75,14 +78,26 @@ class Reader:
             else:
                 self.num_left_out += 1
 
-    def num_tokens(self, captured: Captured) -> int:
-        """Count the tokens of the loss; 0 for a pass that cannot be read: it will report why."""
+    def counted(self, captured: Captured) -> Captured:
+        """Return it with the number of the loss's tokens; 0 for a pass that cannot be read: it will report why."""
         if captured.num_tokens is not None:
-            return captured.num_tokens
+            return captured
         try:
-            return _num_tokens(read_call(captured.path).micro_batch(), self.loss)
+            num_tokens, num_after_padding = self._counts(read_call(captured.path).micro_batch())
         except CaptureError:
-            return 0
+            num_tokens = num_after_padding = 0
+        return replace(captured, num_tokens=num_tokens, num_after_padding=num_after_padding)
+
+    def _counts(self, batch: MicroBatch) -> tuple[int, int]:
+        """Count the tokens of the loss, and those among them that padding predicts.
+
+        Both are 0 for a micro-batch that no model accepts: its pass will report why.
+        """
+        try:
+            batch = replace(tokens_for(self.loss, batch), padding_predicts=self.padding_predicts)
+            return num_action_tokens(batch), num_predicted_by_padding(batch) if self.padding_predicts else 0
+        except CaptureError:
+            return 0, 0
 
     def _recorded(self, one: Listed, record: PassRecord) -> Captured | None:
         """Return what a segment's index knows of a pass."""
@@ -113,27 +128,21 @@ class Reader:
         except CaptureError as error:
             self.damaged.append((one.path, str(error)))
             return None
+        num_tokens, num_after_padding = self._counts(batch)
         return Captured(
             capture=one,
             trains=batch.trains,
             rank=batch.origin.rank,
             forward=batch.origin.step,
             world_size=batch.origin.world_size,
-            num_tokens=_num_tokens(batch, self.loss),
+            num_tokens=num_tokens,
             optimizer_step=call.optimizer_step,
             window=None if call.step is None else window_digest(call.step.passes),
             has_gradients=call.step is not None and call.step.gradients is not None,
             real_tokens=batch.num_real_tokens,
             padded_tokens=batch.num_padded_tokens,
+            num_after_padding=num_after_padding,
         )
-
-
-def _num_tokens(batch: MicroBatch, loss: str) -> int:
-    """Count the tokens of the loss; 0 for a micro-batch that no model accepts: its pass will report why."""
-    try:
-        return num_action_tokens(tokens_for(loss, batch))
-    except CaptureError:
-        return 0
 
 
 def select(
@@ -144,6 +153,7 @@ def select(
     loss: str = LossName.STAND_IN,
     grad_accumulation: int | None = 1,
     packs: bool = True,
+    padding_predicts: bool = False,
 ) -> Selection:
     """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.
 
@@ -154,10 +164,11 @@ def select(
 
     Captures that record the optimizer step are ordered by step, unless shuffled. Without `grad_accumulation`, the
     number of passes in a window is chosen to reproduce the job's windows. With --order worst, inputs come by their
-    tokens: real ones if rows are packed (`packs`), else padded ones.
+    tokens: real ones if rows are packed (`packs`), else padded ones. With `padding_predicts`, labels that padding
+    predicts are tokens of the loss.
     """
     check_inputs(spec)
-    reader = Reader(passes=spec.passes, loss=loss)
+    reader = Reader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
     if spec.input_file is not None:
@@ -171,7 +182,7 @@ def select(
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
         raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks))
-    rounds = _picked(rounds, spec)
+    rounds = [tuple(map(reader.counted, members)) for members in _picked(rounds, spec)]
     inputs = [members[data_rank].path for members in rounds]
     if spec.uneven and spec.input_file is None:
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
@@ -186,8 +197,11 @@ def select(
         damaged=reader.damaged,
         unreplayable=reader.unreplayable,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
-        rounds=[_round(members, reader) for members in rounds],
+        rounds=[_round(members) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
+        padding_predicts=any(one.num_after_padding for members in rounds for one in members),
+        is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
+        and not (reader.damaged or reader.unreplayable),
     )
 
 
@@ -203,10 +217,10 @@ def _picked(rounds: list[tuple[Captured, ...]], spec: InputsSpec) -> list[tuple[
     return [rounds[number] for number in spec.picked]
 
 
-def _round(members: Sequence[Captured], reader: Reader) -> Round:
+def _round(members: Sequence[Captured]) -> Round:
     return Round(
         trains=members[0].trains,
-        num_tokens=[reader.num_tokens(one) for one in members],
+        num_tokens=[one.num_tokens or 0 for one in members],
         has_gradients=any(one.has_gradients for one in members),
     )
 

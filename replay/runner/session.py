@@ -3,7 +3,7 @@
 import gc
 import shutil
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,13 +20,14 @@ from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import folder_of_capture
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
+from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
@@ -55,6 +56,7 @@ from replay.verdict.optimizer_settings import differences
 from replay.verdict.router_loss import is_mixture
 from replay.verdict.text import verdict_lines, weights_line
 from replay.verdict.tolerances import Floor
+from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
 from replay.watch.stacks import outlast
@@ -81,6 +83,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
+        padding_predicts=may_count_after_padding(spec),
     )
     meter = Meter.for_device(world.device)
     if spec.measure.memory_snapshot and meter.held_bytes() is None:
@@ -156,12 +159,23 @@ def resolve(
     All ranks must call this. Raises UsageError for what cannot run here.
     """
     packing_is_given = spec.actor.packing is not None
-    spec = world.from_first(settled(spec, first, selection.grad_accumulation, world.device.type))
+    spec = world.from_first(
+        settled(
+            spec,
+            first,
+            selection.grad_accumulation,
+            world.device.type,
+            padding_predicts=selection.padding_predicts,
+        )
+    )
     source = source_of_all(spec, world)
+    source = replace(source, frozen=world.from_first(_frozen(spec, source, first)))
     kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
     spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
     trains = spec.inputs.passes is not Passes.ROLLOUT
     actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given, trains=trains)
+    if selection.padding_predicts and not packing_is_given and not layout.why:
+        layout = replace(layout, why="padding on the left predicts labels of the job's loss")
     head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
     return Resolved(
         spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
@@ -279,7 +293,7 @@ class Session:
                 header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec, first)
             header |= header_line(other_config)
-            header |= _adapter(source, spec)
+            header |= _adapter(source, spec) | _named(source.frozen)
             header |= _resumed(spec, self.earlier, len(self.selection.inputs))
             header |= _first_look(self.same_weights, self.setting.dropout, first)
             header |= _first_step(spec, self.selection)
@@ -393,20 +407,22 @@ class Session:
         remarks: Pairs = []
         measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
         whole = done.ended is None and self.earlier.folder is None
-        has_dropout = bool(setting.dropout)
-        if whole and measures and rounding_floor.is_worth_it(self.spec, done.passes, has_dropout=has_dropout):
-            again = rounding_floor.Again(
-                world=self.world,
-                spec=self.spec,
-                source=self.source,
-                selection=self.selection,
-                tracker=self.watch.tracker,
-                has_dropout=has_dropout,
-            )
+        again = rounding_floor.Again(
+            world=self.world,
+            spec=self.spec,
+            source=self.source,
+            selection=self.selection,
+            tracker=self.watch.tracker,
+            has_dropout=bool(setting.dropout),
+        )
+        if whole and measures and rounding_floor.is_worth_it(again, done.passes):
             setting, opinion, remarks = _rounded(again, done.passes, setting)
         verdict = judge(done.passes, setting)
         if opinion is not None and _is_worse(opinion, verdict):
             verdict = replace(opinion, environment=verdict.environment)
+        if self.earlier.folder is None:
+            is_whole = done.ended is None and self.selection.is_whole
+            remarks = [*remarks_on_training(done.passes, verdict, is_whole=is_whole), *remarks]
         return Conclusion(verdict=verdict, remarks=remarks)
 
     def report(self, done: Done, conclusion: Conclusion) -> int:
@@ -478,9 +494,14 @@ def _rounded(
             else:
                 first = floors = rounding_floor.measured(again, passes, inputs_folder(spec.inputs))
             if setting.dropout and not rounding_floor.have_same_masks(first, setting, passes):
-                remarks.append(("rounding", "not measured: another attention kernel draws other dropout masks"))
+                unknown = "another attention kernel draws other dropout masks"
+                remarks.append(("rounding", f"not measured: {unknown}"))
+                setting = replace(setting, unknown_rounding=unknown)
             else:
                 setting = replace(setting, floors=floors, step_floors=step_floors)
+            if again.keeps_kernel and not spec.measure.step:
+                unknown = "another attention kernel computes other logits at the padding that predicts a label"
+                setting = replace(setting, unknown_rounding=unknown)
         if spec.measure.second_opinion:
             fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
             # this run's own distance from the more precise one
@@ -620,6 +641,27 @@ def _adapter(source: ModelSource, spec: RunSpec) -> dict[str, str]:
     return {
         "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
     }
+
+
+def _frozen(spec: RunSpec, source: ModelSource, first: Call | None) -> frozenset[str]:
+    """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
+
+    None where it had an adapter, which freezes what is not its own; merged into the weights, that is trained here.
+    """
+    folder = inputs_folder(spec.inputs)
+    names = read_frozen_names(folder)
+    num_frozen = None if first is None or first.weights is None else first.weights.num_frozen
+    if not names or num_frozen != len(names) or source.adapter is not None:
+        return frozenset()
+    return SameWeights(source).own_names(names)
+
+
+def _named(frozen: Collection[str]) -> dict[str, str]:
+    if not frozen:
+        return {}
+    first, *rest = sorted(frozen)
+    more = f" and {len(rest)} more" if rest else ""
+    return {"frozen": f"{first}{more}, as in the job"}
 
 
 def _resumed(spec: RunSpec, earlier: Earlier, num_passes: int) -> dict[str, str]:

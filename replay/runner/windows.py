@@ -28,6 +28,7 @@ class Captured:
     has_gradients: bool  # the capture holds samples of the gradient used in the step
     real_tokens: int = 0
     padded_tokens: int = 0
+    num_after_padding: int = 0  # of `num_tokens`, those that padding predicts
 
     @property
     def path(self) -> Path:

@@ -39,8 +39,9 @@ class Status(StrEnum):
 class Setting:
     """The settings that decide which numbers the replay can be held to.
 
-    floors       by quantity, how far two replays of these inputs were apart that differ in rounding alone
-    step_floors  under --step, by pass, how far they were apart up to there
+    floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
+    step_floors       under --step, by pass, how far they were apart up to there
+    unknown_rounding  why they could not be measured, if they could not
     """
 
     dtype: str  # as torch calls it
@@ -54,6 +55,7 @@ class Setting:
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, Floor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, Floor]] = field(default_factory=dict)
+    unknown_rounding: str | None = None
 
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""

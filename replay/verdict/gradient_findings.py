@@ -363,9 +363,8 @@ def _elements(
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    is_measured = GRADIENT in (setting.step_floors.get(index) or setting.floors)
-    if setting.dropout and not is_measured and max(map(roundoff, dtypes)) > roundoff("float32"):
-        doubt = doubt or "how far rounding moves it could not be measured: another kernel draws other dropout masks"
+    if setting.unknown_rounding is not None and max(map(roundoff, dtypes)) > roundoff("float32"):
+        doubt = doubt or f"how far rounding moves it could not be measured: {setting.unknown_rounding}"
     has_ranks = (window[0].recorded.world_size or 1) > 1
     findings: list[Finding] = []
     for member in window:

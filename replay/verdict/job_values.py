@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from actor_init.inputs.packing import num_action_tokens
+from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
+from capture.file_format.parameter_samples import Sample
 from replay.loss import tokens_for
+from replay.report.text import counted
 from replay.spec import LossName, is_objective
 
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
@@ -23,6 +25,7 @@ TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer 
 WEIGHTING = "weighting of passes"
 MISSING_GRADIENT = "gradient"
 TOKEN_PLACES = "token_log_probs_places"  # of outputs: row and column of each of `token_log_probs`, in one list
+NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 
@@ -94,6 +97,7 @@ class Recorded:
     optimizer_step: int | None = None  # steps that the job's optimizer had taken
     optimizer: OptimizerStep | None = None  # the step after this pass, if it was the last before one
     num_tokens: int = 0  # that the replay's loss is the mean over
+    samples: Sequence[Sample] = ()  # of the weights, as the job had them
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
 
 
@@ -112,6 +116,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightCompari
         ],
         weights=weights,
         num_frozen=call.weights.num_frozen if call.weights is not None else 0,
+        samples=call.weights.samples if call.weights is not None else (),
         dtypes=dtypes_of(call),
         settings={**call.origin.versions, **call.environment},
         optimizer_step=call.optimizer_step,
@@ -138,10 +143,12 @@ def _losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
                 return []
             value *= _divisor(call, tokens) / tokens
             doubt = _doubt_of_shift(batch)
-        counted = None if tokens is None else [tokens]
+            if left_out := _labels_left_out(batch, tokens):
+                doubt, tokens = left_out, None
+        num_tokens = None if tokens is None else [tokens]
         stored = call.outputs.get("loss_dtype")
         stored_as = stored if isinstance(stored, str) and stored in FLOATS else None
-        claims.append(Claim(name=LOSS, values=[value], num_tokens=counted, doubt=doubt, stored_as=stored_as))
+        claims.append(Claim(name=LOSS, values=[value], num_tokens=num_tokens, doubt=doubt, stored_as=stored_as))
     if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in claims):
         why = "the loss was noted by the loop, which may have another objective than the replay's"
         claims.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
@@ -174,6 +181,18 @@ def _num_labels(batch: MicroBatch) -> int:
     return int((next_BS != IGNORED_LABEL).sum())
 
 
+def _labels_left_out(batch: MicroBatch, tokens: int) -> str | None:
+    """Say so where padding predicts some of the job's labels, and nothing predicts them in this replay."""
+    number = 0 if batch.padding_predicts else num_predicted_by_padding(batch)
+    if not number:
+        return None
+    are = "is" if number == 1 else "are"
+    return (
+        f"{number} of the job's {counted(tokens, 'label')} {are} predicted by padding on the left, which only rows "
+        "padded as captured have. Try: --no-packing, without --ring and --details"
+    )
+
+
 def _doubt_of_shift(batch: MicroBatch) -> str | None:
     """Say so where the labels are the next tokens, which a model that shifts them itself would not be given."""
     labels_BS, ids_BS = batch.labels_BS, batch.sequences_BS
@@ -184,7 +203,10 @@ def _doubt_of_shift(batch: MicroBatch) -> str | None:
     are_own = torch.equal(labels_BS[:, :-1][given], ids_BS[:, :-1][given])
     if not are_next or are_own:
         return None
-    return "the labels are the next tokens already. Try: record them as shift_labels (--arguments targets=shift_labels)"
+    return (
+        f"{NEXT_TOKENS}, so a model that shifts them itself makes each token predict the one after the next. If this "
+        "one does not shift, record them as shift_labels (--arguments NAME=shift_labels, by their NAME in its forward)"
+    )
 
 
 def _doubt_of_loss(call: Call, batch: MicroBatch, loss: str) -> str | None:

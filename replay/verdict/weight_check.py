@@ -5,6 +5,7 @@ nothing is gathered.
 """
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch import Tensor
@@ -53,6 +54,11 @@ class SameWeights:
             is_sharded=fingerprint.is_sharded,
             doubt=self._doubt(fingerprint, foreign, bool(compared)),
         )
+
+    def own_names(self, job_names: Iterable[str]) -> frozenset[str]:
+        """Return this model's names of the job's parameters; those that it has none of are left out."""
+        named = (next((name for name in inner_names(job) if name in self._shapes), None) for job in job_names)
+        return frozenset(name for name in named if name is not None)
 
     def by_own_name(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
         """Return the samples by the names of this model; those of other parameters are left out."""

@@ -21,6 +21,7 @@ from replay.runlog.writer import read_log
 from replay.verdict.job_values import GRADIENT, LOSS, TOKENS
 from tests.custom_models.nano import build
 from tests.helpers.reference import reference_of_a_small_llama
+from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
@@ -75,7 +76,22 @@ def test_a_loss_of_other_tokens_than_the_targets_is_not_reproduced(tmp_path: Pat
 def test_next_tokens_that_were_recorded_as_labels_are_noticed(tmp_path: Path) -> None:
     verdict = verdict_of(train(tmp_path, kept_as="labels"), tmp_path / "logs", "--backend", "ddp")
     assert verdict["outcome"] == "UNSETTLED", verdict
-    assert "the labels are the next tokens already. Try: record them as shift_labels" in verdict["open"][0]["doubt"]
+    said = verdict["open"][0]["doubt"]
+    assert "makes each token predict the one after the next. If this one does not shift, record them as" in said
+
+
+def test_labels_that_were_shifted_before_a_model_shifts_them_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path)
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for batch in make_batches(1):
+            labels_BS = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+            model(**{**batch, "labels": labels_BS}).loss.backward()
+    command = ["--inputs", str(tmp_path / "captures"), "--model", str(tmp_path / "model"), "--loss", "sft"]
+    assert main([*command, "--log-folder", str(tmp_path / "logs"), "--backend", "ddp", "--quiet"]) == 0
+    said = "the labels are the next tokens already, and the model shifted them once more"
+    assert f"labels     {said}: each token predicts the one after the next\n" in capsys.readouterr().out
 
 
 def shifted(next_BS: Tensor, real_BS: Tensor) -> MicroBatch:

@@ -127,7 +127,9 @@ def test_floors_of_other_masks_are_not_used(
 
     other_order = rounding_floor.other_order
     monkeypatch.setattr(
-        rounding_floor, "other_order", lambda spec, passes, *, has_dropout: other_order(spec, passes, has_dropout=False)
+        rounding_floor,
+        "other_order",
+        lambda spec, passes, **known: other_order(spec, passes, **known | {"has_dropout": False}),
     )
     job = train(tmp_path / "job", make_model("gpt2", DROPOUT), autocast=True)
     verdict = verdict_on(job, tmp_path / "logs", "--no-packing")

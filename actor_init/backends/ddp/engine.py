@@ -19,12 +19,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.adapters import add_adapter, trained_parameters
+from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
+from actor_init.model import (
+    ModelSource,
+    blocks_of,
+    build_on_meta,
+    make_trainable,
+    materialise,
+    num_parameters,
+    set_up,
+)
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.saving import dcp
 from actor_init.saving.huggingface import write_model
@@ -65,7 +73,7 @@ class DDPBackend:
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
         kernels = fuse_as_asked(model, spec.kernels, world.device)
-        add_adapter(model, source.adapter)
+        make_trainable(model, source)
         set_up(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.adapters import add_adapter, trained_parameters
+from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
@@ -32,7 +32,15 @@ from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
 from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise, num_parameters, set_up
+from actor_init.model import (
+    ModelSource,
+    blocks_of,
+    build_on_meta,
+    make_trainable,
+    materialise,
+    num_parameters,
+    set_up,
+)
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
@@ -83,7 +91,7 @@ class DeepSpeedBackend:
         config = config_of(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         kernels = fuse_as_asked(model, spec.kernels, world.device)
-        add_adapter(model, source.adapter)
+        make_trainable(model, source)
         check_autotp(model, spec.parallel.tp)
         num_elements = num_parameters(model)
         blocks = blocks_of(model)

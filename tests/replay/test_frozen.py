@@ -1,0 +1,88 @@
+"""Parameters that the job did not train are not trained here; those that lost their gradient by a fault are.
+
+About 8 seconds: recordings in this process, and their replays.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture import recording
+from capture.file_format.actor_config import read_frozen_names
+from capture.folder_tools.redact import Tokens, redact_folder
+from replay.cli import main
+from tests.trainers.common import make_batches, make_model
+
+pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")
+
+LEARNING_RATE = 1e-2
+STEP = ["--step", "--learning-rate", str(LEARNING_RATE), "--weight-decay", "0", "--max-norm", "1"]
+FROZEN, LOST = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+def with_query_detached(model: Any) -> None:
+    """As where a job computes with a copy of a weight: it is trained, and has no gradient."""
+    query = model.model.layers[0].self_attn.q_proj
+
+    def detached(hidden: Tensor) -> Tensor:
+        return F.linear(hidden, query.weight.detach())
+
+    query.forward = detached
+
+
+def train(folder: Path, fault: Callable[[Any], None] = lambda model: None) -> Path:
+    model: Any = make_model(folder)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].requires_grad_(False)
+    fault(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+    with recording(model, folder / "captures", reproduce=True):
+        for batch in make_batches(2):
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("job"))
+
+
+def verdict_of(job: Path, logs: Path, *typed: str) -> Any:
+    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--loss", "sft"]
+    assert main([*command, "--log-folder", str(logs), *STEP, *typed]) == 0
+    [run] = logs.glob("*/run.json")
+    return json.loads(run.read_text())["verdict"]
+
+
+@pytest.mark.parametrize("typed", ["", "--zero-stage 3", "--backend fsdp2", "--backend ddp"])
+def test_what_the_job_froze_is_frozen_and_its_steps_are_reproduced(
+    typed: str, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = verdict_of(job, tmp_path, *typed.split())
+    assert [one["outcome"] for one in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
+    assert f"frozen     {FROZEN} and 9 more, as in the job" in capsys.readouterr().out
+
+
+def test_a_trained_parameter_without_a_gradient_is_a_finding(tmp_path: Path) -> None:
+    verdict = verdict_of(train(tmp_path, with_query_detached), tmp_path / "logs")
+    first = verdict["windows"][0]
+    assert first["outcome"] == "DIFFERS"
+    assert f"{LOST}, which has no gradient in the job" in [one["where"] for one in first["findings"]]
+
+
+def test_a_redacted_recording_still_says_what_was_frozen(job: Path, tmp_path: Path) -> None:
+    redact_folder(job / "captures", tmp_path / "redacted", tokens=Tokens.ZERO)
+    names = read_frozen_names(tmp_path / "redacted")
+    assert names == read_frozen_names(job / "captures")
+    assert len(names) == 10
+    assert FROZEN in names
