@@ -14,7 +14,7 @@ import torch
 from actor_init.attention.kernels import described
 from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
+from actor_init.model import ModelSource, count_parameters, find_model, lasting_config, parameter_shapes
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
@@ -584,7 +584,7 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
-        is_mixture=is_mixture(source.config),
+        is_mixture=is_mixture(parameter_shapes(source.config, source.adapter)),
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 
