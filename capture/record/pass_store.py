@@ -39,13 +39,14 @@ _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Says that the recording of a rank of several was closed."""
+    """Says that a recording was closed: of a rank of several, or one that could not record some training passes."""
 
     num_passes: int
     num_steps: int | None
     world_size: int
     place: str
     opened: str
+    not_recorded: Mapping[str, int]
 
     def record(self, rank: int) -> EndRecord:
         return EndRecord(
@@ -56,6 +57,7 @@ class Ended:
             place=self.place,
             opened=self.opened,
             time=utc_time(),
+            not_recorded=self.not_recorded,
         )
 
 

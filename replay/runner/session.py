@@ -30,7 +30,7 @@ from capture.record.rng_and_outputs import environment
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
-from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
+from replay.report.text import Pairs, counted, engine_text, not_recorded, one_line, short_names_differ
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
@@ -430,7 +430,11 @@ class Session:
                 self.selection,
                 self.folder,
                 memory_kind=self.meter.memory_kind,
-                verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
+                verdict=[
+                    *verdict_lines(conclusion.verdict),
+                    *not_recorded(self.selection.not_recorded),
+                    *conclusion.remarks,
+                ],
                 saved=done.saved or not_saved(self.spec.state),
                 found=done.found,
             )
