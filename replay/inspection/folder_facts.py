@@ -93,9 +93,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
     )
 
 
-def _records_of(
-    folder: Path, damaged: list[tuple[Path, str]]
-) -> tuple[list[RankIncident], Pairs, Mapping[str, int]]:
+def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[RankIncident], Pairs, Mapping[str, int]]:
     """Return the incidents, which rank was behind, and the training passes that are missing, by the reason.
 
     Where these cannot be read, return none, and say so in `damaged`.
