@@ -174,6 +174,7 @@ class Store:
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
             weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
+            recording=self._opened,
         )
         if taken.notes is not None:
             self._write_notes(encoded, taken.notes)
@@ -300,6 +301,11 @@ class Store:
             self._files[self._place] = rank_writer(
                 self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened
             )
+            if self._files[self._place].had_passes and rank == min(self._keep.ranks or {0}):  # one rank speaks for all
+                warn(
+                    f"capture: {self._folder} has passes of another recording, and a replay judges no two together. "
+                    "Give each recording a folder of its own"
+                )
 
     def _home_of(self, rank: int, world_size: int | None) -> Path:
         in_segments = self._keep.segment is not None

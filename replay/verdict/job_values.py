@@ -93,6 +93,7 @@ class Recorded:
     optimizer: OptimizerStep | None = None  # the step after this pass, if it was the last before one
     num_tokens: int = 0  # that the replay's loss is the mean over
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
+    recording: str | None = None  # when it began, ISO 8601
 
 
 def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> Recorded:
@@ -116,6 +117,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightCompari
         optimizer=call.step,
         num_tokens=num_action_tokens(tokens_for(loss, batch)),
         divisor=None if is_objective(loss) else _given_divisor(call),
+        recording=call.recording,
     )
 
 

@@ -20,6 +20,7 @@ from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Setting, Status, findings_of, weights_that_stay
 from replay.verdict.gradient_findings import Member, why_steps_differ, window_findings, windows_of
 from replay.verdict.job_values import GRAD_NORM, Recorded, WeightComparison
+from replay.verdict.recordings import why_not_one_job
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.tolerances import Floor
 
@@ -69,6 +70,8 @@ class Verdict:
 def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
     """Judge the passes of all ranks, in the order of pass and rank."""
     known = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
+    if (reason := why_not_one_job([(record, recorded) for record, recorded, _ in known])) is not None:
+        return _refused(known, reason, setting)
     norms = {(one.rank, one.step) for _, one, _ in known if any(c.name == GRAD_NORM for c in one.claims)}
     members = [_member(one, norms, setting) for one in known]
     grouped = windows_of(members)
@@ -105,6 +108,25 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
         floors=setting.floors,
         passes=judged,
         windows=windows,
+    )
+
+
+def _refused(known: Sequence[tuple[PassRecord, Recorded, Replayed]], reason: str, setting: Setting) -> Verdict:
+    """Judge nothing, as the passes are not one job's."""
+    judged = [_verdict_on(record, (Outcome.CANNOT_TELL, reason), []) for record, _, _ in known]
+    judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
+    return Verdict(
+        outcome=Outcome.CANNOT_TELL,
+        reason=reason,
+        counts={Outcome.CANNOT_TELL: len(judged)},
+        window_counts={},
+        first=None,
+        worst=[],
+        open=[],
+        weights=None,
+        environment={},
+        dtypes=("unknown", setting.dtype),
+        passes=judged,
     )
 
 
