@@ -18,8 +18,9 @@ from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
+from capture.record.incidents import Incident, read_incidents
 from replay.loss import tokens_for
-from replay.report.text import not_recorded_text, unreplayable
+from replay.report.text import not_recorded_text, one_line, unreplayable
 from replay.runner.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Order, Passes
@@ -238,6 +239,13 @@ def _not_recorded(folder: Path) -> dict[str, int]:
         return {}
 
 
+def _first_incident(folder: Path) -> Incident | None:
+    try:
+        return next((one for record in read_incidents(folder) for one in record.incidents), None)
+    except CaptureError:
+        return None
+
+
 def _captures_in(folder: Path) -> list[Listed]:
     if folder.is_file():
         raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
@@ -246,6 +254,9 @@ def _captures_in(folder: Path) -> list[Listed]:
     captures = listed(folder)
     if not captures and (missing := _not_recorded(folder)):
         raise UsageError(f"--inputs {folder} holds no captures. Missing: {not_recorded_text(missing)}")
+    if not captures and (happened := _first_incident(folder)) is not None:
+        how = f"{happened.what}, {happened.where}" + (f": {one_line(happened.message)}" if happened.message else "")
+        raise UsageError(f"--inputs {folder} holds no captures, but an incident: {how}. Try: replay inspect {folder}")
     if not captures:
         inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))
         if inside:

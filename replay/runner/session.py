@@ -49,6 +49,7 @@ from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
+from replay.verdict.incidents import with_incidents
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import verdict_lines, weights_line
@@ -384,6 +385,7 @@ class Session:
         opinion: Verdict | None = None
         remarks: Pairs = []
         measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
+        passes = with_incidents(done.passes, inputs_folder(self.spec.inputs))
         whole = done.ended is None and self.earlier.folder is None
         if whole and measures and rounding_floor.is_worth_it(self.spec, done.passes):
             again = rounding_floor.Again(
@@ -394,7 +396,7 @@ class Session:
                 tracker=self.watch.tracker,
             )
             setting, opinion, remarks = _rounded(again, done.passes, setting)
-        verdict = judge(done.passes, setting)
+        verdict = judge(passes, setting)
         if opinion is not None and _is_worse(opinion, verdict):
             verdict = replace(opinion, environment=verdict.environment)
         return Conclusion(verdict=verdict, remarks=remarks)

@@ -94,6 +94,7 @@ class Recorded:
     num_tokens: int = 0  # that the replay's loss is the mean over
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
     recording: str | None = None  # when it began, ISO 8601
+    broke_off: str | None = None  # the incident in which the pass ended, where it computed nothing
 
 
 def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> Recorded:

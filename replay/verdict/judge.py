@@ -26,6 +26,7 @@ from replay.verdict.tolerances import Floor
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)
+NOT_REPLAYED = "what was recorded was not replayed"
 
 Pass = tuple[PassRecord, Recorded | None, Replayed]  # None: the file could not be read
 
@@ -317,7 +318,7 @@ def _outcome(
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
-        return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
+        return Outcome.CANNOT_TELL, recorded.broke_off or why if not recorded.claims else NOT_REPLAYED
     wrong = [one for one in findings if one.status is Status.DIFFERS]
     unsettled = [one for one in findings if one.status is Status.UNSETTLED]
     if (wrong or unsettled) and setting.dropout and recorded.trains:
