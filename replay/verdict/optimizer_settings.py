@@ -47,7 +47,9 @@ def _neither_clips(step: OptimizerStep, spec: ActorSpec, norms: tuple[float | No
 
 def _clips(max_norm: float | None, norm: float | None) -> bool:
     """Tell whether a limit changes a gradient of this norm; where that is not known, every finite one may."""
-    return bool(max_norm) and max_norm != math.inf and (norm is None or not norm <= max_norm)
+    if not max_norm or max_norm == math.inf:
+        return False
+    return norm is None or not norm <= max_norm
 
 
 def _of_group(group: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
