@@ -20,7 +20,8 @@ def why_not_one_job(passes: Sequence[tuple[PassRecord, Recorded]]) -> str | None
     index, rank = other
     began = sorted({one for _, of_rank, one in named if of_rank == rank})
     times = f"{', '.join(began[:-1])} and {began[-1]}"
+    fewer = f"--max-inputs {index}, for those of one alone, or " if index else ""
     return (
         f"these passes are of {len(began)} recordings in one folder, which began {times}. "
-        f"Try: --max-inputs {index}, for those of one alone, or a folder for each (the times are in the files' names)"
+        f"Try: {fewer}a folder for each (the times are in the files' names)"
     )

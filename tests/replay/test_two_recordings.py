@@ -44,3 +44,6 @@ def test_the_ranks_of_a_job_have_each_a_recording_of_its_own() -> None:
     said = why_not_one_job([*seen(job, 0), *seen(job, 1), *seen(restarted, 2)])
     assert said is not None
     assert "of 2 recordings in one folder, which began 10:00:01 and 11:00:01. Try: --max-inputs 2," in said
+    said = why_not_one_job([*seen({0: job[0]}, 0), *seen({0: restarted[0]}, 0)])  # dealt to two data ranks
+    assert said is not None
+    assert "Try: a folder for each" in said
