@@ -85,7 +85,7 @@ def not_recorded(passes: Mapping[str, int]) -> Pairs:
 
 
 def not_recorded_text(passes: Mapping[str, int]) -> str:
-    """Return `2 training passes given a cache of earlier tokens; no replay [...]`, for numbers of passes by the reason."""
+    """Return `2 training passes given a cache of earlier tokens; [...]`, for numbers of passes by the reason."""
     each = [f"{counted(number, 'training pass')} {why}" for why, number in passes.items()]
     return f"{', '.join(each)}; no replay could make them from their arguments"
 
