@@ -1,5 +1,6 @@
 """Specify the actor to build: plain data, no heavy imports; each option declares its default, help and range once."""
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -189,13 +190,20 @@ class ActorSpec:
         "which they were, else 1.",
         min=1,
     )
-    max_norm: float | None = option(None, "Clip the global gradient norm to this before a step.", min=0)
+    max_norm: float | None = option(
+        None,
+        "Clip the global gradient norm to this before a step; inf is no limit, as without.",
+        min=0,
+        max=math.inf,
+    )
     deepspeed_config: Path | None = option(
         None, "A JSON file of DeepSpeed's own settings, added to what the options say; contradictions are refused."
     )
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
 
     def __post_init__(self) -> None:
+        if self.max_norm == math.inf:
+            object.__setattr__(self, "max_norm", None)
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
         self._refuse_what_the_backend_lacks(declaration_of(self.backend))

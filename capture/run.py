@@ -251,8 +251,10 @@ def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguag
         others = {
             refused: recorder.num_dropped,
             "left out by what to keep": recorder.num_not_kept,
-            "of generation with a cache skipped": recorder.num_skipped,
+            "of generation with a cache skipped": recorder.num_skipped - recorder.not_recorded.total(),
         }
+        for reason, count in recorder.not_recorded.items():
+            others[f"training pass{'es' * (count > 1)} not recorded ({reason})"] = count
         more = "".join(f", {count} {what}" for what, count in others.items() if count)
         passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
         return f"capture: {passes} of {name}{more}, in {recorder.folder}"

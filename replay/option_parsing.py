@@ -205,7 +205,7 @@ def _parsed(toggle: Toggle, given: str | bool) -> Any:
 
 def _check_range(toggle: Toggle, value: Any) -> None:
     if isinstance(value, (int, float)) and not (
-        math.isfinite(value)
+        (math.isfinite(value) or value == toggle.max)
         and (toggle.min is None or value >= toggle.min)
         and (toggle.max is None or value <= toggle.max)
     ):
@@ -215,7 +215,8 @@ def _check_range(toggle: Toggle, value: Any) -> None:
 def _allowed(toggle: Toggle) -> str:
     if toggle.choices:
         return f"one of {', '.join(toggle.choices)}"
-    kind = {int: "a whole number", float: "a finite number", Path: "a path", str: "a name"}[toggle.base]
+    number = "a number" if toggle.max == math.inf else "a finite number"
+    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[toggle.base]
     if toggle.max is not None:
         return f"{kind} from {toggle.min} to {toggle.max}"
     return kind if toggle.min is None else f"{kind} of at least {toggle.min}"

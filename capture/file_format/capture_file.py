@@ -15,9 +15,11 @@ With `reproduce` the second also has what it takes to do the pass again:
     "optimizer_step": int  number of the optimizer step that the pass went into
     "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
 
-With or without, a pass that the job noted tensors for has them, encoded as the arguments are:
+With or without, a pass that the job noted tensors for has them, encoded as the arguments are, and one that was recorded
+names its recording by the time at which that began:
 
     "notes": {name: tensor}
+    "recording": text
 
 Arguments keep the names that the model's forward gave them. Beside the files, `actor.json` holds the model's config.
 Both are written under a temporary name, fsynced and renamed, with mode 0600: captured tokens are user data.
@@ -86,6 +88,7 @@ _OPTIONAL_BODY_KINDS = {
     "optimizer_step": int,
     "step": str,
     "notes": dict,
+    "recording": str,
 }
 
 
@@ -123,6 +126,7 @@ class Call:
     optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
     step         what the optimizer was given after it, if it was the last pass before a step
     notes        tensors that the job's loop noted for it, such as advantages
+    recording    when the recording that it is of began, ISO 8601; None: not known
     """
 
     format: int | None = FORMAT
@@ -138,6 +142,7 @@ class Call:
     optimizer_step: int | None = None
     step: OptimizerStep | None = None
     notes: Mapping[str, Tensor] = field(default_factory=dict)
+    recording: str | None = None
 
     def micro_batch(self) -> MicroBatch:
         """Name the arguments of the call; the action mask may have been noted instead.
@@ -173,6 +178,7 @@ class Call:
             environment=self.environment,
             weights=None if self.weights is None else self.weights.text(),
             optimizer_step=self.optimizer_step,
+            recording=self.recording,
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
@@ -272,6 +278,7 @@ def encode_call(
     environment: Mapping[str, str] | None = None,
     weights: str | None = None,
     optimizer_step: int | None = None,
+    recording: str | None = None,
 ) -> EncodedCall:
     """Encode one forward.
 
@@ -294,6 +301,7 @@ def encode_call(
     body |= {"environment": plain_copy(dict(environment))} if environment else {}
     body |= {"weights": weights} if weights else {}
     body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
+    body |= {} if recording is None else {"recording": recording}
     counts = None if batch is None else Counts.of(batch)
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
     _check_readable(encoded, name)
@@ -396,6 +404,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         optimizer_step=body.get("optimizer_step"),
         step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
         notes=decode_tensors(body["notes"], source) if "notes" in body else {},
+        recording=body.get("recording"),
     )
 
 

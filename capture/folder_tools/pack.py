@@ -31,7 +31,9 @@ class Package:
 
 
 def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
-    """Pack as many captures as fit, in recorded order, with actor.json and the manifests; all or nothing is written.
+    """Pack as many captures as fit, in recorded order; all or nothing is written.
+
+    With them go actor.json, the manifests, and what ranks wrote at their ends.
 
     Files keep their names in a folder named like the zip. Of a segment that does not fit as a whole, the first passes
     are packed. Raises CaptureError if the folder is damaged, the target is there already, or not even one capture fits;
@@ -43,7 +45,8 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
     if not checked.is_whole:
         raise CaptureError(f"{folder} is not whole. Try: capture check {folder}")
     extra = [folder / ACTOR_CONFIG_NAME]
-    extra += sorted(path for home in homes_in(folder) for path in home.glob("manifest_rank*.json"))
+    records = ("manifest_rank*.json", "end_rank*.json")
+    extra += sorted(path for home in homes_in(folder) for pattern in records for path in home.glob(pattern))
     descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(descriptor)
     num_packed, left_out = 0, None

@@ -24,6 +24,7 @@ class CallArguments:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the job's own, not copied
     call_facts: dict[str, Any] = field(default_factory=dict)  # copied
     left_out: dict[str, str] = field(default_factory=dict)  # name to type
+    empty_caches: set[str] = field(default_factory=set)  # names of those left out that hold no token yet
 
     def renamed(self, names: Mapping[str, str]) -> "CallArguments":
         """Return the same with other names where `names` has them."""
@@ -32,13 +33,19 @@ class CallArguments:
             return {names.get(name, name): value for name, value in values.items()}
 
         return CallArguments(
-            tensors=named(self.tensors), call_facts=named(self.call_facts), left_out=named(self.left_out)
+            tensors=named(self.tensors),
+            call_facts=named(self.call_facts),
+            left_out=named(self.left_out),
+            empty_caches={names.get(name, name) for name in self.empty_caches},
         )
 
-    @property
-    def continues_a_cache(self) -> bool:
-        """Tell whether tokens are generated: the result depends on keys and values that are not among the arguments."""
-        return any(name in self.left_out for name in _CACHE_NAMES)
+    def continues_a_cache(self, *, trains: bool) -> bool:
+        """Tell whether the result depends on keys and values that are not among the arguments.
+
+        A training pass that is given an empty cache is as any other; with autograd off its tokens begin a generation.
+        """
+        caches = {name for name in _CACHE_NAMES if name in self.left_out}
+        return bool(caches - self.empty_caches if trains else caches)
 
 
 def checked_names(arguments: Mapping[str, str] | None) -> dict[str, str]:
@@ -90,9 +97,19 @@ def _holds_a_tensor(value: Any, max_depth: int) -> bool:
     return any(_holds_a_tensor(item, max_depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
+def _is_empty(cache: Any) -> bool:
+    """Tell whether a cache says that it holds no token. A length that lies on a device is not waited for."""
+    try:
+        length = cache.get_seq_length()
+    except Exception:  # a cache of states alone, or of another library
+        return False
+    return type(length) is int and length == 0
+
+
 def _sort_in(taken: CallArguments, name: str, value: Any, max_depth: int) -> None:
     if name in _CACHE_NAMES and value is not None:
         taken.left_out[name] = type_name(value)
+        taken.empty_caches.update({name} if _is_empty(value) else ())
         return
     if isinstance(value, Tensor) and can_encode(value):
         taken.tensors[name] = value

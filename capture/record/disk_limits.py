@@ -35,10 +35,12 @@ class RankWriter(Protocol):
 
     home          the folder that they go to
     num_given_up  passes of this recording that made room for later ones
+    had_passes    this rank's passes of another recording were there before
     """
 
     home: Path
     num_given_up: int
+    had_passes: bool
 
     def write(self, encoded: EncodedCall) -> Path | None:
         """Write a pass. Returns None if there is no room: under `keep="first"`, or for a pass of this size."""
@@ -84,6 +86,7 @@ class RankFiles:
         self._num_files = len(own_files)
         self._num_bytes = sum(self._charge(size) for _, _, size in own_files)
         self._num_bytes += sum(size for _, size in _segments_of(rank, {folder, home}))
+        self.had_passes = self._num_bytes > 0
         self._oldest_first = deque(
             (path, self._charge(size)) for _, path, size in own_files if self._keep.keep == "last"
         )
@@ -213,6 +216,7 @@ class RankSegments:
         files = (entry for entry in _entries_in({folder, home}) if own_files.fullmatch(entry.name))
         segments = sorted(_segments_of(rank, {folder, home}))
         self._num_bytes = sum(entry.stat().st_size for entry in files) + sum(size for _, size in segments)
+        self.had_passes = self._num_bytes > 0
         kept: list[tuple[Path, int]] = segments if keep.keep == "last" else []
         self._oldest_first: deque[_Taken] = deque(_Taken(path=path, num_bytes=size) for path, size in kept)
 

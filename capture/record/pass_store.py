@@ -39,13 +39,14 @@ _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Says that the recording of a rank of several was closed."""
+    """Says that a recording was closed: of a rank of several, or one that could not record some training passes."""
 
     num_passes: int
     num_steps: int | None
     world_size: int
     place: str
     opened: str
+    not_recorded: Mapping[str, int]
 
     def record(self, rank: int) -> EndRecord:
         return EndRecord(
@@ -56,6 +57,7 @@ class Ended:
             place=self.place,
             opened=self.opened,
             time=utc_time(),
+            not_recorded=self.not_recorded,
         )
 
 
@@ -172,6 +174,7 @@ class Store:
             environment={**environment(), **taken.settings} if self._keep.reproduce else None,
             weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
+            recording=self._opened,
         )
         if taken.notes is not None:
             self._write_notes(encoded, taken.notes)
@@ -298,6 +301,11 @@ class Store:
             self._files[self._place] = rank_writer(
                 self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened
             )
+            if self._files[self._place].had_passes and rank == min(self._keep.ranks or {0}):  # one rank speaks for all
+                warn(
+                    f"capture: {self._folder} has passes of another recording, and a replay judges no two together. "
+                    "Give each recording a folder of its own"
+                )
 
     def _home_of(self, rank: int, world_size: int | None) -> Path:
         in_segments = self._keep.segment is not None

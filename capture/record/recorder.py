@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -161,8 +162,9 @@ class Recorder:
                  checkpoint's re-run
     num_written  passes written
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
-    num_skipped  passes that cannot be replayed from their arguments: tokens generated with a key-value cache, and
+    num_skipped  passes that cannot be replayed from their arguments: with a key-value cache of earlier tokens, and
                  forwards inside a CUDA graph capture
+    not_recorded training passes among the skipped ones, by the reason
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
@@ -178,6 +180,7 @@ class Recorder:
         self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
+        self.not_recorded: Counter[str] = Counter()
         self.hears_signals = False
         self.rank, self.world_size = 0, 1
         self._is_in_group = False
@@ -314,7 +317,7 @@ class Recorder:
         atexit.unregister(self.close)
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
-        if self.world_size > 1 and self.num_seen:
+        if (self.world_size > 1 and self.num_seen) or self.not_recorded:
             window = self._taker.window
             self._writer.tell(
                 Ended(
@@ -323,6 +326,7 @@ class Recorder:
                     world_size=self.world_size,
                     place="after backward" if self._position.place == "in backward" else self._position.place,
                     opened=self._opened,
+                    not_recorded=dict(self.not_recorded),
                 )
             )
         self._position.close()
@@ -463,8 +467,9 @@ class Recorder:
             self._num_passed_over += 1
             return
         taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
-        if taken is None:
+        if isinstance(taken, str):
             self.num_skipped += 1
+            self.not_recorded.update([taken] if trains else [])
         elif self._writer.offer(taken, taken.num_bytes):
             self._taken = forward
 

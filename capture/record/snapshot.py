@@ -24,6 +24,7 @@ from capture.record.step_window import StepWindow
 from capture.record.token_log_probs import logits_of, token_log_probs
 
 _SAMPLES = " weights"  # no argument of a forward has this name
+WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,14 +177,16 @@ class Taker:
         world_size: int,
         forward: int,
         notes: Notes | None = None,
-    ) -> Pass | None:
-        """Take a call's arguments and what was noted before it; None for a pass that these cannot replay."""
+    ) -> Pass | str:
+        """Take a call's arguments and what was noted before it, or say why these cannot replay the pass."""
         taken = take_apart(self._signature, args, kwargs)
         if self._names:
             taken = taken.renamed(self._names)
-        if taken.continues_a_cache or is_capturing_graph(taken.tensors):
-            return None
         trains = torch.is_grad_enabled()
+        if taken.continues_a_cache(trains=trains):
+            return WITH_CACHE
+        if is_capturing_graph(taken.tensors):
+            return IN_GRAPH
         weights = self._sampled_before(trains)
         settings = settings_of(taken.tensors, self._of_model) if self._reproduce else {}
         if self._computing is not None:

@@ -76,6 +76,11 @@ class _Clipping:
     norm: Tensor | None
     is_part_of_norm: bool
 
+    @property
+    def has_a_limit(self) -> bool:
+        """Tell whether it may have changed the gradients: jobs that want the norm alone clip to infinity."""
+        return self.max_norm != math.inf
+
 
 class StepWindow:
     """Follows the passes and steps of one model, in the job's thread. `number` is that of the next step.
@@ -134,20 +139,26 @@ class StepWindow:
 
     def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
         """Note that the gradients of these parameters will be clipped by their norm."""
-        if not self._is_kept or self._has_stepped or self._is_up_to_date:
+        before = self._clipping
+        if not self._is_kept or self._has_stepped or (before and before.has_a_limit and self._is_up_to_date):
             return
         ids = set(map(id, parameters))
         if not self._sampler.is_of_model(ids):
             return
-        self._was_clipped_before = self._clipping is not None
+        limit = float(max_norm) if isinstance(max_norm, int | float) else None
+        num_clipped = None if len(ids) >= self._sampler.num_trained else len(ids)
+        if before is not None and self._is_up_to_date:
+            self._clipping = replace(before, max_norm=limit, num_clipped=num_clipped)
+            return
+        self._was_clipped_before |= before is not None and before.has_a_limit
         gradients, without = self._sampler.gradients()
         own, is_part = own_norm(norm)
         self._clipping = _Clipping(
             after_pass=self._passes[-1],
             gradients=gradients,
             without_gradient=without,
-            num_clipped=None if len(ids) >= self._sampler.num_trained else len(ids),
-            max_norm=float(max_norm) if isinstance(max_norm, int | float) else None,
+            num_clipped=num_clipped,
+            max_norm=limit,
             norm=own,
             is_part_of_norm=is_part,
         )
@@ -226,7 +237,7 @@ class StepWindow:
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
             num_clipped=None if clipping is None else clipping.num_clipped,
-            is_unclipped=not (self._was_clipped_before or (self._clipping is not None and clipping is None)),
+            is_unclipped=not (self._was_clipped_before or self._was_clipped_since_sampled),
             optimizer=type(optimizer).__name__,
             settings=settings,
             has_state=bool(optimizer.state),
@@ -237,6 +248,11 @@ class StepWindow:
     def has_stepped(self) -> bool:
         """Tell whether an optimizer of the model has begun to step since the latest pass with autograd on."""
         return self._has_stepped
+
+    @property
+    def _was_clipped_since_sampled(self) -> bool:
+        """Tell whether a clipping with a limit came before the last pass, so that its samples are not of the whole."""
+        return self._clipping is not None and self._clipping.has_a_limit and not self._is_up_to_date
 
     @property
     def _is_up_to_date(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
+from capture.file_format.end_record import not_recorded_in
 from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
 from capture.record.incidents import Incident, read_incidents
@@ -40,6 +41,7 @@ class FolderFacts:
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
     missing_ranks: list[int] = field(default_factory=list)  # of the job's world, of which there is no pass
     world_size: int = 0
+    not_recorded: Mapping[str, int] = field(default_factory=dict)  # training passes, by the reason
     incidents: list[RankIncident] = field(default_factory=list)
     hang: Pairs = field(default_factory=list)  # which rank was behind, and a line for each rank
     in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
@@ -57,9 +59,9 @@ def inspect_folder(folder: Path) -> FolderFacts:
     check_folder(folder, "Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
-    incidents, hang = _incidents_of(folder, damaged)
+    incidents, hang, not_recorded = _records_of(folder, damaged)
     files, segments = lone_files(folder), segment_files(folder)
-    if not files and not segments and not incidents and in_memory is None:
+    if not (files or segments or incidents or not_recorded) and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl, or segments, *.seg). Try: replay inspect inputs/sample")
     totals = Totals(damaged)
     for path in files:
@@ -80,6 +82,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         unreplayable=totals.unreplayable,
         missing_ranks=totals.missing_ranks(),
         world_size=totals.world_size,
+        not_recorded=not_recorded,
         incidents=incidents,
         hang=hang,
         in_memory=in_memory,
@@ -89,20 +92,24 @@ def inspect_folder(folder: Path) -> FolderFacts:
     )
 
 
-def _incidents_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[RankIncident], Pairs]:
-    """Return the incidents, and which rank was behind; where they cannot be read, none, and say so in `damaged`."""
+def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[RankIncident], Pairs, Mapping[str, int]]:
+    """Return the incidents, which rank was behind, and the training passes that are missing, by the reason.
+
+    Where these cannot be read, return none, and say so in `damaged`.
+    """
     try:
         records = read_incidents(folder)
         hang = post_mortem(last_seen(folder))
+        not_recorded = not_recorded_in(folder)
     except CaptureError as error:
         damaged.append((folder, str(error)))
-        return [], []
+        return [], [], {}
     incidents = [
         RankIncident(rank=record.rank, incident=one, num_others=record.num_others)
         for record in records
         for one in record.incidents
     ]
-    return incidents, hang
+    return incidents, hang, not_recorded
 
 
 def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:

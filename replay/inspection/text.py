@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from capture.file_format.listing import ranges_of
 from replay.inspection.folder_facts import FolderFacts
 from replay.inspection.totals import Spread
-from replay.report.text import Columns, Pairs, counted, unreplayable
+from replay.report.text import Columns, Pairs, counted, not_recorded, unreplayable
 
 
 def folder_facts(facts: FolderFacts) -> Pairs:
@@ -15,6 +15,7 @@ def folder_facts(facts: FolderFacts) -> Pairs:
         pairs.append(("no replay", unreplayable(facts.unreplayable)))
     if facts.missing_ranks:
         pairs.append(("no pass", f"of {rank_names(facts.missing_ranks)} of the job's {facts.world_size}"))
+    pairs += not_recorded(facts.not_recorded)
     if facts.first_time is not None and facts.last_time is not None:
         pairs.append(("time", f"{facts.first_time} to {facts.last_time}"))
     if facts.versions:

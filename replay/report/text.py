@@ -4,7 +4,7 @@ A table is a dict of columns, name to cells; a pair is a name and its text.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actor_init.backends import declaration_of
@@ -77,6 +77,17 @@ def damaged_files(damaged: Sequence[tuple[Path, str]]) -> Pairs:
 def unreplayable(captures: Sequence[tuple[Path, str]]) -> str:
     """Say how many captures no replay can make, and why the first."""
     return f"{counted(len(captures), 'capture')} cannot be replayed: {captures[0][1]}"
+
+
+def not_recorded(passes: Mapping[str, int]) -> Pairs:
+    """Say how many of the job's training passes the recording could not keep, and why."""
+    return [("missing", not_recorded_text(passes))] if passes else []
+
+
+def not_recorded_text(passes: Mapping[str, int]) -> str:
+    """Return `2 training passes given a cache of earlier tokens; [...]`, for numbers of passes by the reason."""
+    each = [f"{counted(number, 'training pass')} {why}" for why, number in passes.items()]
+    return f"{', '.join(each)}; no replay could make them from their arguments"
 
 
 def is_text(name: str) -> bool:

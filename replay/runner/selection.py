@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
@@ -13,13 +13,15 @@ from typing import Any
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_call
+from capture.file_format.end_record import not_recorded_in
 from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
+from capture.record.incidents import Incident, read_incidents
 from replay.given_paths import check_inputs
 from replay.loss import tokens_for
-from replay.report.text import unreplayable
+from replay.report.text import not_recorded_text, one_line, unreplayable
 from replay.runner.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Order, Passes
@@ -40,6 +42,7 @@ class Selection:
     dealing: str  # one sentence: how inputs were distributed over the data ranks
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)  # whole, and of calls that no replay can make
     rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
+    not_recorded: Mapping[str, int] = field(default_factory=dict)  # the job's training passes, by the reason
     grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
     padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
     is_whole: bool = False  # all passes of the kind, of every rank, are replayed
@@ -51,6 +54,7 @@ class Selection:
             "dealing": self.dealing,
             "num_left_out_passes": self.num_left_out_passes,
             "num_left_over": self.num_left_over,
+            "not_recorded": dict(self.not_recorded),
             "damaged": [{"path": str(path), "error": error} for path, error in self.damaged],
             "unreplayable": [{"path": str(path), "error": error} for path, error in self.unreplayable],
         }
@@ -171,17 +175,20 @@ def select(
     reader = Reader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     rest: list[list[Captured]] = []
+    missing: Mapping[str, int] = {}
     if spec.input_file is not None:
         files = list(reader.read([Listed(_existing_file(spec.input_file))]))
         rounds = [tuple(files * num_data_ranks)] * (len(files) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
-        captures = _captures_in(spec.inputs if spec.inputs is not None else default_folder())
+        folder = spec.inputs if spec.inputs is not None else default_folder()
+        captures = _captures_in(folder)
+        missing = _not_recorded(folder)
         rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order, packs)
     num_left_over = sum(len(captures) for captures in rest)
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
-        raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks))
+        raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks, missing))
     rounds = [tuple(map(reader.counted, members)) for members in _picked(rounds, spec)]
     inputs = [members[data_rank].path for members in rounds]
     if spec.uneven and spec.input_file is None:
@@ -196,6 +203,7 @@ def select(
         num_left_over=num_left_over,
         damaged=reader.damaged,
         unreplayable=reader.unreplayable,
+        not_recorded=missing,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
         rounds=[_round(members) for members in rounds],
         grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
@@ -237,8 +245,28 @@ def _existing_file(path: Path) -> Path:
     return path
 
 
+def _not_recorded(folder: Path) -> dict[str, int]:
+    """Count the training passes that the recording could not keep; none where its end cannot be read."""
+    try:
+        return not_recorded_in(folder)
+    except CaptureError:  # `replay inspect` names the file
+        return {}
+
+
+def _first_incident(folder: Path) -> Incident | None:
+    try:
+        return next((one for record in read_incidents(folder) for one in record.incidents), None)
+    except CaptureError:
+        return None
+
+
 def _captures_in(folder: Path) -> list[Listed]:
     captures = listed(folder)
+    if not captures and (missing := _not_recorded(folder)):
+        raise UsageError(f"--inputs {folder} holds no captures. Missing: {not_recorded_text(missing)}")
+    if not captures and (happened := _first_incident(folder)) is not None:
+        how = f"{happened.what}, {happened.where}" + (f": {one_line(happened.message)}" if happened.message else "")
+        raise UsageError(f"--inputs {folder} holds no captures, but an incident: {how}. Try: replay inspect {folder}")
     if not captures:
         inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))
         if inside:
@@ -335,7 +363,9 @@ class _Rounds:
         return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
 
 
-def _nothing_to_replay(spec: InputsSpec, reader: Reader, num_left_over: int, num_data_ranks: int) -> str:
+def _nothing_to_replay(
+    spec: InputsSpec, reader: Reader, num_left_over: int, num_data_ranks: int, missing: Mapping[str, int]
+) -> str:
     if reader.unreplayable and not num_left_over:
         return f"nothing to replay: {unreplayable(reader.unreplayable)}"
     if num_left_over and not spec.skip_inputs:
@@ -348,4 +378,6 @@ def _nothing_to_replay(spec: InputsSpec, reader: Reader, num_left_over: int, num
         return f"--skip-inputs {spec.skip_inputs} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
-    return f"{where} holds no {spec.passes} pass, but {reader.num_left_out} of kind {other}. Try: --passes {other}"
+    why = f" ({not_recorded_text(missing)})" if missing and spec.passes is Passes.TRAIN else ""
+    text = f"{where} holds no {spec.passes} pass{why}, but {reader.num_left_out} of kind {other}"
+    return f"{text}. Try: --passes {other}"

@@ -31,7 +31,7 @@ from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective, described_loss
 from replay.processes.torchrun_error import repeat_for_torchrun
-from replay.report.text import Pairs, counted, engine_text, one_line, short_names_differ
+from replay.report.text import Pairs, counted, engine_text, not_recorded, one_line, short_names_differ
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
@@ -51,6 +51,7 @@ from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, Passes, RunSpec, VerdictRule, WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
+from replay.verdict.incidents import with_incidents
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.router_loss import is_mixture
@@ -406,6 +407,7 @@ class Session:
         opinion: Verdict | None = None
         remarks: Pairs = []
         measures = self.spec.measure.noise_floor or self.spec.measure.second_opinion
+        passes = with_incidents(done.passes, inputs_folder(self.spec.inputs))
         whole = done.ended is None and self.earlier.folder is None
         again = rounding_floor.Again(
             world=self.world,
@@ -417,7 +419,7 @@ class Session:
         )
         if whole and measures and rounding_floor.is_worth_it(again, done.passes):
             setting, opinion, remarks = _rounded(again, done.passes, setting)
-        verdict = judge(done.passes, setting)
+        verdict = judge(passes, setting)
         if opinion is not None and _is_worse(opinion, verdict):
             verdict = replace(opinion, environment=verdict.environment)
         if self.earlier.folder is None:
@@ -456,7 +458,11 @@ class Session:
                 self.selection,
                 self.folder,
                 memory_kind=self.meter.memory_kind,
-                verdict=[*verdict_lines(conclusion.verdict), *conclusion.remarks],
+                verdict=[
+                    *verdict_lines(conclusion.verdict),
+                    *not_recorded(self.selection.not_recorded),
+                    *conclusion.remarks,
+                ],
                 saved=done.saved or not_saved(self.spec.state),
                 found=done.found,
             )

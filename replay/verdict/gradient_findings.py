@@ -71,7 +71,12 @@ def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) ->
         return ["the replay has stepped since, so its weights are known before the first step alone"]
     if reason := _why_not_comparable(window, steps, setting):
         return [reason]
-    return differences(steps[-1], setting.steps, number)
+    return differences(steps[-1], setting.steps, number, _norms(window, steps))
+
+
+def _norms(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> tuple[float | None, float | None]:
+    """Return the norm of the gradient in the job, if it is known, and here."""
+    return next((there for _, there in _noted(window, steps)), None), window[-1].record.grad_norm
 
 
 def why_not_judged(window: Sequence[Member], setting: Setting, number: int) -> list[str]:

@@ -99,6 +99,8 @@ class Recorded:
     num_tokens: int = 0  # that the replay's loss is the mean over
     samples: Sequence[Sample] = ()  # of the weights, as the job had them
     divisor: float | None = None  # what the model divided the sum of its losses by; None: its own tokens
+    recording: str | None = None  # when it began, ISO 8601
+    broke_off: str | None = None  # the incident in which the pass ended, where it computed nothing
 
 
 def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> Recorded:
@@ -123,6 +125,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightCompari
         optimizer=call.step,
         num_tokens=num_action_tokens(tokens_for(loss, batch)),
         divisor=None if is_objective(loss) else _given_divisor(call),
+        recording=call.recording,
     )
 
 

@@ -20,11 +20,13 @@ from replay.runlog.records import PassRecord
 from replay.verdict.findings import ROUNDING_HIDES, Finding, Setting, Status, findings_of, weights_that_stay
 from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
 from replay.verdict.job_values import GRAD_NORM, MISSING_GRADIENT, Recorded, WeightComparison
+from replay.verdict.recordings import why_not_one_job
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.tolerances import Floor
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)
+NOT_REPLAYED = "what was recorded was not replayed"
 
 Pass = tuple[PassRecord, Recorded | None, Replayed]  # None: the file could not be read
 
@@ -69,6 +71,8 @@ class Verdict:
 def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
     """Judge the passes of all ranks, in the order of pass and rank."""
     known = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
+    if (reason := why_not_one_job([(record, recorded) for record, recorded, _ in known])) is not None:
+        return _refused(known, reason, setting)
     norms = {(one.rank, one.step) for _, one, _ in known if any(c.name == GRAD_NORM for c in one.claims)}
     members = [_member(one, norms, setting) for one in known]
     grouped = windows_of(members)
@@ -106,6 +110,25 @@ def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
         floors=setting.floors,
         passes=judged,
         windows=windows,
+    )
+
+
+def _refused(known: Sequence[tuple[PassRecord, Recorded, Replayed]], reason: str, setting: Setting) -> Verdict:
+    """Judge nothing, as the passes are not one job's."""
+    judged = [_verdict_on(record, (Outcome.CANNOT_TELL, reason), []) for record, _, _ in known]
+    judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
+    return Verdict(
+        outcome=Outcome.CANNOT_TELL,
+        reason=reason,
+        counts={Outcome.CANNOT_TELL: len(judged)},
+        window_counts={},
+        first=None,
+        worst=[],
+        open=[],
+        weights=None,
+        environment={},
+        dtypes=("unknown", setting.dtype),
+        passes=judged,
     )
 
 
@@ -311,7 +334,7 @@ def _outcome(
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
-        return Outcome.CANNOT_TELL, why if not recorded.claims else "what was recorded was not replayed"
+        return Outcome.CANNOT_TELL, recorded.broke_off or why if not recorded.claims else NOT_REPLAYED
     wrong = [one for one in findings if one.status is Status.DIFFERS]
     unsettled = [one for one in findings if one.status is Status.UNSETTLED]
     # masks make no gradient vanish, but a layer that is dropped out whole has none

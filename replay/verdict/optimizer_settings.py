@@ -12,10 +12,14 @@ LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
 OFF = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "momentum": 0}  # torch's defaults
 
 
-def differences(step: OptimizerStep, spec: ActorSpec, number: int) -> list[str]:
+def differences(
+    step: OptimizerStep, spec: ActorSpec, number: int, norms: tuple[float | None, float | None] | None = None
+) -> list[str]:
     """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
     Empty where nothing does; settings that the job's optimizer does not have are passed over.
+
+    norms  of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
@@ -28,10 +32,24 @@ def differences(step: OptimizerStep, spec: ActorSpec, number: int) -> list[str]:
     differing = list(dict.fromkeys(said for group in step.settings for said in _of_group(group, ours)))
     if number == 0 and step.has_state:
         differing.append("moments of steps before in the job, none here")
-    theirs = step.max_norm
-    if (theirs or None) != (spec.max_norm or None):
-        differing.append(f"clipped to {_shown(theirs)} in the job, to {_shown(spec.max_norm)} here")
+    if (step.max_norm or None) != (spec.max_norm or None) and not _neither_clips(step, spec, norms):
+        differing.append(f"clipped to {_shown(step.max_norm)} in the job, to {_shown(spec.max_norm)} here")
     return differing
+
+
+def _neither_clips(step: OptimizerStep, spec: ActorSpec, norms: tuple[float | None, float | None] | None) -> bool:
+    """Tell whether both limits are above the gradient's norm, so that neither changes the step."""
+    there, here = (None if step.is_part_of_norm else step.grad_norm,) * 2 if norms is None else norms
+    if step.num_clipped is not None:
+        there = None  # of some parameters alone, perhaps the first of several clippings
+    return not _clips(step.max_norm, there) and not _clips(spec.max_norm, here)
+
+
+def _clips(max_norm: float | None, norm: float | None) -> bool:
+    """Tell whether a limit changes a gradient of this norm; where that is not known, every finite one may."""
+    if not max_norm or max_norm == math.inf:
+        return False
+    return norm is None or not norm <= max_norm
 
 
 def _of_group(group: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:

@@ -110,11 +110,17 @@ def clip_in_two(model: nn.Module) -> None:
     nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.01, norm)
 
 
+def clip_after_measuring(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 CLIPPING: dict[str, tuple[Callable[[nn.Module], Any], float | None]] = {
     "not": (lambda model: None, None),
     "by torch.nn.utils": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01), 0.01),
     "by a name imported before": (lambda model: imported_before(list(model.parameters()), max_norm=0.01), 0.01),
     "in two calls": (clip_in_two, 0.01),
+    "after its norm was measured by a limit of infinity": (clip_after_measuring, 0.01),
     "by a norm that is never reached": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9), 1e9),
 }
 
@@ -443,6 +449,22 @@ def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> 
     assert first.grad_norm is not None
     assert first.grad_norm > norm
     assert (second.is_unclipped, second.grad_norm) == (False, None)
+
+
+def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for limits in ((math.inf, 0.01), (math.inf, None)):
+            for limit in limits:
+                loss_of(model).backward()
+                if limit is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    for step, max_norm in zip(steps(tmp_path), (0.01, None), strict=True):
+        assert_are(step, gradients(loss_of, loss_of), rel=1e-6)
+        assert (step.is_unclipped, step.max_norm, step.grad_norm is None) == (True, max_norm, max_norm is None)
 
 
 def test_a_norm_that_the_job_notes_is_the_steps_where_no_other_is_known(tmp_path: Path) -> None:

@@ -212,6 +212,25 @@ def test_steps_of_generation_with_a_cache_are_skipped_and_counted(tmp_path: Path
         model(IDS_BS, past_key_values=None)
         model(IDS_BS[:, -1:], past_key_values=((IDS_BS, IDS_BS),))
     assert (recorder.num_seen, recorder.num_written, recorder.num_skipped, recorder.num_dropped) == (2, 1, 1, 0)
+    assert recorder.not_recorded == {"given a cache of earlier tokens": 1}
+
+
+class EmptyCache:
+    def get_seq_length(self) -> int:
+        return 0
+
+
+def test_with_an_empty_cache_a_training_pass_is_kept_and_a_generation_is_not(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path) as recorder:
+        model(IDS_BS, past_key_values=EmptyCache())
+        with torch.no_grad():
+            model(IDS_BS, past_key_values=EmptyCache())
+    assert (recorder.num_written, recorder.num_skipped, recorder.not_recorded) == (1, 1, {})
+    [path] = capture_files(tmp_path)
+    batch = read_micro_batch(path)
+    assert (batch.trains, batch.left_out) == (True, {"past_key_values": "tests.capture.test_recorder.EmptyCache"})
+    assert not list(tmp_path.glob("end_rank*.json"))  # nothing of the job's training is missing
 
 
 def test_nothing_of_the_recorder_stays_on_the_model(tmp_path: Path) -> None:

@@ -109,6 +109,23 @@ def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, say
     assert len(capture_files(tmp_path / "kept")) == 1
 
 
+def test_the_last_line_counts_the_training_passes_that_no_replay_could_make(tmp_path: Path) -> None:
+    script = """
+        class Cached(Tiny):
+            def forward(self, input_ids, past_key_values=None):
+                return self.embedding(input_ids)
+        model = Cached()
+        model(ids)
+        model(ids, past_key_values=((ids, ids),))
+        model(ids, past_key_values=((ids, ids),))
+        with torch.no_grad():
+            model(ids, past_key_values=((ids, ids),))
+    """
+    done = captured_run(tmp_path, script, "--to", "kept", "job.py")
+    generated, trained = "1 of generation with a cache skipped", "2 training passes not recorded"
+    assert f"capture: 1 pass of Cached, {generated}, {trained} (given a cache of earlier tokens), in" in done.stderr
+
+
 def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_path: Path) -> None:
     script = "model = Tiny()\nfor _ in range(5):\n    model(ids)\n"
     few = ["--flight-recorder", "2", "job.py"]
