@@ -56,7 +56,7 @@ def test_a_masked_value_may_be_another_one_and_is_not_counted_but_has_to_be_ther
 
 
 def test_what_is_below_a_mask_may_be_more_or_less() -> None:
-    masks = [Mask("rank0.jsonl/1", "all of it", is_there=False)]
+    masks = [Mask("rank0.jsonl/1", "all of it", hides="all")]
     assert compare(LOG, changed(loss=2.0, grad_norm=1.0), masks, []).num_compared == 6
     assert compare(LOG, changed(loss=2.0, grad_norm=1.0), masks, []).is_same
 

@@ -26,28 +26,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from benchmarks.same_numbers.comparison import compare, read_run
+from benchmarks.same_numbers.comparison import compare, read_log
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 600  # seconds for one replay, and in which a rank of it has to go on: compiling takes long on a busy machine
-MOST_SHOWN = 40  # differences of a configuration
-DATA_RANKS = "torchrun --standalone --nproc-per-node 2 -m "
+LIMIT = 600  # seconds for a replay, and in which a rank of it has to go on: compiling takes long on a busy machine
+MOST_SHOWN = 12  # differences of a configuration
+SAMPLE = "sample"
+TWO_RANKS = "torchrun --standalone --nproc-per-node 2 -m "
 
 
 class Configuration(NamedTuple):
-    """A replay of the first inputs of the sample, or of a job of job.py."""
+    """A replay of the first three inputs of the sample, or of a job of job.py."""
 
     options: str
-    job: str = ""  # "": the sample
+    job: str = SAMPLE
     launcher: str = ""  # --tp and --ring start their ranks themselves
     exit_code: int = 0
     damaged: int | None = None  # which of the inputs is cut off
 
     @property
     def command(self) -> str:
-        model = " --model model" if self.job else ""
-        most = "" if self.job or "--pick-inputs" in self.options else " --max-inputs 3"
-        return f"{self.launcher}replay --inputs inputs{model}{most} --log-folder logs --timeout {LIMIT} {self.options}"
+        which = "--max-inputs 3" if self.job == SAMPLE else "--model model"
+        return f"{self.launcher}replay --inputs inputs {which} --log-folder logs --timeout {LIMIT} {self.options}"
 
 
 CONFIGURATIONS = {
@@ -60,35 +60,35 @@ CONFIGURATIONS = {
     "zero 1, rollout passes": Configuration("--passes rollout --max-inputs 2"),
     "zero 1, tp 2": Configuration("--tp 2 --max-inputs 2 --step"),
     "zero 1, ring 2": Configuration("--ring 2 --max-inputs 2 --loss sft"),
+    "zero 1, damaged": Configuration("--verdict strict --pad-tokens 64", damaged=2),
     "zero 2": Configuration("--zero-stage 2 --gradient-checkpointing --loss sft"),
-    "zero 2, data ranks": Configuration("--zero-stage 2 --shuffle-inputs --grad-accumulation 2", launcher=DATA_RANKS),
-    "zero 3": Configuration("--zero-stage 3 --no-packing --step --optimizer sgd --momentum 0.9 --profile --max-inputs 2"),
-    "zero 3, data ranks": Configuration("--zero-stage 3 --step --shuffle-inputs", launcher=DATA_RANKS),
+    "zero 2, data ranks": Configuration("--zero-stage 2 --shuffle-inputs --grad-accumulation 2", launcher=TWO_RANKS),
+    "zero 3": Configuration("--zero-stage 3 --no-packing --step --optimizer sgd --profile --max-inputs 2"),
+    "zero 3, data ranks": Configuration("--zero-stage 3 --step --shuffle-inputs", launcher=TWO_RANKS),
     "zero 3, tp 2": Configuration("--zero-stage 3 --tp 2 --max-inputs 2 --no-packing"),
     "fsdp2": Configuration("--backend fsdp2 --step --learning-rate 1e-3 --trace"),
     "fsdp2, stage 2": Configuration("--backend fsdp2 --zero-stage 2 --no-packing --reverse-rows"),
     "fsdp2, compiled": Configuration("--backend fsdp2 --compile --max-inputs 2"),
-    "fsdp2, checkpointing": Configuration("--backend fsdp2 --gradient-checkpointing --attention eager --profile --max-inputs 2"),
+    "fsdp2, eager": Configuration("--backend fsdp2 --attention eager --profile --max-inputs 2"),
     "fsdp2, tp 2": Configuration("--backend fsdp2 --tp 2 --max-inputs 2 --step --details"),
     "fsdp2, tp 2, sequence": Configuration("--backend fsdp2 --tp 2 --sequence-parallel --max-inputs 2"),
     "fsdp2, ring 2": Configuration("--backend fsdp2 --ring 2 --max-inputs 2 --dtype bf16 --trace"),
-    "fsdp2, data ranks": Configuration("--backend fsdp2 --step --pad-to longest --no-packing", launcher=DATA_RANKS),
+    "fsdp2, data ranks": Configuration("--backend fsdp2 --step --pad-to longest --no-packing", launcher=TWO_RANKS),
     "ddp": Configuration("--backend ddp --trace --details"),
     "ddp, steps": Configuration("--backend ddp --step --grad-accumulation 2 --window mean-of-means --max-inputs 4"),
     "ddp, compiled": Configuration("--backend ddp --compile --gradient-checkpointing --max-inputs 2"),
     "ddp, fused": Configuration("--backend ddp --kernels fused --whole-logits --no-packing --loss sft"),
-    "ddp, data ranks": Configuration("--backend ddp --grad-accumulation 2 --step", launcher=DATA_RANKS),
-    "zero 1, damaged": Configuration("--verdict strict --pad-tokens 64", damaged=2),
+    "ddp, data ranks": Configuration("--backend ddp --grad-accumulation 2 --step", launcher=TWO_RANKS),
     # a GPT-2 with dropout
-    "dropout, ddp": Configuration("--backend ddp --no-packing --loss sft --step --learning-rate 1e-3 --max-norm 1", "dropout"),
+    "dropout, ddp": Configuration("--backend ddp --no-packing --loss sft --step --max-norm 1", "dropout"),
     "dropout, zero 1": Configuration("--no-packing --loss sft --dtype bf16", "dropout"),
-    "dropout, fsdp2 packed": Configuration("--backend fsdp2 --loss sft --grad-accumulation 2 --trace", "dropout"),
+    "dropout, fsdp2": Configuration("--backend fsdp2 --loss sft --grad-accumulation 2 --trace", "dropout"),
     "no states, ddp": Configuration("--backend ddp --no-packing --loss sft", "no-states"),
     "no states, zero 2": Configuration("--zero-stage 2 --no-packing --step --details", "no-states"),
-    # a Llama with the objective of PPO, and pairs for that of DPO
-    "policy, ddp": Configuration("--backend ddp --loss policy --step --learning-rate 1e-3 --max-norm 1e9", "policy"),
-    "policy, zero 1": Configuration("--loss policy --kl-coefficient 0.1 --reduction window-tokens --dtype bf16", "policy"),
-    "policy, fsdp2": Configuration("--backend fsdp2 --loss policy --dual-clip 3 --second-opinion --dtype bf16", "policy"),
+    # a Llama with what the losses of PPO and DPO need
+    "policy, ddp": Configuration("--backend ddp --loss policy --step --learning-rate 1e-3 --max-norm 1", "policy"),
+    "policy, zero 1": Configuration("--loss policy --kl-coefficient 0.1 --dtype bf16", "policy"),
+    "policy, fsdp2": Configuration("--backend fsdp2 --loss policy --second-opinion --dtype bf16", "policy"),
     "dpo": Configuration("--backend ddp --loss dpo --label-smoothing 0.1", "policy"),
     "own function": Configuration("--backend ddp --loss own.py:loss", "policy"),
     "own function, zero 3": Configuration("--zero-stage 3 --loss own.py:entropy --gradient-checkpointing", "policy"),
@@ -96,7 +96,7 @@ CONFIGURATIONS = {
     "beyond, fsdp2": Configuration("--backend fsdp2 --loss sft --pick-inputs 0,3,1", "beyond", exit_code=1),
     "too long, zero 1": Configuration("--loss sft --no-packing --pick-inputs 0,3,1", "too-long", exit_code=1),
 }
-OWN = '''
+OWN = """
 def loss(inputs):
     ratio = (inputs.log_probs_BA - inputs.of_tokens("old_log_probs")).exp()
     return -(ratio * inputs.of_tokens("advantages"))[inputs.action_mask_BA].mean()
@@ -104,20 +104,40 @@ def loss(inputs):
 
 def entropy(inputs):
     return loss(inputs) - 0.1 * inputs.entropies()[inputs.action_mask_BA].mean()
-'''
+"""
 
 
-class Run(NamedTuple):
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", metavar="BASE", help="a commit of this repository")
+    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the configurations and end")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for name in arguments.only:
+            print(f"{name:24} {CONFIGURATIONS[name].command}")
+        return 0
+    began, home = time.monotonic(), Path(tempfile.mkdtemp(prefix="same-numbers-"))
+    trees = opened_trees(arguments.base, home)
+    different = [name for name in arguments.only if not is_same(name, trees)]
+    num_same = len(arguments.only) - len(different)
+    print(f"{num_same} of {len(arguments.only)} configurations are the same, in {time.monotonic() - began:.0f} s")
+    if different:
+        print(f"not the same: {', '.join(different)}; the logs are in {home}")
+        return 1
+    shutil.rmtree(home)
+    return 0
+
+
+class Ended(NamedTuple):
     exit_code: int
     output: str
-    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """A tree of the code, a folder for what it writes, and its processes' variables."""
+    """A tree of the code, and a folder for what it writes."""
 
-    code: Path
     home: Path
     environment: Mapping[str, str]
 
@@ -125,7 +145,7 @@ class Tree:
     def opened(cls, code: Path, home: Path) -> Self:
         """Start the tree's own warm processes (tests/warm), which import it once and fork for each replay."""
         home.mkdir()
-        # nothing of the user's but where to find programs
+        # nothing of the user's but where to find programs; as for inductor, what tests/conftest.py says
         environment = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": str(code),
@@ -139,24 +159,20 @@ class Tree:
             "WARM_HOME": str(home),
             "WARM_OWNER": str(os.getpid()),
         }
-        starting = [sys.executable, "-c", "from tests.warm import warm_bin; print(warm_bin())"]
         # no pipe for stderr: the server of the warm processes would hold it open
-        programs = subprocess.run(starting, cwd=code, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        environment["PATH"] = f"{programs.stdout.strip()}{os.pathsep}{environment['PATH']}"
-        tree = cls(code=code, home=home, environment=environment)
-        tree._check_imports()
+        asking = [sys.executable, "-c", "from tests.warm import warm_bin; print(warm_bin())"]
+        asked = subprocess.run(asking, cwd=code, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        environment["PATH"] = f"{asked.stdout.strip()}{os.pathsep}{environment['PATH']}"
+        tree = cls(home=home, environment=environment)
+        # two runs of one tree would always be the same
+        said = tree.run("python -c 'import replay, actor_init, capture; print(replay, actor_init, capture)'", home)
+        assert said.output.count(f"from '{code}/") == 3, f"not from {code}: {said.output}"
         return tree
 
-    def _check_imports(self) -> None:
-        """Two runs of one tree would always be the same."""
-        asking = "import replay, actor_init, capture; print(*(m.__path__[0] for m in (replay, actor_init, capture)))"
-        said = self.process(["python", "-c", asking], self.home).stdout.split()
-        assert said == [str(self.code / name) for name in ("replay", "actor_init", "capture")], f"not {self.code}: {said}"
-
-    def process(self, command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, or kill it and all that it started."""
-        with subprocess.Popen(
-            command,
+    def run(self, command: str, folder: Path) -> Ended:
+        """Run a program to its end; after LIMIT it is killed."""
+        process = subprocess.Popen(
+            shlex.split(command),
             cwd=folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -164,86 +180,59 @@ class Tree:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=LIMIT)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        return subprocess.CompletedProcess(command, process.returncode, output)
+        )
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        return Ended(process.returncode, output)
 
-    def replay(self, name: str, configuration: Configuration, sources: Path) -> Run:
-        """Replay a copy of the inputs: what a replay measures, it keeps beside them."""
-        folder = self.home / re.sub("[^a-z0-9]+", "-", name)
-        job = configuration.job or "sample"
-        shutil.copytree(sources / job, folder)
+    def replay(self, name: str, sources: Path) -> tuple[Ended, Mapping[str, Any]]:
+        """Replay a copy of the inputs, beside which a replay keeps what it measured. Returns its log, too."""
+        configuration, folder = CONFIGURATIONS[name], self.home / re.sub("[^a-z0-9]+", "-", name)
+        shutil.copytree(sources / configuration.job, folder)
         (folder / "own.py").write_text(OWN)
         if configuration.damaged is not None:
             path = sorted((folder / "inputs").glob("*.pkl"))[configuration.damaged]
             path.write_bytes(path.read_bytes()[:-20])
-        process = self.process(shlex.split(configuration.command), folder)
+        ended = self.run(configuration.command, folder)
         logs = list((folder / "logs").glob("*/run.json"))
-        read = read_run(logs[0].parent) if logs else {}
-        return Run(process.returncode, process.stdout, read)
+        return ended, read_log(logs[0].parent) if logs else {}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", metavar="BASE", help="a commit of this repository")
-    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="print the configurations and end")
-    arguments = parser.parse_args()
-    if arguments.list:
-        for name in arguments.only:
-            print(f"{name:24} {CONFIGURATIONS[name].command}")
-        return 0
-    home = Path(tempfile.mkdtemp(prefix="same-numbers-"))
-    began = time.monotonic()
-    trees, sources = prepare(arguments.base, home)
-    different = [name for name in arguments.only if not is_same(name, trees, sources)]
-    num_same = len(arguments.only) - len(different)
-    print(f"{num_same} of {len(arguments.only)} configurations are the same, in {time.monotonic() - began:.0f} s")
-    if not different:
-        shutil.rmtree(home)
-        return 0
-    print(f"others: {', '.join(different)}. Their logs are in {home}")
-    return 1
-
-
-def prepare(base: str, home: Path) -> tuple[Sequence[Tree], Path]:
-    """Take BASE out of git, open both trees, and have BASE record the jobs. Returns BASE's tree first."""
-    code, sources = home / "base-code", home / "sources"
+def opened_trees(base: str, home: Path) -> Sequence[Tree]:
+    """Take BASE out of git, open it and the tree at hand, and have BASE record the jobs in `home/sources`."""
+    code, sources = home / "code-of-base", home / "sources"
     code.mkdir()
     archive = subprocess.run(["git", "archive", base], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x"], cwd=code, input=archive.stdout, check=True)
     with ThreadPoolExecutor() as threads:
         trees = list(threads.map(Tree.opened, (code, ROOT), (home / "base", home / "here")))
-    recorded = trees[0].process(["python", str(Path(__file__).with_name("job.py")), str(sources)], home)
-    assert recorded.returncode == 0, recorded.stdout
-    shutil.copytree(code / "inputs" / "sample", sources / "sample" / "inputs")
-    return trees, sources
+    recorded = trees[0].run(f"python {Path(__file__).with_name('job.py')} {sources}", home)
+    assert recorded.exit_code == 0, recorded.output
+    shutil.copytree(code / "inputs" / "sample", sources / SAMPLE / "inputs")
+    return trees
 
 
-def is_same(name: str, trees: Sequence[Tree], sources: Path) -> bool:
-    """Run one configuration in both trees, and print what came of it."""
-    configuration = CONFIGURATIONS[name]
-    began = time.monotonic()
+def is_same(name: str, trees: Sequence[Tree]) -> bool:
+    """Replay one configuration in both trees at a time, and print what came of it."""
+    began, meant = time.monotonic(), CONFIGURATIONS[name].exit_code
     with ThreadPoolExecutor() as threads:
-        runs = list(threads.map(lambda tree: tree.replay(name, configuration, sources), trees))
-    base, here = runs
-    comparison = compare(base.values, here.values)
-    has_run = all(run.exit_code == configuration.exit_code for run in runs)
-    word = "the same" if comparison.is_same and has_run else "NOT THE SAME"
-    print(f"{name:24} {comparison.num_compared:6,} values, {word}, {time.monotonic() - began:.0f} s", flush=True)
-    for difference in comparison.differences[:MOST_SHOWN]:
-        print(f"    {difference.path}: {difference.base} in BASE, {difference.here} here")
-    if len(comparison.differences) > MOST_SHOWN:
-        print(f"    and {len(comparison.differences) - MOST_SHOWN} more")
-    for tree, run in zip(("BASE", "here"), runs, strict=True):
-        if run.exit_code != configuration.exit_code:
-            last = "\n        ".join(run.output.splitlines()[-8:])
-            print(f"    exit code {run.exit_code} of {tree}, not {configuration.exit_code}:\n        {last}")
-    return comparison.is_same and has_run
+        runs = list(threads.map(lambda tree: tree.replay(name, tree.home.parent / "sources"), trees))
+    comparison = compare(*(log for _, log in runs))
+    is_same = comparison.is_same and all(ended.exit_code == meant for ended, _ in runs)
+    said = f"{comparison.num_compared:5,} values, {'the same' if is_same else 'NOT THE SAME'}"
+    print(f"{name:24} {said}, {time.monotonic() - began:.0f} s", flush=True)
+    for path, in_base, here in comparison.differences[:MOST_SHOWN]:
+        print(f"    {path}: {in_base} in BASE, {here} here")
+    if (num_more := len(comparison.differences) - MOST_SHOWN) > 0:
+        print(f"    and {num_more} more")
+    for tree, (ended, _) in zip(trees, runs, strict=True):
+        if ended.exit_code != meant:
+            print(f"    {tree.home.name} ended with {ended.exit_code}, not {meant}:")
+            print(*(f"        {line}" for line in ended.output.splitlines()[-8:]), sep="\n")
+    return is_same
 
 
 if __name__ == "__main__":
