@@ -60,7 +60,7 @@ CONFIGURATIONS = {
     "zero 1, rollout passes": Configuration("--passes rollout --max-inputs 2"),
     "zero 1, tp 2": Configuration("--tp 2 --max-inputs 2 --step"),
     "zero 1, ring 2": Configuration("--ring 2 --max-inputs 2 --loss sft"),
-    "zero 1, damaged": Configuration("--verdict strict --pad-tokens 64", damaged=2),
+    "zero 1, damaged": Configuration("--verdict strict --pad-tokens 64", damaged=2, exit_code=1),
     "zero 2": Configuration("--zero-stage 2 --gradient-checkpointing --loss sft"),
     "zero 2, data ranks": Configuration("--zero-stage 2 --shuffle-inputs --grad-accumulation 2", launcher=TWO_RANKS),
     "zero 3": Configuration("--zero-stage 3 --no-packing --step --optimizer sgd --profile --max-inputs 2"),
@@ -225,7 +225,7 @@ def is_same(name: str, trees: Sequence[Tree]) -> bool:
     said = f"{comparison.num_compared:5,} values, {'the same' if is_same else 'NOT THE SAME'}"
     print(f"{name:24} {said}, {time.monotonic() - began:.0f} s", flush=True)
     for path, in_base, here in comparison.differences[:MOST_SHOWN]:
-        print(f"    {path}: {in_base} in BASE, {here} here")
+        print(f"    {path}: {in_base or 'not there'} in BASE, {here or 'not there'} here")
     if (num_more := len(comparison.differences) - MOST_SHOWN) > 0:
         print(f"    and {num_more} more")
     for tree, (ended, _) in zip(trees, runs, strict=True):
