@@ -69,7 +69,7 @@ CONFIGURATIONS = {
     "fsdp2": Configuration("--backend fsdp2 --step --learning-rate 1e-3 --trace"),
     "fsdp2, stage 2": Configuration("--backend fsdp2 --zero-stage 2 --no-packing --reverse-rows"),
     "fsdp2, compiled": Configuration("--backend fsdp2 --compile --max-inputs 2"),
-    "fsdp2, eager": Configuration("--backend fsdp2 --attention eager --profile --max-inputs 2"),
+    "fsdp2, eager": Configuration("--backend fsdp2 --zero-stage 2 --attention eager --profile --max-inputs 2"),
     "fsdp2, tp 2": Configuration("--backend fsdp2 --tp 2 --max-inputs 2 --step --details"),
     "fsdp2, tp 2, sequence": Configuration("--backend fsdp2 --tp 2 --sequence-parallel --max-inputs 2"),
     "fsdp2, ring 2": Configuration("--backend fsdp2 --ring 2 --max-inputs 2 --dtype bf16 --trace"),
