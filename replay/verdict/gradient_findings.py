@@ -117,7 +117,7 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
     noted = _noted(window, steps)
     if not steps and not noted:
         return []
-    if not any(one.gradients is not None or one.grad_norm is not None for one in steps) and not noted:
+    if not any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps) and not noted:
         return []
     here = window[-1].record.grad_norm
     why_not = _why_not_comparable(window, steps, setting)
@@ -134,13 +134,13 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
     doubt = _doubt(window, steps)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
         doubt = None if _some_agree(steps, gradient, setting.bound(GRADIENT, dtypes, 1, index)) else doubt
+    missing = [] if gradient is None else _missing(gradient, steps, doubt)
     weighting = _weighting(window, noted, here) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
     findings = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    findings = _worst(findings, noted)
+    findings = [*_worst(findings, noted), *missing]
     if gradient is not None:
-        findings += _missing(gradient, steps, doubt)
         findings += _elements(gradient, window, steps, setting, dtypes, doubt)
     return findings if weighting is None else [*findings, weighting]
 
