@@ -15,6 +15,7 @@ from statistics import fmean
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.spec import UsageError
 from replay.compare.comparable import differences_to_tell, reasons_to_refuse
+from replay.report.difference import absolute_difference, as_share
 from replay.report.text import PHASES, counted
 from replay.runlog.matching import Pass, Window, matched, passes_and_windows
 from replay.runlog.reader import PastRun
@@ -37,19 +38,11 @@ class Point:
 
     @property
     def difference(self) -> float:
-        if self.apart is not None:
-            return self.apart
-        if self.reference == self.other or (math.isnan(self.reference) and math.isnan(self.other)):
-            return 0.0
-        if not (math.isfinite(self.reference) and math.isfinite(self.other)):
-            return math.inf
-        return abs(self.other - self.reference)
+        return absolute_difference(self.other, self.reference) if self.apart is None else self.apart
 
     @property
     def relative(self) -> float:
-        if self.difference == 0 or math.isinf(self.difference):
-            return self.difference
-        return self.difference / abs(self.reference) if self.reference else math.inf
+        return as_share(self.difference, abs(self.reference))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 Gradients are compared parameter by parameter, because a total norm hides an error in a small parameter.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from actor_init.spec import Dtype
 from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.row_batches import rows_of
 from replay.diagnose.untimed_actor import Trial
+from replay.report.difference import relative_difference
 
 LOSS_BOUND = 1e-3  # relative
 PEERS_BOUND = 1e-6  # relative: they sum the same numbers
@@ -74,8 +76,8 @@ def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> 
 
 def relative(value: float, expected: float) -> float:
     """Return the relative difference; inf if either is not a number."""
-    apart = abs(value - expected) / max(abs(expected), TINY)
-    return apart if apart == apart else torch.inf
+    are_numbers = math.isfinite(value) and math.isfinite(expected)
+    return relative_difference(value, expected, least_size=TINY) if are_numbers else math.inf
 
 
 def of_peers(losses: Sequence[tuple[int, float]]) -> float:

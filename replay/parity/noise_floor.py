@@ -28,6 +28,7 @@ from statistics import fmean
 
 from actor_init.spec import Dtype
 from replay.compare.differences import Comparison, Point
+from replay.report.difference import as_share
 from replay.report.false_alarms import factor_for
 from replay.report.roundoff import FP32_SPACING
 
@@ -90,7 +91,7 @@ def _farthest(points: Sequence[Point]) -> Distance:
 
     def distance(point: Point) -> float:
         size = abs(point.reference) if point.apart is not None else max(abs(point.reference), mean)
-        return point.difference / size if point.difference and size else point.difference and math.inf
+        return as_share(point.difference, size)
 
     worst = max(points, key=distance)
     return Distance(

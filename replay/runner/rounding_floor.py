@@ -20,6 +20,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
+from replay.report.difference import relative_difference
 from replay.report.roundoff import roundoff
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
@@ -32,7 +33,7 @@ from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass
-from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, difference, difference_of_norms
+from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, difference
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -176,7 +177,7 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
             difference(here, there) for here, there in tokens if here is not None and there is not None
         )
         if record.grad_norm is not None and other.grad_norm is not None:
-            apart.setdefault(GRAD_NORM, []).append(difference_of_norms(record.grad_norm, other.grad_norm))
+            apart.setdefault(GRAD_NORM, []).append(relative_difference(other.grad_norm, record.grad_norm))
         one, two = replayed.gradient, replayed_again.gradient
         if one is not None and two is not None:
             for key in one.values.keys() & two.values.keys():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
+from replay.report.difference import absolute_difference, relative_difference
 from replay.report.roundoff import roundoff
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
@@ -23,7 +24,7 @@ from replay.verdict.findings import (
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, MISSING_GRADIENT, Recorded, inner_names
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
-from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES, difference_of_norms
+from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 ROUTED = ("expert", "router", ".gate.")  # in names of parameters
@@ -116,7 +117,7 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
     noted = _noted(window, steps)
     if not steps and not noted:
         return []
-    if not any(one.gradients is not None or one.grad_norm is not None for one in steps) and not noted:
+    if not any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps) and not noted:
         return []
     here = window[-1].record.grad_norm
     why_not = _why_not_comparable(window, steps, setting)
@@ -133,13 +134,13 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
     doubt = _doubt(window, steps)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
         doubt = None if _some_agree(steps, gradient, setting.bound(GRADIENT, dtypes, 1, index)) else doubt
+    missing = [] if gradient is None else _missing(gradient, steps, doubt)
     weighting = _weighting(window, noted, here) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
     findings = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    findings = _worst(findings, noted)
+    findings = [*_worst(findings, noted), *missing]
     if gradient is not None:
-        findings += _missing(gradient, steps, doubt)
         findings += _elements(gradient, window, steps, setting, dtypes, doubt)
     return findings if weighting is None else [*findings, weighting]
 
@@ -295,7 +296,7 @@ def _norm(
         doubt = doubt or f"the job did not train {counted(num_frozen, 'parameter')}"
     bound = setting.bound(GRAD_NORM, dtypes, 1, window[-1].record.index)
     where = f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None
-    apart = difference_of_norms(there, here)
+    apart = relative_difference(here, there)
     return finding(
         GRAD_NORM,
         there,
@@ -426,7 +427,7 @@ class _Pair:
 
     @property
     def difference(self) -> float:
-        return _distance(self.job_value, self.replay_value) / self.scale if self.scale else 0.0
+        return absolute_difference(self.replay_value, self.job_value) / self.scale if self.scale else 0.0
 
 
 def _pairs(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_Pair]:
@@ -435,7 +436,7 @@ def _pairs(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_Pair]:
         replayed = gradient.values.get((name, sample.start)) if name is not None else None
         if name is None or replayed is None or len(replayed) != len(sample.values) or not replayed:
             continue
-        worst = max(range(len(replayed)), key=lambda place: _distance(sample.values[place], replayed[place]))
+        worst = max(range(len(replayed)), key=lambda place: absolute_difference(replayed[place], sample.values[place]))
         yield _Pair(name=name, sample=sample, replayed=replayed, scale=scale_of(gradient, name), worst=worst)
 
 
@@ -462,13 +463,6 @@ def _own(job_name: str, names: Mapping[str, float]) -> str | None:
     return next((name for name in inner_names(job_name) if name in names), None)
 
 
-def _distance(there: float, here: float) -> float:
-    if math.isnan(there) and math.isnan(here):
-        return 0.0
-    apart = abs(there - here)
-    return apart if math.isfinite(apart) else (0.0 if there == here else math.inf)
-
-
 def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
 
@@ -478,7 +472,7 @@ def _worst(findings: Sequence[Finding], noted: Sequence[tuple[int, float]]) -> l
     if not findings:
         return []
     farthest = max(findings, key=lambda finding: finding.share)
-    if all(difference_of_norms(noted[0][1], value) <= (farthest.bound or 0.0) for _, value in noted):
+    if all(relative_difference(value, noted[0][1]) <= (farthest.bound or 0.0) for _, value in noted):
         return [farthest]
     norms = ", ".join(f"rank {rank} has {value:.6g}" for rank, value in noted[:MAX_NAMED])
     return [replace(farthest, where=f"{farthest.where}; the job's ranks have several norms: {norms}")]

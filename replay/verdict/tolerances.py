@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actor_init.as_json import AnyFloat
+from replay.report.difference import relative_difference
 from replay.report.false_alarms import factor_for
 from replay.report.roundoff import roundoff
 from replay.verdict.job_values import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
@@ -100,21 +101,8 @@ def bound_of_rms(floor: Floor) -> float:
 
 
 def difference(recorded: float, replayed: float) -> float:
-    """Return the difference, relative to the recorded number, or to 1 where that is smaller; 0 for nan beside nan."""
-    if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
-        return 0.0
-    if not (math.isfinite(recorded) and math.isfinite(replayed)):
-        return math.inf
-    return abs(replayed - recorded) / max(abs(recorded), 1.0)
-
-
-def difference_of_norms(there: float, here: float) -> float:
-    """Return the difference, relative to the recorded norm, however small."""
-    if there == here or (math.isnan(there) and math.isnan(here)):
-        return 0.0
-    if not (math.isfinite(there) and math.isfinite(here)) or not there:
-        return math.inf
-    return abs(here - there) / abs(there)
+    """Return the difference, relative to the recorded number, or to 1 where that is smaller."""
+    return relative_difference(replayed, recorded, least_size=1.0)
 
 
 def equal_but_for_dtype(a: float, b: float) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from capture import recording
 from replay.cli import main as replay_main
-from replay.verdict.job_values import GRAD_NORM, GRADIENT
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, WEIGHTING
 from replay.verdict.tolerances import HIDING_BOUND
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches
@@ -168,6 +168,17 @@ def test_a_missing_gradient_differs_whatever_the_bound(
         f"DIFFERS: gradient ({name}.weight, which has no gradient in the job) of the job's step 1, which ends with "
         "pass 1: none in the job, root mean square 0.0"
     )
+
+
+def test_no_other_weighting_explains_a_missing_gradient(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job averages the means of passes, and the replay all tokens."""
+    fault = detached("model.layers.1.self_attn.q_proj")
+    job = train(tmp_path / "job", make_model("llama", {}), fault=fault, accumulation=3)
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32")
+    assert findings(verdict, "windows", WEIGHTING)
+    assert headline(capsys.readouterr().out).startswith("DIFFERS: gradient (model.layers.1.self_attn.q_proj.weight, ")
 
 
 def test_of_a_dropout_model_the_passes_with_the_jobs_weights_give_the_reason(
