@@ -507,7 +507,7 @@ def test_a_sick_machine_is_described_and_what_works_is_not_blamed(tmp_path: Path
         "CUDA_LAUNCH_BLOCKING": "1",
         "CXX": "/nowhere/g++",
     }
-    typed = ["doctor", "--log-folder", "/proc/logs", "--timeout", "200", "--json", str(tmp_path / "out.json")]
+    typed = ["doctor", "--log-folder", "/proc/logs", "--timeout", "1800", "--json", str(tmp_path / "out.json")]
     done = subprocess.run(
         [sys.executable, "-m", "replay", *typed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -318,26 +318,29 @@ backend = "fsdp2"
 dtype = "fp32"
 packing = [true, false]
 """
+KILLED_AT_THE_FIRST = """
+import os, signal
+from replay.entry import run_and_leave
+from replay.parity.console import ParityProgress
+
+ParityProgress.ended = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+run_and_leave()
+"""
 
 
 def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.toml").write_text(MATRIX)
-    parity = [sys.executable, "-u", "-m", "replay", "parity", "--launcher", "ray", "--address", address]
+    parity = ["parity", "--launcher", "ray", "--address", address]
     matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--num-devices", "1", "--max-inputs", "2"]
-    with subprocess.Popen(
-        [*parity, *matrix, "--log-folder", str(tmp_path / "logs")], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout is not None
-        while not re.match(r"\d+ of \d+, ", driver.stdout.readline()):
-            assert driver.poll() is None
-        driver.kill()
+    begin = [sys.executable, "-c", KILLED_AT_THE_FIRST, *parity, *matrix, "--log-folder", str(tmp_path / "logs")]
+    killed = subprocess.run(begin, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     (folder,) = (tmp_path / "logs").iterdir()
     before = states_of(folder)
     finished = [name for name, state in before.items() if state == "done"]
     assert 0 < len(finished) < len(before)
-    done = subprocess.run(
-        [*parity, "--continue", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    again = [sys.executable, "-m", "replay", *parity, "--continue", str(folder)]
+    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(states_of(folder).values()) == {"done"}
     made = re.findall(r"^\d+ of \d+, (.+?): ", done.stdout, re.MULTILINE)

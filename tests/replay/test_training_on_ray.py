@@ -6,6 +6,7 @@ Needs the extra `ray`. The cluster has two nodes on this machine, with room for 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -125,15 +126,31 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["ddp", "ddp.1", "ddp.2"]
 
 
+KILLED_WITH_A_STATE = """
+import os, signal, sys
+from pathlib import Path
+from replay.entry import run_and_leave
+from replay.on_ray.cluster import Cluster
+
+fetch, storage = Cluster.fetch, Path(sys.argv[sys.argv.index("--storage") + 1])
+
+def fetch_or_die(*given):
+    if any("step-" in path.read_text() for path in storage.glob("*/ddp/{snapshot}")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fetch(*given)
+
+Cluster.fetch = fetch_or_die
+run_and_leave()
+"""
+
+
 def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(nodes: TwoNodes, whole: Path, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     where = ["--launcher", "ray", "--address", nodes.address, "--storage", str(storage)]
     begin = [*SUITE.split(), "--save-state", "--save-every", "2", *where, "--log-folder", str(tmp_path / "logs")]
-    with subprocess.Popen([sys.executable, "-m", "replay", *begin], cwd=ROOT, stdout=subprocess.PIPE) as driver:
-        while not any("step-000002" in path.read_text() for path in storage.glob(f"*/ddp/{SNAPSHOT}")):
-            assert driver.poll() is None
-            time.sleep(0.05)
-        driver.kill()
+    driver = [sys.executable, "-c", KILLED_WITH_A_STATE.format(snapshot=SNAPSHOT), *begin]
+    killed = subprocess.run(driver, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     (name,) = (path.name for path in storage.iterdir())
     assert not (tmp_path / "logs" / name / "ddp.jsonl").exists()
     again = ["suite", "--resume-from", name, *where, "--log-folder", str(tmp_path / "elsewhere")]
