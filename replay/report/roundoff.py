@@ -1,7 +1,7 @@
 """Give the unit roundoff of each dtype, and how far rounding alone moves a value that a model computes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from actor_init.spec import Dtype
@@ -14,6 +14,11 @@ _NAMES = {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}
 def roundoff(dtype: str | Dtype) -> float:
     """Return the unit roundoff of a dtype, named as torch or as `--dtype` names it."""
     return UNIT_ROUNDOFF[_NAMES[dtype] if isinstance(dtype, Dtype) else dtype]
+
+
+def is_coarse(dtypes: Iterable[str]) -> bool:
+    """Tell whether one of the dtypes rounds more than fp32."""
+    return max(map(roundoff, dtypes)) > roundoff("float32")
 
 
 def ceiling_of(dtype: Dtype, config: Mapping[str, Any], num_tokens: int) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.as_json import from_json, to_json
+from actor_init.attention.kernel_choice import has_sdpa
 from actor_init.backends.protocol import free_closed
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -56,9 +57,17 @@ class Again:
         return other_order(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
 
     @property
+    def why_one_kernel(self) -> str | None:
+        """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
+        if self.selection.padding_predicts and not self.spec.actor.packs:
+            return "another attention kernel computes other logits at the padding that predicts a label"
+        if self.spec.actor.attention is Attention.EAGER and not has_sdpa(self.source.config):
+            return "the model has no other attention kernel"
+        return None
+
+    @property
     def keeps_kernel(self) -> bool:
-        """Must each replay have one kernel, since the loss is also of what the kernel makes of padding?"""
-        return self.selection.padding_predicts and not self.spec.actor.packs
+        return self.why_one_kernel is not None
 
     @property
     def has_another_kernel(self) -> bool:

@@ -505,9 +505,8 @@ def _rounded(
                 setting = replace(setting, unknown_rounding=unknown)
             else:
                 setting = replace(setting, floors=floors, step_floors=step_floors)
-            if again.keeps_kernel and not spec.measure.step:
-                unknown = "another attention kernel computes other logits at the padding that predicts a label"
-                setting = replace(setting, unknown_rounding=unknown)
+            if again.why_one_kernel is not None:
+                setting = replace(setting, unknown_rounding=again.why_one_kernel)
         if spec.measure.second_opinion:
             fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
             # this run's own distance from the more precise one
@@ -519,7 +518,9 @@ def _rounded(
     except Exception as error:
         if again.world.world_size > 1:
             raise  # the other ranks wait for this one
-        remarks.append(("rounding", f"not measured: {type(error).__name__}: {one_line(str(error))}"))
+        unknown = f"{type(error).__name__}: {one_line(str(error))}"
+        remarks.append(("rounding", f"not measured: {unknown}"))
+        setting = replace(setting, unknown_rounding=unknown)
     return setting, opinion, remarks
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actor_init.spec import ActorSpec
-from replay.report.roundoff import roundoff
+from replay.report.roundoff import is_coarse, roundoff
 from replay.runlog.records import PassRecord
 from replay.verdict.job_values import (
     ACTION_TOKENS,
@@ -80,14 +80,20 @@ class Setting:
         num_tokens   that the number is the mean of: routes of different tokens are independent
         least_floor  what a floor that was measured without a token at a tie is taken for
         """
+        if not (self.is_mixture and is_coarse(dtypes)):
+            return None
         floors = self.step_floors.get(index) or self.floors
-        floor = floors.get(name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS)
-        is_coarse = max(map(roundoff, dtypes)) > roundoff("float32")
-        if not (self.is_mixture and is_coarse) or floor is None:
+        own_name = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
+        floor = floors.get(own_name)
+        formula = 0.0 if own_name == TOKENS_RMS else bound_of(own_name, dtypes, self.num_layers, 1)
+        if floor is not None:
+            limit = max(ROUTES_FACTOR * max(floor.value, least_floor), formula)
+        else:
+            limit = ROUTES_FACTOR * formula if self.unknown_rounding is not None else 0.0
+        if difference > limit / math.sqrt(max(num_tokens, 1)):
             return None
-        if difference > ROUTES_FACTOR * max(floor.value, least_floor) / math.sqrt(max(num_tokens, 1)):
-            return None
-        return f"tokens at a tie may take another expert: two replays are {floor.value:.2g} apart"
+        known = "its rounding is not known" if floor is None else f"two replays are {floor.value:.2g} apart"
+        return f"tokens at a tie may take another expert: {known}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +214,8 @@ def _root_mean_square(
     """Judge all sampled tokens together, where a floor was measured for them."""
     floor = (setting.step_floors.get(record.index) or setting.floors).get(TOKENS_RMS)
     pairs = _pairs(claim, record, replayed)
-    if claim.name != TOKENS or floor is None or not pairs:
+    is_unknown = setting.unknown_rounding is not None and is_coarse(dtypes_of(recorded, setting))
+    if claim.name != TOKENS or floor is None or is_unknown or not pairs:
         return None
     apart = [difference(there, here) for _, there, here, _ in pairs]
     there, here, rms = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
 from replay.report.difference import absolute_difference, relative_difference
-from replay.report.roundoff import roundoff
+from replay.report.roundoff import is_coarse
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import (
@@ -363,20 +363,23 @@ def _elements(
 ) -> list[Finding]:
     """Judge sampled elements, relative to the root mean square of their parameter's gradient; keep the worst.
 
-    Within a bound of more than HIDING_BOUND nothing is judged: a gradient that vanished would agree.
+    Within a bound of more than HIDING_BOUND nothing is judged: a gradient that vanished would agree. So it is where all
+    sampled elements are smaller than the bound.
     """
     index = window[-1].record.index
     bound = setting.bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in steps):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    if setting.unknown_rounding is not None and max(map(roundoff, dtypes)) > roundoff("float32"):
+    if setting.unknown_rounding is not None and is_coarse(dtypes):
         doubt = doubt or f"how far rounding moves it could not be measured: {setting.unknown_rounding}"
     has_ranks = (window[0].recorded.world_size or 1) > 1
     findings: list[Finding] = []
+    tells = False
     for member in window:
         step = member.recorded.optimizer
         for pair in _pairs(step, gradient) if step is not None else ():
             rank = f", rank {member.recorded.rank}" if has_ranks else ""
+            tells |= pair.tells(bound)
             findings.append(
                 finding(
                     GRADIENT,
@@ -397,7 +400,7 @@ def _elements(
     # one that differs for sure comes before one that is further off and doubted
     worst = max(findings, key=lambda finding: (finding.status is Status.DIFFERS, finding.share))
     worst = replace(worst, num_values=len(findings))
-    if worst.agrees and bound > HIDING_BOUND:
+    if worst.agrees and (bound > HIDING_BOUND or not tells):
         return [replace(worst, status=Status.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
     return [worst]
 
@@ -416,6 +419,10 @@ class _Pair:
     def is_routed(self) -> bool:
         """Tell whether the parameter is an expert's or a router's: one token's other route moves it by its own size."""
         return any(word in self.name for word in ROUTED)
+
+    def tells(self, bound: float) -> bool:
+        """Tell whether one of the two would be found to have vanished, by a bound on this parameter's elements."""
+        return max(map(abs, (*self.sample.values, *self.replayed))) > bound * self.scale
 
     @property
     def job_value(self) -> float:

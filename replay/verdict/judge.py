@@ -15,9 +15,18 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from replay.report.roundoff import roundoff
+from replay.report.roundoff import is_coarse, roundoff
+from replay.report.text import counted
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import ROUNDING_HIDES, Finding, Setting, Status, findings_of, weights_that_stay
+from replay.verdict.findings import (
+    ROUNDING_HIDES,
+    Finding,
+    Setting,
+    Status,
+    dtypes_of,
+    findings_of,
+    weights_that_stay,
+)
 from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
 from replay.verdict.job_values import GRAD_NORM, MISSING_GRADIENT, Recorded, WeightComparison
 from replay.verdict.recordings import why_not_one_job
@@ -281,9 +290,22 @@ def _after_steps(
         if not num_steps or first is None:
             continue
         reason = next((said[0] for said in reasons[:num_steps] if said), None)
+        reason = reason or _why_other_number_of_steps(one.recorded, windows[0], num_steps)
+        if setting.unknown_rounding is not None and is_coarse(dtypes_of(one.recorded, setting)):
+            reason = reason or f"how far rounding takes two trainings apart is not known: {setting.unknown_rounding}"
         doubt = first.doubt if reason is None else reason
         checked[id(one.recorded)] = replace(first, doubt=doubt)
     return checked
+
+
+def _why_other_number_of_steps(recorded: Recorded, first: Sequence[Member], num_steps: int) -> str | None:
+    """Say so where the job had taken other steps before a pass than the replay: some passes were not recorded."""
+    began = first[0].recorded.optimizer_step
+    if recorded.optimizer_step is None or began is None or recorded.optimizer_step - began == num_steps:
+        return None
+    return (
+        f"the job had taken {counted(recorded.optimizer_step - began, 'step')} before this pass, the replay {num_steps}"
+    )
 
 
 def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:

@@ -10,8 +10,9 @@ from itertools import combinations
 from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep
+from replay.report.difference import absolute_difference
 from replay.report.text import Pairs, counted
-from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded
+from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded, inner_names
 from replay.verdict.judge import Pass, Verdict
 
 LABEL = "trained"
@@ -22,7 +23,33 @@ def remarks_on_training(passes: Sequence[Pass], verdict: Verdict, *, is_whole: b
 
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
     """
-    return [*_of_labels(verdict), *((LABEL, said) for said in _of_steps(passes, verdict, is_whole=is_whole))]
+    steps = [(LABEL, said) for said in _of_steps(passes, verdict, is_whole=is_whole)]
+    return [*_of_labels(verdict), *_of_ranks(passes), *steps]
+
+
+def _of_ranks(passes: Sequence[Pass]) -> Pairs:
+    """Say so where two ranks of the job that hold whole models had other weights between the same two steps."""
+    seen: dict[tuple[int, str, int], tuple[int | None, Sequence[float]]] = {}
+    for _, recorded, _ in passes:
+        if recorded is None or recorded.weights.is_sharded or recorded.optimizer_step is None:
+            continue
+        # a rank's slice of a parameter has another shape than this model's, and was not compared
+        whole = set(recorded.weights.compared)
+        samples = [sample for sample in recorded.samples if not whole.isdisjoint(inner_names(sample.name))]
+        for sample in samples:
+            key = (recorded.optimizer_step, sample.name, sample.start)
+            rank, values = seen.setdefault(key, (recorded.rank, sample.values))
+            pairs = enumerate(zip(values, sample.values, strict=False))
+            apart = next((place for place, (one, other) in pairs if absolute_difference(one, other)), None)
+            if rank == recorded.rank or apart is None:
+                continue
+            said = (
+                f"the job's ranks had different weights before step {recorded.optimizer_step + 1}: {sample.name}, "
+                f"element {sample.start + apart}, is {values[apart]:.6g} on rank {rank} and "
+                f"{sample.values[apart]:.6g} on rank {recorded.rank}"
+            )
+            return [("ranks", said)]
+    return []
 
 
 def _of_labels(verdict: Verdict) -> Pairs:

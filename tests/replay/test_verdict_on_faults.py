@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture import recording
 from replay.cli import main as replay_main
 from replay.verdict.job_values import GRAD_NORM, GRADIENT, WEIGHTING
-from replay.verdict.tolerances import HIDING_BOUND
+from replay.verdict.tolerances import HIDING_BOUND, TOKENS_RMS
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches
 
@@ -256,6 +257,49 @@ def test_other_weights_of_one_rank_are_not_blamed_on_another(
     [line] = [line for line in said.splitlines() if line.startswith("weights ")]
     assert "1 of 30 sampled parameters differ, first model.layers.2.mlp.up_proj.weight" in line
     assert line.endswith("here (pass 2, rank1 #0)")
+    assert "ranks      the job's ranks had different weights before step 1: model.layers.2.mlp.up_proj.weight, " in said
+
+
+def test_steps_that_were_not_recorded_make_no_later_pass_differ(tmp_path: Path, one_world: None) -> None:
+    """The job stepped twice before its last recorded pass, and the replay once."""
+    job = train(tmp_path / "job", make_model("llama", {}), learning_rate=0.5, num_steps=3)
+    sorted((job / "captures").glob("*.pkl"))[1].unlink()
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32", *SGD_STEPS, "0.5", "--max-norm", "1e6")
+    assert [judged["outcome"] for judged in verdict["passes"]] == ["REPRODUCED", "UNSETTLED"]
+    assert "the job had taken 2 steps before this pass, the replay 1" in verdict["passes"][1]["reason"]
+
+
+def test_a_left_padded_job_in_bf16_is_not_held_to_the_rounding_of_one_kernel(tmp_path: Path, one_world: None) -> None:
+    """Where padding predicts a label, rows in another order alone would say that nothing is rounded."""
+    model: Any = make_model("llama", {})
+    model.save_pretrained(tmp_path / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for batch in make_batches():
+            given = {name: values.flip(1) for name, values in batch.items()}
+            given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+            with torch.autocast("cpu", torch.bfloat16):
+                model(**given).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    verdict = verdict_on(tmp_path, tmp_path / "logs", *SGD_STEPS, "0.1")
+    outcomes = [judged["outcome"] for judged in verdict["passes"]]
+    assert outcomes[0] == "REPRODUCED"
+    assert "DIFFERS" not in outcomes
+    assert not findings(verdict, "passes", TOKENS_RMS)
+
+
+def test_a_mixture_with_one_kernel_is_not_held_to_a_rule_of_thumb(tmp_path: Path, one_world: None) -> None:
+    """gpt-oss has eager attention alone, so that its rounding cannot be measured."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 8}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("gpt_oss", **sizes, **experts, use_cache=False, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    job = train(tmp_path / "job", model, autocast=True, num_steps=4)
+    verdict = verdict_on(job, tmp_path / "logs")
+    outcomes = {judged["outcome"] for judged in [*verdict["passes"], *verdict["windows"]]}
+    assert "DIFFERS" not in outcomes
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [(None, "REPRODUCED"), ("model.layers.1.self_attn.q_proj", "DIFFERS")])
