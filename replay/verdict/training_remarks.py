@@ -10,12 +10,14 @@ from itertools import combinations
 from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.report.difference import absolute_difference
+from capture.file_format.parameter_samples import Sample
+from replay.report.difference import relative_difference
 from replay.report.text import Pairs, counted
 from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded, inner_names
 from replay.verdict.judge import Pass, Verdict
 
 LABEL = "trained"
+SAME_ON_RANKS = 1e-3  # relative: averaged gradients are equal, but may have been added up in another order
 
 
 def remarks_on_training(passes: Sequence[Pass], verdict: Verdict, *, is_whole: bool) -> Pairs:
@@ -28,28 +30,48 @@ def remarks_on_training(passes: Sequence[Pass], verdict: Verdict, *, is_whole: b
 
 
 def _of_ranks(passes: Sequence[Pass]) -> Pairs:
-    """Say so where two ranks of the job that hold whole models had other weights between the same two steps."""
-    seen: dict[tuple[int, str, int], tuple[int | None, Sequence[float]]] = {}
-    for _, recorded, _ in passes:
-        if recorded is None or recorded.weights.is_sharded or recorded.optimizer_step is None:
-            continue
+    """Say so where two ranks of the job that hold whole models had other weights, or other gradients, at one step."""
+    whole = [
+        recorded
+        for _, recorded, _ in passes
+        if recorded is not None and not recorded.weights.is_sharded and recorded.optimizer_step is not None
+    ]
+    steps = [(recorded, recorded.optimizer) for recorded in whole if recorded.optimizer is not None]
+    weights = _apart_on_ranks([(recorded, recorded.samples) for recorded in whole], least=0.0)
+    gradients = _apart_on_ranks(
+        [(recorded, step.gradients.samples) for recorded, step in steps if step.gradients is not None],
+        least=SAME_ON_RANKS,
+    )
+    found = [("weights before", weights), ("gradients, which were not averaged, in", gradients)]
+    in_time = sorted((step, what, said) for what, apart in found if apart is not None for step, said in [apart])
+    return [("ranks", f"the job's ranks had different {what} step {step}: {said}") for step, what, said in in_time]
+
+
+def _apart_on_ranks(samples: Sequence[tuple[Recorded, Sequence[Sample]]], *, least: float) -> tuple[int, str] | None:
+    """Find the first element that two ranks sampled at the same step and that is not the same.
+
+    Returns the number of the step, from 1 on, and the element with both values.
+
+    least  a relative difference up to which elements are the same
+    """
+    seen: dict[tuple[int | None, str, int], tuple[int | None, Sequence[float]]] = {}
+    for recorded, own in samples:
         # a rank's slice of a parameter has another shape than this model's, and was not compared
-        whole = set(recorded.weights.compared)
-        samples = [sample for sample in recorded.samples if not whole.isdisjoint(inner_names(sample.name))]
-        for sample in samples:
+        compared = set(recorded.weights.compared)
+        for sample in own:
+            if compared.isdisjoint(inner_names(sample.name)):
+                continue
             key = (recorded.optimizer_step, sample.name, sample.start)
             rank, values = seen.setdefault(key, (recorded.rank, sample.values))
             pairs = enumerate(zip(values, sample.values, strict=False))
-            apart = next((place for place, (one, other) in pairs if absolute_difference(one, other)), None)
-            if rank == recorded.rank or apart is None:
-                continue
-            said = (
-                f"the job's ranks had different weights before step {recorded.optimizer_step + 1}: {sample.name}, "
-                f"element {sample.start + apart}, is {values[apart]:.6g} on rank {rank} and "
-                f"{sample.values[apart]:.6g} on rank {recorded.rank}"
-            )
-            return [("ranks", said)]
-    return []
+            apart = next((place for place, pair in pairs if relative_difference(*pair) > least), None)
+            if rank != recorded.rank and apart is not None:
+                said = (
+                    f"{sample.name}, element {sample.start + apart}, is {values[apart]:.6g} on rank {rank} and "
+                    f"{sample.values[apart]:.6g} on rank {recorded.rank}"
+                )
+                return (recorded.optimizer_step or 0) + 1, said
+    return None
 
 
 def _of_labels(verdict: Verdict) -> Pairs:

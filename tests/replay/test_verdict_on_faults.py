@@ -302,6 +302,18 @@ def test_a_mixture_with_one_kernel_is_not_held_to_a_rule_of_thumb(tmp_path: Path
     assert "DIFFERS" not in outcomes
 
 
+def test_gradients_that_ranks_did_not_average_are_said_to_be_each_ranks_own(
+    tmp_path: Path, one_world: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under DDP's no_sync: two ranks step on the gradients of their own batches."""
+    for rank in (0, 1):
+        monkeypatch.setattr("capture.record.recorder.rank_and_world_size", lambda rank=rank: (rank, 2))
+        train(tmp_path / "job", make_model("llama", {}), rank=rank)
+    verdict_on(tmp_path / "job", tmp_path / "logs", "--dtype", "fp32")
+    said = "ranks      the job's ranks had different gradients, which were not averaged, in step 1: "
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("fault", "outcome"), [(None, "REPRODUCED"), ("model.layers.1.self_attn.q_proj", "DIFFERS")])
 def test_of_a_job_with_a_loss_of_its_own_the_parameters_are_named(
     fault: str | None, outcome: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
