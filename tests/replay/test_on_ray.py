@@ -210,7 +210,8 @@ def cells(address: str, tmp_path: Path) -> Iterator[Cells]:
 
 def cell(root: Path, what: str, *more: str, num_processes: int = 1, limit: float = LIMIT) -> tuple[str, Task]:
     logs = root / "cells" / what
-    arguments = [what, "--of", str(root), *more]  # by which its processes are known from other sessions' cells
+    # The folder tells these processes from those of other runs of the tests on this machine.
+    arguments = [what, "--of", str(root), *more]
     return what, Task(
         arguments=arguments, num_processes=num_processes, logs=logs, output=logs / "output.txt", limit=limit
     )
