@@ -110,7 +110,7 @@ def _difference_text(finding: Finding) -> str:
 
 def _open_line(finding: Finding) -> str:
     if finding.said is not None:
-        return f"{finding.name}: {finding.said}: {finding.doubt}"
+        return f"{_named(finding)}: {finding.said}: {finding.doubt}"
     here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
     hidden = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
     return f"{_named(finding)}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}{hidden}"
