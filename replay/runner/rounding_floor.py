@@ -69,10 +69,6 @@ class Again:
     def keeps_kernel(self) -> bool:
         return self.why_one_kernel is not None
 
-    @property
-    def has_another_kernel(self) -> bool:
-        return has_another_kernel(self.spec.actor, keeps_kernel=self.keeps_kernel)
-
     def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
         raises.
@@ -216,7 +212,9 @@ def is_worth_it(again: Again, passes: Sequence[Pass]) -> bool:
     has_steps = spec.measure.step and any(one is not None and one.optimizer is not None for _, one, _ in passes)
     # a user's model has one kernel, and with dropout rows stay in order: twice the same numbers would say that nothing
     # is rounded
-    is_another = again.has_another_kernel if again.has_dropout else has_steps or not spec.actor.is_custom
+    is_another = has_steps or not spec.actor.is_custom
+    if again.has_dropout:
+        is_another = has_another_kernel(spec.actor, keeps_kernel=again.keeps_kernel)
     return has_claims and (is_coarse or has_steps) and is_repeatable and is_another
 
 

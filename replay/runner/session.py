@@ -14,7 +14,7 @@ import torch
 from actor_init.attention.kernels import described
 from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import ModelSource, count_parameters, find_model, lasting_config, parameter_shapes
+from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
@@ -112,6 +112,7 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open(spec, source, world, folder, state, watch, console)
         gc.enable()
+        same_weights = SameWeights(source)
         session = Session(
             world=world,
             spec=spec,
@@ -123,8 +124,8 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             meter=meter,
             logbook=Logbook(folder, world.rank),
             console=console,
-            same_weights=SameWeights(source),
-            setting=_setting(spec, source, world, actor.backend.facts()),
+            same_weights=same_weights,
+            setting=_setting(spec, source, same_weights, world, actor.backend.facts()),
             saver=Saver(spec=spec, source=source, world=world, logs=folder, states=states),
             earlier=earlier,
             objective=objective,
@@ -573,7 +574,9 @@ def inputs_folder(spec: InputsSpec) -> Path:
     return spec.inputs if spec.inputs is not None else default_folder()
 
 
-def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[str, Any]) -> Setting:
+def _setting(
+    spec: RunSpec, source: ModelSource, same_weights: SameWeights, world: World, facts: Mapping[str, Any]
+) -> Setting:
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
     kernel = {
         "attention": str(facts["attention_kernel"]),
@@ -591,7 +594,7 @@ def _setting(spec: RunSpec, source: ModelSource, world: World, facts: Mapping[st
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
-        is_mixture=is_mixture(parameter_shapes(source.config, source.adapter)),
+        is_mixture=is_mixture(same_weights.names),
         environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
     )
 

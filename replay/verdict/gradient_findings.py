@@ -21,7 +21,7 @@ from replay.verdict.findings import (
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, MISSING_GRADIENT, Recorded, inner_names
+from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, MISSING_GRADIENT, Recorded, own_name
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
 from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES
@@ -317,7 +317,7 @@ def _trained(steps: Sequence[OptimizerStep], num_frozen: int, gradient: Gradient
     num_parameters = max((one.num_parameters for one in fingerprints), default=0)
     if len(names) + num_frozen >= num_parameters > 0:
         return names
-    has_all = names and all(_own(name, gradient.norms) is not None for name in names)
+    has_all = names and all(own_name(name, gradient.norms) is not None for name in names)
     return set(gradient.norms) if has_all and len(gradient.norms) + num_frozen == num_parameters else None
 
 
@@ -338,7 +338,7 @@ def _sampled(steps: Sequence[OptimizerStep]) -> dict[str, float]:
 def _missing(gradient: GradientSamples, steps: Sequence[OptimizerStep], doubt: str | None) -> list[Finding]:
     """Report the parameters that had no gradient in the job's step and have one in the replay. No bound covers that."""
     names = dict.fromkeys(name for step in steps for name in step.without_gradient)
-    own_names = [own for name in names if (own := _own(name, gradient.norms)) is not None]
+    own_names = [own for name in names if (own := own_name(name, gradient.norms)) is not None]
     sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in own_names}
     there = [name for name, size in sizes.items() if size >= scale_of(gradient, name) > 0]
     if not there:
@@ -439,7 +439,7 @@ class _Pair:
 
 def _pairs(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_Pair]:
     for sample in step.gradients.samples if step.gradients is not None else ():
-        name = _own(sample.name, gradient.norms)
+        name = own_name(sample.name, gradient.norms)
         replayed = gradient.values.get((name, sample.start)) if name is not None else None
         if name is None or replayed is None or len(replayed) != len(sample.values) or not replayed:
             continue
@@ -463,11 +463,6 @@ def scale_of(gradient: GradientSamples, name: str) -> float:
     """Return the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
     everything = math.sqrt(sum(n * n for n in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
     return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * everything)
-
-
-def _own(job_name: str, names: Mapping[str, float]) -> str | None:
-    """Find the replay's name of a parameter."""
-    return next((name for name in inner_names(job_name) if name in names), None)
 
 
 def _rms(values: Sequence[float]) -> float:

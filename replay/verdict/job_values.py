@@ -5,7 +5,7 @@ the file, such as the objective of a loss that the loop computed, is the claim's
 something, and different ones prove nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,11 @@ def inner_names(job_name: str) -> Iterator[str]:
     """Return the names that a parameter of the job may have here: the job may have had the model inside others."""
     parts = job_name.split(".")
     return (".".join(parts[begin:]) for begin in range(len(parts)))
+
+
+def own_name(job_name: str, names: Container[str]) -> str | None:
+    """Find the name among `names`, of this model, that a parameter of the job has here."""
+    return next((name for name in inner_names(job_name) if name in names), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

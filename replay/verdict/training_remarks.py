@@ -13,7 +13,7 @@ from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
 from replay.report.difference import relative_difference
 from replay.report.text import Pairs, counted
-from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded, inner_names
+from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded, own_name
 from replay.verdict.judge import Pass, Verdict
 
 LABEL = "trained"
@@ -59,7 +59,7 @@ def _apart_on_ranks(samples: Sequence[tuple[Recorded, Sequence[Sample]]], *, lea
         # a rank's slice of a parameter has another shape than this model's, and was not compared
         compared = set(recorded.weights.compared)
         for sample in own:
-            if compared.isdisjoint(inner_names(sample.name)):
+            if own_name(sample.name, compared) is None:
                 continue
             key = (recorded.optimizer_step, sample.name, sample.start)
             rank, values = seen.setdefault(key, (recorded.rank, sample.values))

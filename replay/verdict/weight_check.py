@@ -5,7 +5,7 @@ nothing is gathered.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from actor_init.model import ModelSource, parameter_shapes
 from capture.file_format.parameter_samples import ParameterSamples, Sample
 from replay.report.text import counted
-from replay.verdict.job_values import OtherValue, WeightComparison, inner_names
+from replay.verdict.job_values import OtherValue, WeightComparison, inner_names, own_name
 from replay.verdict.tolerances import equal_but_for_dtype
 
 
@@ -55,9 +55,14 @@ class SameWeights:
             doubt=self._doubt(fingerprint, foreign, bool(compared)),
         )
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names of this model's parameters."""
+        return self._shapes.keys()
+
     def own_names(self, job_names: Iterable[str]) -> frozenset[str]:
         """Return this model's names of the job's parameters; those that it has none of are left out."""
-        named = (next((name for name in inner_names(job) if name in self._shapes), None) for job in job_names)
+        named = (own_name(job, self._shapes) for job in job_names)
         return frozenset(name for name in named if name is not None)
 
     def by_own_name(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
