@@ -15,6 +15,7 @@ import torch
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from tests import warm
+from tests.helpers.machine import KEPT_VARIABLES
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
@@ -59,11 +60,6 @@ QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one proce
     "test_verdict",
     "test_weights",
 )
-KEPT = re.compile(  # variables: where this machine has programs, libraries, packages, GPUs and room, and pytest's own
-    "((C_INCLUDE_|CPLUS_INCLUDE_|LIBRARY_|LD_LIBRARY_|PYTHON)?PATH|CPATH|LD_PRELOAD|CUDA_HOME|CUDA_VISIBLE_DEVICES|TMPDIR"
-    "|PYTHONDONTWRITEBYTECODE|PYTEST_.*)"
-)
-
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -85,7 +81,7 @@ def _leave_home(config: pytest.Config) -> None:
     """Give the tests a home and variables of their own: no cache, setting or terminal of the user's is looked at."""
     home = tempfile.mkdtemp(prefix="tests-home-")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
-    for name in [name for name in os.environ if not KEPT.fullmatch(name)]:
+    for name in [name for name in os.environ if not KEPT_VARIABLES.fullmatch(name)]:
         del os.environ[name]
     os.environ |= {
         "HOME": home,

@@ -10,7 +10,6 @@ launcher is two processes more that import it: tests/test_commands.py starts it 
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import pytest
 from capture import capture_files, read_micro_batch
 from replay.cli import main as replay_main
 from replay.runlog.writer import read_log
+from tests.helpers.machine import job_environment
 from tests.helpers.ports import free_port
 from tests.warm import warm_bin
 
@@ -54,11 +54,10 @@ def run_job(folder: Path, launcher: Sequence[str], job: str, *arguments: str, co
 
 def run_command(command: Sequence[str], *, cold: bool = True) -> str:
     """`command` is what comes after `python`."""
-    # not the whole of ours: the world that replays here run in has left its ranks and port in it
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     python = sys.executable if cold else str(warm_bin() / "python")
-    done = subprocess.run([python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [python, *command], cwd=ROOT, env=job_environment(), capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stderr
 

@@ -12,7 +12,6 @@ Exit code 1 where one is.
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from tests.broken_jobs.declarations import FaultClass, Job, Kind
 from tests.broken_jobs.effect import Effect, effect_of
 from tests.broken_jobs.table import JOBS
 from tests.broken_jobs.traces import traces_of
+from tests.helpers.machine import job_environment
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -174,7 +174,7 @@ class Campaign:
         meetings = [{}] if store is None else variables_of_ranks(job.kind.num_ranks, store.port)
         ranks = []
         for rank, meeting in enumerate(meetings):
-            environment = _environment() | meeting
+            environment = job_environment() | meeting
             with open(folder / f"output_rank{rank}.txt", "w") as output:
                 command = [str(self.bin / "python"), *capture, *arguments]
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
@@ -286,15 +286,9 @@ def _error_in(folder: Path) -> str:
     return next((line for line in reversed(lines) if "Error" in line), "no error was written")
 
 
-def _environment() -> dict[str, str]:
-    """Not the whole of ours: tests in a world have left its ranks and port there."""
-    own = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-    return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-
-
 def _start(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=MAX_SECONDS, check=False
+        command, cwd=ROOT, env=job_environment(), capture_output=True, text=True, timeout=MAX_SECONDS, check=False
     )
 
 

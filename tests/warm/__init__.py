@@ -73,4 +73,7 @@ def _start_server(folder: Path, more_imports: tuple[str, ...]) -> None:
         text=True,
     )
     assert server.stdout is not None
-    assert "ready\n" in server.stdout, "the server of warm processes did not start"
+    if "ready\n" not in server.stdout:
+        # The next test that asks finds no folder, and is told the same, not that a socket refuses.
+        shutil.rmtree(folder)
+        raise RuntimeError("the server of warm processes did not start: standard error says why")

@@ -8,6 +8,7 @@ safe. It says `ready` when it can be asked, and ends after the process OWNER. Se
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -25,8 +26,8 @@ IMPORTS = (  # none that is run with -m: runpy warns of those that are there alr
     "replay.processes.forkserver_preload",
     "torch.distributed.launcher.api",
     "deepspeed.checkpoint",
-    *("fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests"),  # a worker's on Ray
 )
+RAY_WORKER_IMPORTS = ("fsspec", "jsonschema", "pandas", "pyarrow.fs", "pydantic.v1", "requests")
 
 
 class Program(NamedTuple):
@@ -44,9 +45,10 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    for name in (*IMPORTS, *more_imports):
+    on_ray = RAY_WORKER_IMPORTS if importlib.util.find_spec("ray") else ()
+    for name in (*IMPORTS, *on_ray, *more_imports):
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose this process's other threads"
+    assert len(_threads()) == 1, f"a fork would lose this process's other threads: {_threads()}"
     print("ready", flush=True)
     keepers: set[int] = set()
     while True:
@@ -65,6 +67,12 @@ def serve(address: str, owner: int, more_imports: Sequence[str]) -> Program:
             return keep(connection)
         keepers.add(keeper)
         connection.close()
+
+
+def _threads() -> list[str]:
+    """Names of this process's threads. The CUDA driver's own is not among them: no fork uses a GPU that is hidden."""
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    return [name for name in names if not name.startswith("cuda0")]
 
 
 def keep(connection: socket.socket) -> Program:
