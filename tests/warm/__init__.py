@@ -47,6 +47,12 @@ def warm_bin(more_imports: tuple[str, ...] = ()) -> Path:
     return folder
 
 
+def _cold_script(name: str) -> Path:
+    """The script beside this Python; where a package was installed for another folder, the one on PATH."""
+    beside, on_path = COLD_BIN / name, shutil.which(name)
+    return beside if beside.exists() or on_path is None else Path(on_path)
+
+
 def _home_of_this_process() -> str:
     home = tempfile.mkdtemp(prefix="warm")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
@@ -59,7 +65,7 @@ def _start_server(folder: Path, more_imports: tuple[str, ...]) -> None:
     folder.mkdir()
     stand_in = (Path(__file__).parent / "stand_in.py").read_text()
     for name in ("python", *SCRIPTS):
-        first = [] if name == "python" else [str(COLD_BIN / name)]
+        first = [] if name == "python" else [str(_cold_script(name))]
         path = folder / name
         path.write_text(f"#!{sys.executable} -IS\n{stand_in}\nmain({str(address)!r}, {first!r})\n")
         path.chmod(0o700)
