@@ -22,7 +22,8 @@ from capture.file_format.capture_file import read_call
 from replay.cli import action_of
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
 from replay.runner.selection import select
 from replay.runner.session import resolve
 from replay.spec import RunSpec
@@ -63,20 +64,20 @@ def main() -> int:
     return 0
 
 
-def opened(spec: RunSpec, world: World, folder: Path) -> tuple[PassRunner, Sequence[Path]]:
+def opened(spec: RunSpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
     """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     resolved = resolve(spec, world, selection, read_call(selection.inputs[0]), None)
     spec, source = resolved.spec, resolved.source
     actor = ReopenedActor(spec.actor, source, world)
     meter = Meter.for_device(world.device)
-    runner = PassRunner(spec, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    replayer = Replayer(spec, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)
-    return runner, selection.inputs
+    return replayer, selection.inputs
 
 
 def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
-    runner, paths = opened(spec, world, folder)
+    replayer, paths = opened(spec, world, folder)
 
     def block() -> tuple[float, int]:
         gc.collect()
@@ -84,12 +85,12 @@ def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
             torch.cuda.empty_cache()
         seconds, tokens, peak = 0.0, 0, 0
         for path in paths:
-            record, error = runner.replay(0, path)
+            replayed, error = replayer.replay(0, path)
             if error:
                 raise error
-            seconds += phase_seconds(record)
-            tokens += record.real_tokens
-            peak = max(peak, peak_bytes(record))
+            seconds += phase_seconds(replayed.record)
+            tokens += replayed.record.real_tokens
+            peak = max(peak, peak_bytes(replayed.record))
         return tokens / seconds, peak
 
     return block

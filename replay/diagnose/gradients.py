@@ -100,16 +100,13 @@ def halves(batch: MicroBatch) -> list[MicroBatch]:
     return [rows_of(batch, range(middle)), rows_of(batch, range(middle, batch.num_rows))]
 
 
-def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
-    """Run `parts` in one accumulation window, each weighted by its action tokens; return their combined loss.
+def shares_of(parts: Sequence[MicroBatch], trial: Trial) -> list[float]:
+    """Return the weight of each of `parts` in one accumulation window, by its action tokens.
 
     The backend averages over the window, so each weight is multiplied by the number of parts.
     """
-    assert trial.spec.num_accumulated == len(parts)
     counts = [
         int(actor_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
         for part in parts
     ]
-    shares = [count / max(1, sum(counts)) for count in counts]
-    losses = [trial.passed(part, share=share * len(parts)) for part, share in zip(parts, shares, strict=True)]
-    return sum(loss * share for loss, share in zip(losses, shares, strict=True))
+    return [count / max(1, sum(counts)) * len(parts) for count in counts]

@@ -35,7 +35,7 @@ from replay.report.check import Check, Status, line
 from replay.report.text import counted, engine_text
 from replay.runlog.writer import create_folder, versions
 from replay.runner.job_defaults import settled
-from replay.runner.pass_runner import check_vocabulary
+from replay.runner.laying_out import check_vocabulary
 from replay.runner.selection import Selection, select
 from replay.runner.session import find_source, first_call
 from replay.spec import RunSpec

@@ -27,7 +27,8 @@ from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import DTYPES
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
 from replay.runner.selection import Selection
 from replay.spec import RunSpec
 from replay.verdict.findings import Setting, dtypes_of
@@ -77,17 +78,17 @@ class Again:
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
         same_weights = SameWeights(self.source)
-        runner = PassRunner(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
+        replayer = Replayer(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
         replayed: list[Pass] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
-                record, error = runner.replay(index, path)
+                own, error = replayer.replay(index, path)
                 if error is not None:
                     raise error
-                replayed += self.world.gather((record, runner.recorded, runner.replayed))
+                replayed += self.world.gather(own)
         finally:
             actor.backend.close()
-            del actor, runner
+            del actor, replayer
             free_closed()
         return replayed
 

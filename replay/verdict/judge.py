@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from replay.report.roundoff import is_coarse, roundoff
 from replay.report.text import counted
@@ -37,7 +37,13 @@ OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)
 NOT_REPLAYED = "what was recorded was not replayed"
 
-Pass = tuple[PassRecord, Recorded | None, Replayed]  # None: the file could not be read
+
+class Pass(NamedTuple):
+    """A pass on one rank: its record, what the job recorded of it, and what its replay computed besides the record."""
+
+    record: PassRecord
+    recorded: Recorded | None  # None: the file could not be read
+    replayed: Replayed
 
 
 class Outcome(StrEnum):

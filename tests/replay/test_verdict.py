@@ -29,7 +29,7 @@ from replay.verdict.job_values import (
     Recorded,
     WeightComparison,
 )
-from replay.verdict.judge import Outcome, Verdict, judge
+from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.text import verdict_lines
 from replay.verdict.tolerances import TOKENS_RMS, bound_of
@@ -307,7 +307,7 @@ def recorded(*claims: Claim, step: int = 0, **changes: Any) -> Recorded:
 def judged(*passes: Recorded, setting: Setting = SETTING, **changes: Any) -> Verdict:
     """Each pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     values = {"row_action_tokens": [30, 50], "grad_norm": 4.0, "row_log_probs": [-30.0, -100.0], **changes}
-    return judge([(record(index, **values), one, Replayed()) for index, one in enumerate(passes)], setting)
+    return judge([Pass(record(index, **values), one, Replayed()) for index, one in enumerate(passes)], setting)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
     one = recorded(RIGHT)
     pair = [
-        (record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, Replayed())
+        Pass(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, Replayed())
         for rank, loss in ((0, 1.5), (1, 1.6))
     ]
     verdict = judge(pair, SETTING)

@@ -29,7 +29,7 @@ from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PhaseCost
-from replay.runner.pass_runner import inputs_for
+from replay.runner.laying_out import inputs_for
 from replay.runner.selection import select
 from replay.runner.session import find_source
 from replay.shipped_inputs import default_folder
