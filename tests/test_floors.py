@@ -46,7 +46,7 @@ ROOMS = {
     "replay": (
         ("spec", "shipped_inputs"),
         ("option_parsing", "loss", "given_paths"),
-        ("report",),
+        ("report", "tolerances"),
         ("objective",),
         ("processes",),
         ("runlog",),

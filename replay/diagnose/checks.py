@@ -16,9 +16,6 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.gradients import (
-    GRADIENT_BOUNDS,
-    LOSS_BOUND,
-    PEERS_BOUND,
     Difference,
     Gradients,
     difference,
@@ -34,6 +31,7 @@ from replay.diagnose.reference_losses import PlainAnswer, plain_answer
 from replay.diagnose.untimed_actor import Trial, trial
 from replay.report.check import Check, Status
 from replay.report.text import counted, one_line
+from replay.tolerances.known_answers import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
 from replay.watch.progress import Tracker
 
 NOT_ONE = "Try: torchrun --nproc-per-node 2 replay diagnose"

@@ -12,19 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.inputs.packing import actor_inputs
-from actor_init.spec import Dtype
 from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.row_batches import rows_of
 from replay.diagnose.untimed_actor import Trial
-from replay.report.difference import relative_difference
-
-LOSS_BOUND = 1e-3  # relative
-PEERS_BOUND = 1e-6  # relative: they sum the same numbers
-# relative norm of a parameter's difference: another order of sums in fp32, 8 and 11 significant bits in the others.
-# Measured on small models: 5e-7 in fp32, 2e-2 in bf16; a fault that scales or drops a gradient gives 0.3 and more
-GRADIENT_BOUNDS = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-1, Dtype.FP16: 5e-2}
-TINY = 1e-30  # replaces a norm or a loss of 0
-SMALLEST_SHARE = 1e-3  # of the whole gradient's norm: a smaller gradient may be the rounding error of larger ones
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.known_answers import SMALLEST_SHARE, TINY
 
 Gradients = Mapping[str, Tensor]  # fp32 on the host, unsharded, by parameter name
 

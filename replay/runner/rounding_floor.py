@@ -21,8 +21,6 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
-from replay.report.difference import relative_difference
-from replay.report.roundoff import roundoff
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.job_defaults import DTYPES
@@ -31,11 +29,13 @@ from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
 from replay.runner.selection import Selection
 from replay.spec import RunSpec
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.job import TOKENS_RMS, Floor, bound_of, difference
+from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.roundoff import roundoff
 from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass
-from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, difference
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 

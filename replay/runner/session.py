@@ -50,6 +50,7 @@ from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, Passes, RunSpec, VerdictRule, WindowWeights
+from replay.tolerances.job import Floor
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.incidents import with_incidents
@@ -57,7 +58,6 @@ from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.router_loss import is_mixture
 from replay.verdict.text import verdict_lines, weights_line
-from replay.verdict.tolerances import Floor
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase

@@ -16,23 +16,13 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from replay.cli import main as replay_main
 from replay.runlog.reader import PastRun
+from replay.tolerances.job import TOKENS_RMS, bound_of
+from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.findings import Setting, finding
-from replay.verdict.job_values import (
-    ACTION_TOKENS,
-    GRAD_NORM,
-    GRADIENT,
-    LOG_PROBS,
-    LOSS,
-    TOKENS,
-    Claim,
-    OtherValue,
-    Recorded,
-    WeightComparison,
-)
+from replay.verdict.job_values import Claim, OtherValue, Recorded, WeightComparison
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.text import verdict_lines
-from replay.verdict.tolerances import TOKENS_RMS, bound_of
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
