@@ -25,12 +25,12 @@ from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
 from replay.cli import action_of
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 from replay.runner.meter import Meter
 from replay.runner.pass_runner import PassRunner, ReopenedActor
-from replay.runner.selection import select
-from replay.runner.session import find_source
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 

@@ -31,10 +31,10 @@ from replay.objective.names import ROLLOUT_LOG_PROBS
 from replay.option_parsing import spec_to_dict
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, counted, engine_text
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.pass_runner import inputs_for
-from replay.runner.selection import Selection, select
-from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.watch.progress import Phase, Tracker
 from replay.watch.stacks import outlast

@@ -28,9 +28,9 @@ from typing import IO, Any
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from replay.option_parsing import command_line, spec_to_dict
+from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
-from replay.spec import RunSpec
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new
@@ -83,7 +83,7 @@ class Logbook:
 
     def begin(
         self,
-        spec: RunSpec,
+        resolved: ResolvedReplay,
         *,
         facts: Mapping[str, Any],
         work: Mapping[str, Any],
@@ -97,6 +97,7 @@ class Logbook:
         inputs are replayed and how they were distributed.
         """
         assert self.rank == 0
+        spec = resolved.to_spec()
         self._run = {
             "status": "running",
             "started": self._began.isoformat(timespec="seconds"),

@@ -32,6 +32,8 @@ from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective, gain
 from replay.report.text import one_line
+from replay.resolution.windows import Round, weight_of
+from replay.resolved import ResolvedReplay
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.records import PassRecord
 from replay.runner import compilations
@@ -40,8 +42,7 @@ from replay.runner.first_uses import FirstUses
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Again, Search
 from replay.runner.pass_again import Expectations, with_second_run
-from replay.runner.windows import Round, weight_of
-from replay.spec import RunSpec, WindowWeights
+from replay.spec import WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.job_values import Recorded, recorded_in, token_places
 from replay.verdict.replayed_values import Replayed, action_log_probs, gradient_samples, sampled_log_probs
@@ -52,13 +53,6 @@ from replay.watch.progress import Phase, Tracker
 
 class ReopeningError(RuntimeError):
     """Raised if the actor could not be opened again after a pass failed."""
-
-
-def what_wants_logits(spec: RunSpec, objective: Objective | None) -> str:
-    """Return what of a run needs whole logits, whatever --whole-logits says; empty if nothing does."""
-    if spec.measure.trace:
-        return "the trace holds them"
-    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
 
 
 class ReopenedActor:
@@ -105,7 +99,7 @@ class PassRunner:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: ResolvedReplay,
         world: World,
         source: ModelSource,
         actor: ReopenedActor,
@@ -146,11 +140,6 @@ class PassRunner:
         self.observer: PassObserver | None = None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
         self._padding_predicts = may_count_after_padding(spec) and not source.layout_under(spec.actor).joins
-
-    @property
-    def needs_whole_logits(self) -> bool:
-        """Does the run need whole logits, whatever --whole-logits says?"""
-        return bool(what_wants_logits(self.spec, self._objective))
 
     @property
     def num_in_window(self) -> int:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
+from replay.resolution.selection import Selection
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
-from replay.runner.selection import Selection
 
 MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
 MAX_WIDTH = 100  # columns of the pass table
