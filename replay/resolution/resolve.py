@@ -68,7 +68,9 @@ def resolve(
     head = choose_head(actor, source, world, wants_logits=wants_logits)
     source = replace(source, layout=layout, head=head)
     named, kernel_name = with_kernel(actor, world.device, source.config)
-    attention = Choice(setting=ATTENTION, value=kernel_name, by=_by_whom(spec.actor, asked, actor), why=kernel.why)
+    by = _by_whom(spec.actor, asked, actor)
+    usual = {By.JOB: "its captures name it", By.MACHINE: "what a CPU has"}
+    attention = Choice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual.get(by, ""))
     filled = [*_of_engine(actor), *_of_inputs(run.inputs), *_of_objective(run)]
     choices = [
         *(_with_layout(choice, actor, layout) if choice.setting == PACKING else choice for choice in chosen),

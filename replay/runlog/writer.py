@@ -5,7 +5,7 @@ run.json is written at the start ("status": "running") and rewritten at the end;
 is done. Both are strict JSON: a non-finite float is the string "nan", "inf" or "-inf".
 
     {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
-     "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
+     "spec": {...}, "resolved": [...], "facts": {...}, "work": {"weights": ..., "config": {...}},
      "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
      "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
      "statistics": {...}, "verdict": {"outcome": "REPRODUCED", ...}, "exit_code": 0, "seconds": 41.3}
@@ -103,6 +103,7 @@ class Logbook:
             "started": self._began.isoformat(timespec="seconds"),
             "command": shlex.join(["replay", *command_line(spec)]),
             "spec": spec_to_dict(spec),
+            "resolved": [to_json(choice) for choice in resolved.choices],
             "facts": dict(facts),
             "work": dict(work),
             "inputs": dict(inputs),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -27,6 +27,7 @@ from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective
 from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.report.printing import open_console, print_table
 from replay.report.text import Pairs, counted, not_recorded, one_line, short_names_differ
 from replay.resolution.model_source import inputs_folder
 from replay.resolution.resolve import resolve
@@ -46,6 +47,7 @@ from replay.runner.non_finite import first_non_finite
 from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
 from replay.runner.reruns import Found, Reruns
 from replay.runner.states import Earlier, FolderStates, States
+from replay.runner.text import choice_table
 from replay.spec import RunSpec, VerdictRule
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
@@ -72,27 +74,56 @@ def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) ->
         return run_in(world, spec, show_traceback=show_traceback, states=states)
 
 
+def explain(spec: RunSpec) -> int:
+    """Print who chose each setting of the replay, and why, and return 0. No actor is opened, nothing is written.
+
+    Raises UsageError for options that cannot be satisfied here.
+    """
+    with World.from_env(spec.actor.parallel) as world:
+        resolved = _Prepared.of(spec, world).resolved
+        if world.rank == 0:
+            print_table(open_console(), choice_table(resolved.choices))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """A replay that is resolved, and not begun."""
+
+    resolved: ResolvedReplay
+    selection: Selection
+    meter: Meter
+    first: Call | None  # the first capture; None if it cannot be read
+    objective: Objective | None  # None: the loss is the negated mean log-prob
+
+    @classmethod
+    def of(cls, spec: RunSpec, world: World) -> Self:
+        selection = select(
+            spec.inputs,
+            world.data_rank,
+            world.num_data_ranks,
+            loss=spec.measure.loss,
+            grad_accumulation=spec.actor.grad_accumulation,
+            packs=spec.actor.packs,
+            padding_predicts=may_count_after_padding(spec),
+        )
+        meter = Meter.for_device(world.device)
+        if spec.measure.memory_snapshot and meter.held_bytes() is None:
+            raise UsageError(
+                "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system "
+                "says its peak alone. Try: without --memory-snapshot"
+            )
+        first = first_call(selection)
+        objective = Objective.of(spec)
+        _check_objective(objective, first)
+        resolved = resolve(spec, selection, first, world, objective)
+        return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
+
+
 def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states: States | None = None) -> int:
     """Run a replay in a world that is already open, and leave it open."""
-    selection = select(
-        spec.inputs,
-        world.data_rank,
-        world.num_data_ranks,
-        loss=spec.measure.loss,
-        grad_accumulation=spec.actor.grad_accumulation,
-        packs=spec.actor.packs,
-        padding_predicts=may_count_after_padding(spec),
-    )
-    meter = Meter.for_device(world.device)
-    if spec.measure.memory_snapshot and meter.held_bytes() is None:
-        raise UsageError(
-            "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system says "
-            "its peak alone. Try: without --memory-snapshot"
-        )
-    first = first_call(selection)
-    objective = Objective.of(spec)
-    _check_objective(objective, first)
-    resolved = resolve(spec, selection, first, world, objective)
+    prepared = _Prepared.of(spec, world)
+    resolved, selection = prepared.resolved, prepared.selection
     original, measure = resolved.source, resolved.measure
     states = states or FolderStates.of(resolved.state)
     refuse_folders(resolved.state, world, states)
@@ -119,17 +150,17 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
             folder=folder,
             watch=watch,
             show_traceback=show_traceback,
-            meter=meter,
+            meter=prepared.meter,
             logbook=Logbook(folder, world.rank),
             console=console,
             same_weights=same_weights,
             setting=_setting(resolved, same_weights, world, actor.backend.facts()),
             saver=Saver(spec=resolved, source=source, world=world, logs=folder, states=states),
             earlier=earlier,
-            objective=objective,
+            objective=prepared.objective,
             begun_with=source if earlier.folder is None else original,
         )
-        session.describe(actor, first)
+        session.describe(actor, prepared.first)
         session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
