@@ -25,13 +25,13 @@ from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
 from replay.cli import action_of
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.runner.selection import select
-from replay.runner.session import find_source
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 

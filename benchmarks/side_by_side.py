@@ -20,12 +20,12 @@ import torch
 from actor_init.world import World
 from capture.file_format.capture_file import read_call
 from replay.cli import action_of
+from replay.resolution.resolve import resolve
+from replay.resolution.selection import select
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.runner.selection import select
-from replay.runner.session import resolve
 from replay.spec import RunSpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
@@ -67,11 +67,11 @@ def main() -> int:
 def opened(spec: RunSpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
     """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
-    resolved = resolve(spec, world, selection, read_call(selection.inputs[0]), None)
-    spec, source = resolved.spec, resolved.source
-    actor = ReopenedActor(spec.actor, source, world)
+    resolved = resolve(spec, selection, read_call(selection.inputs[0]), world, None)
+    source = resolved.source
+    actor = ReopenedActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
-    replayer = Replayer(spec, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    replayer = Replayer(resolved, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)
     return replayer, selection.inputs
 

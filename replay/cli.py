@@ -62,6 +62,9 @@ app = typer.Typer(
 def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
+    explain: bool = typer.Option(
+        False, "--explain", help="Print each setting, who chose it and why, and end before the actor is opened."
+    ),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
     launcher: LauncherOption = None,
     address: AddressOption = None,
@@ -74,23 +77,31 @@ def replay(
     holds, `replay compare LOG LOG` shows how far apart two runs are.
     """
     if context.invoked_subcommand is not None:
-        if typed := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
+        if typed := [
+            f"--{name.replace('_', '-')}"
+            for name, value in {**given, "explain": explain or None}.items()
+            if value is not None
+        ]:
             raise UsageError(
                 f"{typed[0]} belongs to a replay, not to `{context.invoked_subcommand}`. "
                 f"Try: replay {context.invoked_subcommand} --help"
             )
         return None
     if (cluster := ray_options(launcher, address, workers)) is not None:
-        return partial(_replay_on_ray, run_spec(given), cluster, show_traceback=traceback)
-    return partial(_replay, run_spec(given), show_traceback=traceback)
+        return partial(_replay_on_ray, run_spec(given), cluster, show_traceback=traceback, explains=explain)
+    return partial(_replay, run_spec(given), show_traceback=traceback, explains=explain)
 
 
-def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
+def _replay(spec: RunSpec, *, show_traceback: bool, explains: bool) -> int:
     check_inputs(spec.inputs)
     if num_processes := num_processes_missing(spec.actor.parallel):
-        return relaunch(num_processes, command_line(spec) + ["--traceback"] * show_traceback)
+        return relaunch(num_processes, _arguments(spec, show_traceback=show_traceback, explains=explains))
     gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it
     try:
+        if explains:
+            from replay.runner.session import explain
+
+            return explain(spec)
         from replay.runner.session import run
 
         return run(spec, show_traceback=show_traceback)
@@ -98,10 +109,15 @@ def _replay(spec: RunSpec, *, show_traceback: bool) -> int:
         gc.enable()
 
 
-def _replay_on_ray(spec: RunSpec, cluster: RayOptions, *, show_traceback: bool) -> int:
+def _replay_on_ray(spec: RunSpec, cluster: RayOptions, *, show_traceback: bool, explains: bool) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(spec, main, command_line(spec) + ["--traceback"] * show_traceback, cluster)
+    return run_on_ray(spec, main, _arguments(spec, show_traceback=show_traceback, explains=explains), cluster)
+
+
+def _arguments(spec: RunSpec, *, show_traceback: bool, explains: bool) -> list[str]:
+    """Return the arguments for each rank of a launch."""
+    return command_line(spec) + ["--traceback"] * show_traceback + ["--explain"] * explains
 
 
 for command in COMMANDS:

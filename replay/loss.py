@@ -6,7 +6,7 @@ from torch import Tensor
 
 from actor_init.inputs.packing import ActorInputs
 from capture.file_format.micro_batch import MicroBatch, with_labels_of_own_tokens
-from replay.spec import LossName, RunSpec, is_objective
+from replay.spec import LossName, Parts, is_objective
 
 
 def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
@@ -20,7 +20,7 @@ def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
     return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
 
 
-def may_count_after_padding(spec: RunSpec) -> bool:
+def may_count_after_padding(spec: Parts) -> bool:
     """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
 
     Not where packed rows were asked for, nor under --details, which is for runs of the same tokens in any layout.

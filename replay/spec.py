@@ -277,7 +277,9 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
+class Parts:
+    """What a replay is specified by. Raises UsageError for parts that contradict each other."""
+
     actor: ActorSpec = field(default_factory=ActorSpec)
     inputs: InputsSpec = field(default_factory=InputsSpec)
     measure: MeasureSpec = field(default_factory=MeasureSpec)
@@ -317,3 +319,8 @@ class RunSpec:
             )
         if self.state.load_state and self.actor.random_weights:
             raise UsageError("--random-weights and --load-state exclude each other. Give one of the two")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec(Parts):
+    """What somebody typed. `auto`, and None where it is no value, is not typed: `resolve` chooses it."""

@@ -44,7 +44,7 @@ def choose_layout(
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _proved_in_ring(spec, config, world, trains)
-    choice = world.from_first(_chosen(spec, config, world.device, is_given) if world.rank == 0 else None)
+    choice = world.from_first(_chosen_or_refused(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal:
         raise UsageError(choice.refusal)
     return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
@@ -101,6 +101,14 @@ class _Search:
             if error <= bound_of(kernel):
                 return ""
         return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
+
+
+def _chosen_or_refused(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
+    """Choose on the first rank. What is refused there is refused on all of them, which wait for its choice."""
+    try:
+        return _chosen(spec, config, where, is_given)
+    except UsageError as error:
+        return Choice(attention=spec.attention, layout=PADDED, refusal=str(error))
 
 
 def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:

@@ -56,6 +56,8 @@ MASKS = (
     Mask("run.json/format", "goes up where a reader of logs would be misled, as by another name of a key"),
     Mask("run.json/versions/micro-replay", "goes up with a release"),
 )
+# What the tree at hand writes and BASE does not, or the other way round; gone with the commit after it.
+NEW = (Mask("run.json/resolved", "the table of choices, which BASE does not keep", hides="all"),)
 # A key's path in BASE and in the tree at hand, where it has another name now. A `*` of both stands for the same.
 RENAMES: Sequence[tuple[str, str]] = ()
 
@@ -63,7 +65,7 @@ RENAMES: Sequence[tuple[str, str]] = ()
 def compare(
     base: Mapping[str, Any],
     here: Mapping[str, Any],
-    masks: Sequence[Mask] = MASKS,
+    masks: Sequence[Mask] = (*MASKS, *NEW),
     renames: Sequence[tuple[str, str]] = RENAMES,
 ) -> Comparison:
     """Compare what `read_log` returned of two runs. Masks are for the names in the tree at hand."""

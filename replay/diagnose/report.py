@@ -33,11 +33,11 @@ from replay.loss import tokens_for
 from replay.option_parsing import spec_to_dict
 from replay.report.check import Check, Status, line
 from replay.report.text import counted, engine_text
+from replay.resolution.job_defaults import from_job, settled
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import create_folder, versions
-from replay.runner.job_defaults import settled
 from replay.runner.laying_out import check_vocabulary
-from replay.runner.selection import Selection, select
-from replay.runner.session import find_source, first_call
 from replay.spec import RunSpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
@@ -85,7 +85,7 @@ def diagnose_in(
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
-    run = world.from_first(settled(run, first_call(selection), 1, world.device.type))
+    run = world.from_first(settled(run, from_job(run, first_call(selection), selection, world.device.type)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)

@@ -25,8 +25,8 @@ from replay.option_parsing import command_line, spec_of
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
 from replay.report.text import counted
+from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.runner.selection import select
 from replay.spec import RunSpec
 
 KEPT_CALLS = 16  # captures in memory

@@ -33,12 +33,12 @@ from replay.objective.names import ROLLOUT_LOG_PROBS
 from replay.option_parsing import spec_to_dict
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, counted, engine_text
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.laying_out import inputs_for
 from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, run_pass
-from replay.runner.selection import Selection, select
-from replay.runner.session import find_source
 from replay.spec import RunSpec
 from replay.watch.progress import Tracker
 from replay.watch.stacks import outlast

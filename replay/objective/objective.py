@@ -16,7 +16,7 @@ from replay.objective import names
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.objective.policy import policy_loss
-from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Reduction, RunSpec, is_objective
+from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, Reduction, is_objective
 
 ON_POLICY = "where the samples are the policy's own, --on-policy"
 
@@ -34,7 +34,7 @@ class Objective:
     sha256: str | None = None
 
     @classmethod
-    def of(cls, spec: RunSpec) -> "Objective | None":
+    def of(cls, spec: Parts) -> "Objective | None":
         """Return what --loss names; None for stand-in and sft. Raises UsageError for a file that cannot be loaded."""
         loss, settings = spec.measure.loss, spec.objective
         if not is_objective(loss):
@@ -137,7 +137,7 @@ def gain(loss: Tensor, log_probs_BA: Tensor) -> float:
     return 1.0 if gradient is None else float(gradient.abs().sum())
 
 
-def described_loss(objective: Objective | None, spec: RunSpec, first: Call | None) -> str:
+def described_loss(objective: Objective | None, spec: Parts, first: Call | None) -> str:
     """Describe the loss for the header, and say when it was not asked for. `first` is a capture that says of what."""
     if objective is not None:
         return objective.described()

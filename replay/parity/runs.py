@@ -23,9 +23,9 @@ from replay.processes.interpreter import Environment, probe
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
+from replay.resolution.model_source import inputs_folder
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.runner.session import inputs_folder
 from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, RunSpec
 
@@ -163,8 +163,8 @@ def _here(spec: RunSpec, machine: Machine) -> Here:
     """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
-    from replay.runner.selection import select
-    from replay.runner.session import find_source
+    from replay.resolution.model_source import find_source
+    from replay.resolution.selection import select
 
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
     inputs = select(wanted, 0, 1).inputs

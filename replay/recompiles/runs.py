@@ -17,9 +17,9 @@ from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
 from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Asked, Policy, actor_under, least_padding
 from replay.recompiles.result import Result, write
+from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, create_folder, log_below
-from replay.runner.selection import select
 from replay.spec import RunSpec
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"

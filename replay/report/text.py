@@ -10,11 +10,14 @@ from pathlib import Path
 from actor_init.backends import declaration_of
 
 TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
+    "chosen by",
     "ranks",
     "result",
     "run",
     "setting",
+    "value",
     "verdict",
+    "why",
 }
 Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]

@@ -5,7 +5,7 @@ run.json is written at the start ("status": "running") and rewritten at the end;
 is done. Both are strict JSON: a non-finite float is the string "nan", "inf" or "-inf".
 
     {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
-     "spec": {...}, "facts": {...}, "work": {"weights": ..., "config": {...}},
+     "spec": {...}, "resolved": [...], "facts": {...}, "work": {"weights": ..., "config": {...}},
      "inputs": {...}, "memory_kind": "cuda allocator", "world_size": 1, "devices": [...],
      "versions": {"python": "3.12.3", "torch": "2.11.0", "flash-attn": null, ...},
      "statistics": {...}, "verdict": {"outcome": "REPRODUCED", ...}, "exit_code": 0, "seconds": 41.3}
@@ -28,9 +28,9 @@ from typing import IO, Any
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from replay.option_parsing import command_line, spec_to_dict
+from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
-from replay.spec import RunSpec
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
 FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new
@@ -83,7 +83,7 @@ class Logbook:
 
     def begin(
         self,
-        spec: RunSpec,
+        resolved: ResolvedReplay,
         *,
         facts: Mapping[str, Any],
         work: Mapping[str, Any],
@@ -97,11 +97,13 @@ class Logbook:
         inputs are replayed and how they were distributed.
         """
         assert self.rank == 0
+        spec = resolved.to_spec()
         self._run = {
             "status": "running",
             "started": self._began.isoformat(timespec="seconds"),
             "command": shlex.join(["replay", *command_line(spec)]),
             "spec": spec_to_dict(spec),
+            "resolved": [to_json(choice) for choice in resolved.choices],
             "facts": dict(facts),
             "work": dict(work),
             "inputs": dict(inputs),

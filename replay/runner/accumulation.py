@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from capture.file_format.parameter_samples import Sample
-from replay.runner.windows import Round, weight_of
+from replay.resolution.windows import Round, weight_of
 
 
 @dataclass(kw_only=True, slots=True)

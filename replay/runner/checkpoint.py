@@ -24,9 +24,10 @@ from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from replay.option_parsing import command_line
 from replay.report.text import Pairs, counted, gibibytes, one_line
+from replay.resolved import ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.states import States, passes_file, whole_states
-from replay.spec import RunSpec, StateSpec
+from replay.spec import StateSpec
 
 
 class SavingError(RuntimeError):
@@ -58,7 +59,7 @@ class StateWeights:
 SAFE_LOAD = "2.10.0"
 
 
-def loaded_source(spec: RunSpec, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
+def loaded_source(spec: ResolvedReplay, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
     """Return `source` with the weights of the state in `folder`, if any. Raises UsageError if they cannot be loaded."""
     if folder is None:
         return source
@@ -107,7 +108,7 @@ class Saver:
     wait for this one.
     """
 
-    spec: RunSpec
+    spec: ResolvedReplay
     source: ModelSource
     world: World
     logs: Path  # the run's log folder
@@ -192,7 +193,8 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _go_on(spec: RunSpec, folder: Path, num_inputs: int, world: World) -> str:
+def _go_on(resolved: ResolvedReplay, folder: Path, num_inputs: int, world: World) -> str:
+    spec = resolved.to_spec()
     inputs = replace(spec.inputs, skip_inputs=num_inputs)
     command = command_line(replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
     launcher = [] if world.world_size == 1 else ["torchrun", "--nproc-per-node", str(world.world_size)]

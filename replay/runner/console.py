@@ -9,11 +9,11 @@ from capture.progress_bar import ProgressBar
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, damaged_files, short_names
+from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics
 from replay.runner import text as wording
 from replay.runner.reruns import Found
-from replay.runner.selection import Selection
 
 TICK_SECONDS = 0.25
 MILLION = 10**6

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actor_init.backends import declaration_of
 from actor_init.backends.declaration import Held
 from actor_init.model import count_parameters
+from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.prediction.costs import Cost, Measured, Model
@@ -24,7 +25,7 @@ from replay.profiling.records import Holder, HolderKind, Saving
 from replay.profiling.text import saved
 from replay.report.text import Pairs, counted, gibibytes
 from replay.runlog.records import PassRecord
-from replay.spec import RunSpec
+from replay.spec import MeasureSpec
 
 LEAST = 3  # passes that a fit of a peak to tokens takes
 MOST = 24  # passes whose inputs are read for it
@@ -89,7 +90,8 @@ class OutOfMemory:
 class Known:
     """What is known of a run without a snapshot."""
 
-    spec: RunSpec
+    actor: ActorSpec
+    measure: MeasureSpec
     world: World
     config: PretrainedConfig
     inputs: Sequence[Path]
@@ -124,7 +126,7 @@ class Known:
             passes = counted(len(finished), "pass")
             return f"{passes} of its kind finished, and a fit of peaks to tokens takes {LEAST}"
         indices = [*finished, failed.index]
-        shapes, _ = read_shapes([self.inputs[index] for index in indices], str(self.spec.measure.loss))
+        shapes, _ = read_shapes([self.inputs[index] for index in indices], str(self.measure.loss))
         by_index = {indices[shape.number]: shape for shape in shapes}
         if failed.index not in by_index:
             return "its input cannot be read"
@@ -146,20 +148,20 @@ class Known:
         size = PassSize.of(
             model,
             self.config,
-            self.spec.actor,
-            shape.fed_tokens(predictor.rows) // self.spec.actor.parallel.ring,
+            self.actor,
+            shape.fed_tokens(predictor.rows) // self.actor.parallel.ring,
             trains=failed.trains is not False,
         )
         return Needed(
             num_measured=len(measured),
             peak_bytes=int(peak),
             error=None if fitted.error is None else fitted.error.most_of_peak,
-            savings=savings(self._holders(peak, growing, phase, size), self.spec.actor, size),
+            savings=savings(self._holders(peak, growing, phase, size), self.actor, size),
         )
 
     def _holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
         held = dict(self._held_bytes())
-        if phase == "forward" and self.spec.actor.num_accumulated == 1:
+        if phase == "forward" and self.actor.num_accumulated == 1:
             held[HolderKind.GRADIENTS] = 0.0
         lasting = peak - growing
         for kind in held:  # no more than the fit says that there is
@@ -172,11 +174,11 @@ class Known:
 
     def _held_bytes(self) -> Mapping[HolderKind, float]:
         """Return what a rank holds whatever it is fed, as the backend declares it."""
-        actor = self.spec.actor
-        holding = declaration_of(actor.backend).holding(actor, self.spec.measure.step)
+        actor = self.actor
+        holding = declaration_of(actor.backend).holding(actor, self.measure.step)
         share = 1 - 1 / self.world.num_data_ranks
         number = count_parameters(self.config) / actor.parallel.tp
-        backward = self.spec.measure.backward
+        backward = self.measure.backward
 
         def of(part: Callable[[Held], float]) -> float:
             return number * (part(holding.alone) - share * part(holding.shared))

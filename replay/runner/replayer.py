@@ -22,6 +22,8 @@ from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective
 from replay.report.text import one_line
+from replay.resolution.windows import Round
+from replay.resolved import ResolvedReplay
 from replay.runlog import token_log_probs
 from replay.runlog.records import PassRecord
 from replay.runner.accumulation import Window
@@ -41,8 +43,7 @@ from replay.runner.observers import (
 from replay.runner.pass_again import Expectations, with_second_run
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, run_pass
-from replay.runner.windows import Round
-from replay.spec import RunSpec, WindowWeights
+from replay.spec import WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.job_values import Recorded, recorded_in, token_places
 from replay.verdict.judge import Pass
@@ -52,19 +53,12 @@ from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
 
 
-def what_wants_logits(spec: RunSpec, objective: Objective | None) -> str:
-    """Return what of a run needs whole logits, whatever --whole-logits says; empty if nothing does."""
-    if spec.measure.trace:
-        return "the trace holds them"
-    return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
-
-
 class Replayer:
     """Feed captures to the actor, and track the accumulation window. Opens the actor again after a failed pass."""
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: ResolvedReplay,
         world: World,
         source: ModelSource,
         actor: ReopenedActor,
@@ -95,11 +89,6 @@ class Replayer:
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self._is_random = bool(acting_dropouts(lasting_config(source.config)))
         self._padding_predicts = may_count_after_padding(spec) and not source.layout_under(spec.actor).joins
-
-    @property
-    def needs_whole_logits(self) -> bool:
-        """Does the run need whole logits, whatever --whole-logits says?"""
-        return bool(what_wants_logits(self.spec, self._objective))
 
     def mend(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""

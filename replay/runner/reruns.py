@@ -20,6 +20,7 @@ from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, one_line
+from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
 from replay.runner.meter import Meter
@@ -27,7 +28,6 @@ from replay.runner.observers import HistoryMarker
 from replay.runner.out_of_memory import Known, OutOfMemory
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import PassObserver
-from replay.spec import RunSpec
 from replay.verdict.judge import Pass
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
@@ -55,7 +55,7 @@ class Found:
 class Reruns:
     """What it takes to run passes once more. All ranks must call its methods, in order."""
 
-    spec: RunSpec
+    spec: ResolvedReplay
     world: World
     source: ModelSource
     inputs: Sequence[Path]
@@ -94,7 +94,8 @@ class Reruns:
         own = [record for record in records if record.rank == self.world.rank]
         head = self.source.head
         known = Known(
-            spec=replace(self.spec, actor=self._advised),
+            actor=self._advised,
+            measure=self.spec.measure,
             has_whole_logits=head is None or bool(head.why_whole),
             world=self.world,
             config=self.source.config,
@@ -107,7 +108,7 @@ class Reruns:
     def _advised(self) -> ActorSpec:
         """The options to advise on: not --whole-logits where something else needs whole logits."""
         actor = self.spec.actor
-        return replace(actor, whole_logits=False) if self.replayer.needs_whole_logits else actor
+        return replace(actor, whole_logits=False) if self.spec.wants_logits else actor
 
     def _profiled(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""

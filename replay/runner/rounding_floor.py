@@ -21,14 +21,14 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
+from replay.resolution.job_defaults import DTYPES
+from replay.resolution.selection import Selection
+from replay.resolved import ATTENTION, By, ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
-from replay.runner.job_defaults import DTYPES
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.runner.selection import Selection
-from replay.spec import RunSpec
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job import TOKENS_RMS, Floor, bound_of, difference
 from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
@@ -48,13 +48,13 @@ class Again:
     """Everything needed to replay some of a run's inputs once more."""
 
     world: World
-    spec: RunSpec
+    spec: ResolvedReplay
     source: ModelSource
     selection: Selection
     tracker: Tracker
     has_dropout: bool
 
-    def other_order(self, passes: Sequence[Pass]) -> RunSpec:
+    def other_order(self, passes: Sequence[Pass]) -> ResolvedReplay:
         return other_order(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
 
     @property
@@ -62,7 +62,7 @@ class Again:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
         if self.selection.padding_predicts and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
-        if self.spec.actor.attention is Attention.EAGER and not has_sdpa(self.source.config):
+        if _asked(self.spec) is Attention.EAGER and not has_sdpa(self.source.config):
             return "the model has no other attention kernel"
         return None
 
@@ -70,7 +70,7 @@ class Again:
     def keeps_kernel(self) -> bool:
         return self.why_one_kernel is not None
 
-    def passes(self, spec: RunSpec, num_passes: int) -> list[Pass]:
+    def passes(self, spec: ResolvedReplay, num_passes: int) -> list[Pass]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
         raises.
         """
@@ -93,7 +93,9 @@ class Again:
         return replayed
 
 
-def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool, keeps_kernel: bool) -> RunSpec:
+def other_order(
+    spec: ResolvedReplay, passes: Sequence[Pass], *, has_dropout: bool, keeps_kernel: bool
+) -> ResolvedReplay:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
 
     With dropout the rows stay in order, since each row's masks are drawn after those of the rows before it.
@@ -102,12 +104,17 @@ def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool, kee
     coarser = max((DTYPES[one] for one in job if one in DTYPES), key=_roundoff, default=spec.actor.dtype)
     actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarser, key=_roundoff))
     is_plain = has_another_kernel(actor, keeps_kernel=keeps_kernel)
-    kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
-    other = replace(
-        actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
-    )
+    asked = _asked(spec)
+    kernel = Attention.EAGER if asked in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
+    other = replace(actor, attention=kernel if is_plain else asked, gradient_checkpointing=kernel is Attention.EAGER)
     measure = replace(spec.measure, trace=False, details=False)
-    return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=not has_dropout), measure=measure)
+    inputs = replace(spec.inputs, reverse_rows=not has_dropout)
+    return spec.variant(why="rounding alone is to be other", actor=other, inputs=inputs, measure=measure)
+
+
+def _asked(spec: ResolvedReplay) -> Attention:
+    """Return the kernel that was typed, or the job's or the model's; auto where this machine chose it."""
+    return Attention.AUTO if spec.chosen_by(ATTENTION) is By.MACHINE else spec.actor.attention
 
 
 def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
@@ -130,7 +137,7 @@ def _roundoff(dtype: Dtype) -> float:
     return roundoff(str(TORCH_DTYPES[dtype]).removeprefix("torch."))
 
 
-def num_passes_for(spec: RunSpec, num_inputs: int) -> int:
+def num_passes_for(spec: ResolvedReplay, num_inputs: int) -> int:
     size = spec.actor.num_accumulated
     return min(num_inputs, max(size, -(-NUM_PASSES // size) * size))
 
@@ -197,10 +204,11 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
     return {name: one for name, one in floors.items() if math.isfinite(one.value)}
 
 
-def in_fp32(spec: RunSpec) -> RunSpec:
+def in_fp32(spec: ResolvedReplay) -> ResolvedReplay:
     measure = replace(spec.measure, trace=False, details=False)
-    attention = spec.actor.attention if spec.actor.attention in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
-    return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
+    attention = asked if (asked := _asked(spec)) in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
+    actor = replace(spec.actor, dtype=Dtype.FP32, attention=attention)
+    return spec.variant(why="--second-opinion", actor=actor, measure=measure)
 
 
 def is_worth_it(again: Again, passes: Sequence[Pass]) -> bool:
@@ -220,11 +228,12 @@ def is_worth_it(again: Again, passes: Sequence[Pass]) -> bool:
 
 
 def _key(again: Again, passes: Sequence[Pass]) -> str:
-    world, spec = again.world, again.spec
+    world, spec = again.world, again.spec.to_spec()
+    actors = [spec.actor, again.other_order(passes).to_spec().actor]
     measured = [
         digest_of_weights(again.source.weights),
         lasting_config(again.source.config),
-        str([replace(one.actor, model=None, weights=None, blocks=None) for one in (spec, again.other_order(passes))]),
+        str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
         str(again.has_dropout),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
         str(None if (objective := Objective.of(spec)) is None else objective.sha256),

@@ -3,35 +3,36 @@
 import gc
 import shutil
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from actor_init.attention.kernels import described
 from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
+from actor_init.model import ModelSource, count_parameters, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.probe.head_probe import choose_head
-from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
+from actor_init.spec import UsageError
 from actor_init.world import World
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
-from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import folder_of_capture
+from capture.file_format.actor_config import read_actor_config
+from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
 from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
-from replay.objective.objective import Objective, described_loss
+from replay.objective.objective import Objective
 from replay.processes.torchrun_error import repeat_for_torchrun
-from replay.report.text import Pairs, counted, engine_text, not_recorded, one_line, short_names_differ
+from replay.report.printing import open_console, print_table
+from replay.report.text import Pairs, counted, not_recorded, one_line, short_names_differ
+from replay.resolution.model_source import inputs_folder
+from replay.resolution.resolve import resolve
+from replay.resolution.selection import Selection, first_call, select
+from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
@@ -39,25 +40,23 @@ from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver, SavingError, loaded_source, not_saved, refuse_folders, state_to_load
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
-from replay.runner.job_config import differences_from_job, header_line
-from replay.runner.job_defaults import job_kernel, settled
+from replay.runner.header import Header
+from replay.runner.job_config import differences_from_job
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.reopened_actor import ReopenedActor, ReopeningError
-from replay.runner.replayer import Replayer, what_wants_logits
+from replay.runner.replayer import Replayer
 from replay.runner.reruns import Found, Reruns
-from replay.runner.selection import Selection, select
 from replay.runner.states import Earlier, FolderStates, States
-from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, Passes, RunSpec, VerdictRule, WindowWeights
+from replay.runner.text import choice_table
+from replay.spec import RunSpec, VerdictRule
 from replay.tolerances.job import Floor
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.incidents import with_incidents
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
-from replay.verdict.optimizer_settings import differences
 from replay.verdict.router_loss import is_mixture
-from replay.verdict.text import verdict_lines, weights_line
+from replay.verdict.text import verdict_lines
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
@@ -76,63 +75,93 @@ def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) ->
         return run_in(world, spec, show_traceback=show_traceback, states=states)
 
 
+def explain(spec: RunSpec) -> int:
+    """Print who chose each setting of the replay, and why, and return 0. No actor is opened, nothing is written.
+
+    Raises UsageError for options that cannot be satisfied here.
+    """
+    with World.from_env(spec.actor.parallel) as world:
+        resolved = _Prepared.of(spec, world).resolved
+        if world.rank == 0:
+            print_table(open_console(), choice_table(resolved.choices))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """A replay that is resolved, and not begun."""
+
+    resolved: ResolvedReplay
+    selection: Selection
+    meter: Meter
+    first: Call | None  # the first capture; None if it cannot be read
+    objective: Objective | None  # None: the loss is the negated mean log-prob
+
+    @classmethod
+    def of(cls, spec: RunSpec, world: World) -> Self:
+        selection = select(
+            spec.inputs,
+            world.data_rank,
+            world.num_data_ranks,
+            loss=spec.measure.loss,
+            grad_accumulation=spec.actor.grad_accumulation,
+            packs=spec.actor.packs,
+            padding_predicts=may_count_after_padding(spec),
+        )
+        meter = Meter.for_device(world.device)
+        if spec.measure.memory_snapshot and meter.held_bytes() is None:
+            raise UsageError(
+                "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system "
+                "says its peak alone. Try: without --memory-snapshot"
+            )
+        first = first_call(selection)
+        objective = Objective.of(spec)
+        _check_objective(objective, first)
+        resolved = resolve(spec, selection, first, world, objective)
+        return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
+
+
 def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states: States | None = None) -> int:
     """Run a replay in a world that is already open, and leave it open."""
-    selection = select(
-        spec.inputs,
-        world.data_rank,
-        world.num_data_ranks,
-        loss=spec.measure.loss,
-        grad_accumulation=spec.actor.grad_accumulation,
-        packs=spec.actor.packs,
-        padding_predicts=may_count_after_padding(spec),
-    )
-    meter = Meter.for_device(world.device)
-    if spec.measure.memory_snapshot and meter.held_bytes() is None:
-        raise UsageError(
-            "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system says "
-            "its peak alone. Try: without --memory-snapshot"
-        )
-    first = first_call(selection)
-    objective = Objective.of(spec)
-    _check_objective(objective, first)
-    resolved = resolve(spec, world, selection, first, objective)
-    spec, original = resolved.spec, resolved.source
-    states = states or FolderStates.of(spec.state)
-    refuse_folders(spec.state, world, states)
-    latest = states.latest(world) if states is not None and spec.state.resume else None
+    prepared = _Prepared.of(spec, world)
+    resolved, selection = prepared.resolved, prepared.selection
+    original, measure = resolved.source, resolved.measure
+    states = states or FolderStates.of(resolved.state)
+    refuse_folders(resolved.state, world, states)
+    latest = states.latest(world) if states is not None and resolved.state.resume else None
     earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
-    state = earlier.folder or state_to_load(spec.state)
-    source = loaded_source(spec, original, world, state)
-    measure = spec.measure
+    state = earlier.folder or state_to_load(resolved.state)
+    source = loaded_source(resolved, original, world, state)
+    resolved = resolved.variant(why="the state that is loaded", source=source)
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
     folder.mkdir(parents=True, exist_ok=True)  # on nodes that share no disk with rank 0
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
-        actor = _open(spec, source, world, folder, state, watch, console)
+        actor = _open(resolved, source, world, folder, state, watch, console)
+        resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         same_weights = SameWeights(source)
         session = Session(
             world=world,
-            spec=spec,
+            spec=resolved,
             selection=selection,
             source=source,
             folder=folder,
             watch=watch,
             show_traceback=show_traceback,
-            meter=meter,
+            meter=prepared.meter,
             logbook=Logbook(folder, world.rank),
             console=console,
             same_weights=same_weights,
-            setting=_setting(spec, source, same_weights, world, actor.backend.facts()),
-            saver=Saver(spec=spec, source=source, world=world, logs=folder, states=states),
+            setting=_setting(resolved, same_weights, world, actor.backend.facts()),
+            saver=Saver(spec=resolved, source=source, world=world, logs=folder, states=states),
             earlier=earlier,
-            objective=objective,
+            objective=prepared.objective,
             begun_with=source if earlier.folder is None else original,
         )
-        session.describe(actor, first, resolved.why_kernel)
+        session.describe(actor, prepared.first)
         session.repeat_earlier()
         done = session.replay_each(actor)
         if done.ended is None:
@@ -145,46 +174,6 @@ def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states:
         return exit_code
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved:
-    """What a run does where its options leave it open."""
-
-    spec: RunSpec
-    source: ModelSource  # with the layout of rows and the form of the head
-    why_kernel: str  # why the attention kernel was taken; empty where it was asked for
-
-
-def resolve(
-    spec: RunSpec, world: World, selection: Selection, first: Call | None, objective: Objective | None
-) -> Resolved:
-    """Resolve the dtype, kernels, layout and head that options leave to the job, the model or the machine.
-
-    All ranks must call this. Raises UsageError for what cannot run here.
-    """
-    packing_is_given = spec.actor.packing is not None
-    spec = world.from_first(
-        settled(
-            spec,
-            first,
-            selection.grad_accumulation,
-            world.device.type,
-            padding_predicts=selection.padding_predicts,
-        )
-    )
-    source = source_of_all(spec, world)
-    source = replace(source, frozen=world.from_first(_frozen(spec, source, first)))
-    kernel = world.from_first(job_kernel(spec.actor, first, world.device, source.config))
-    spec = replace(spec, actor=spec.actor.settled(attention=kernel.attention))
-    trains = spec.inputs.passes is not Passes.ROLLOUT
-    actor_spec, layout = choose_layout(spec.actor, source.config, world, is_given=packing_is_given, trains=trains)
-    if selection.padding_predicts and not packing_is_given and not layout.why:
-        layout = replace(layout, why="padding on the left predicts labels of the job's loss")
-    head = choose_head(actor_spec, source, world, wants_logits=what_wants_logits(spec, objective))
-    return Resolved(
-        spec=replace(spec, actor=actor_spec), source=replace(source, layout=layout, head=head), why_kernel=kernel.why
-    )
-
-
 def _not_replayed(num_inputs: int) -> Pairs:
     """Say that a training ended with a pass that failed, if there were inputs left."""
     why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
@@ -192,7 +181,7 @@ def _not_replayed(num_inputs: int) -> Pairs:
 
 
 def _open(
-    spec: RunSpec,
+    spec: ResolvedReplay,
     source: ModelSource,
     world: World,
     folder: Path,
@@ -247,7 +236,7 @@ class Session:
     """The parts of one run on this rank. All ranks must call its methods, in order."""
 
     world: World
-    spec: RunSpec
+    spec: ResolvedReplay
     selection: Selection
     source: ModelSource
     folder: Path
@@ -263,45 +252,36 @@ class Session:
     objective: Objective | None  # None: the loss is the negated mean log-prob
     begun_with: ModelSource  # before the first pass in the log
 
-    def describe(self, actor: ReopenedActor, first: Call | None, kernel_reason: str) -> None:
-        """Begin run.json and print the header, on rank 0. `kernel_reason` says why the attention kernel was taken."""
-        world, spec, source = self.world, self.spec, self.source
+    def describe(self, actor: ReopenedActor, first: Call | None) -> None:
+        """Begin run.json and print the header, on rank 0."""
+        world, source = self.world, self.source
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
-            facts = {
-                "model": source.name,
-                **source.facts,
-                "rows": source.layout_under(spec.actor).describe(),
-                "weights": source.weights.describe(),
-                **({"head": source.head.describe()} if source.head is not None else {}),
-                **actor.backend.facts(),
-                **({"attention_reason": kernel_reason} if kernel_reason else {}),
-            }
-            other_config = differences_from_job(spec.actor, source, read_actor_config(inputs_folder(spec.inputs)))
-            if other_config:
-                facts["config_differences"] = "; ".join(other_config)
-            if self.objective is not None and self.objective.sha256 is not None:
-                facts["loss_sha256"] = self.objective.sha256
+            folder_of_inputs = inputs_folder(self.spec.inputs)
+            header = Header(
+                resolved=self.spec,
+                selection=self.selection,
+                facts=actor.backend.facts(),
+                devices=devices,
+                num_inputs=num_inputs,
+                objective=self.objective,
+                first=first,
+                earlier=self.earlier,
+                same_weights=self.same_weights,
+                dropout=self.setting.dropout,
+                other_config=differences_from_job(self.spec.actor, source, read_actor_config(folder_of_inputs)),
+                world=world,
+            )
             self.logbook.begin(
-                spec,
-                facts=facts,
-                work={"weights": digest_of_weights(self.begun_with.weights), "config": _described_model(source)},
+                self.spec,
+                facts=header.run_facts(),
+                work={"weights": digest_of_weights(self.begun_with.weights), "config": _config_of(source)},
                 inputs=self.selection.described(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
-            header = _header(spec, source, facts, self.selection, devices, num_inputs)
-            if kernel_reason:
-                header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
-            header["loss"] = described_loss(self.objective, spec, first)
-            header |= header_line(other_config)
-            header |= _adapter(source, spec) | _named(source.frozen)
-            header |= _resumed(spec, self.earlier, len(self.selection.inputs))
-            header |= _first_look(self.same_weights, self.setting.dropout, first)
-            header |= _first_step(spec, self.selection)
-            header |= _snapshot(spec, world)
-            self.console.header(header, num_passes=len(self.selection.inputs))
+            self.console.header(header.lines(), num_passes=len(self.selection.inputs))
         world.gather(None)  # run.json exists before any rank can fail
 
     def repeat_earlier(self) -> None:
@@ -474,15 +454,6 @@ class Session:
         return exit_code
 
 
-def _snapshot(spec: RunSpec, world: World) -> Mapping[str, str]:
-    """Say what --memory-snapshot is of, and what it costs."""
-    if not spec.measure.memory_snapshot:
-        return {}
-    what = "of CUDA's allocator" if world.device.type == "cuda" else "none on a CPU: of the process's resident memory"
-    slower = ", in every pass, which makes them slower" if world.world_size > 1 else ""
-    return {"snapshot": what + slower}
-
-
 def _rounded(
     again: rounding_floor.Again, passes: Sequence[Pass], setting: Setting
 ) -> tuple[Setting, Verdict | None, Pairs]:
@@ -533,53 +504,8 @@ def _is_worse(one: Verdict, other: Verdict) -> bool:
     return order.index(one.outcome) < order.index(other.outcome)
 
 
-def find_source(spec: RunSpec) -> ModelSource:
-    folder = inputs_folder(spec.inputs)
-    try:
-        captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
-        adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
-    except CaptureError as error:
-        raise UsageError(str(error)) from error
-    source = find_model(spec.actor, captured, str(_shown(folder / "actor.json")), adapters)
-    if source.adapter is not None and spec.state.save_model is not None:
-        raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
-    return source
-
-
-def source_of_all(spec: RunSpec, world: World) -> ModelSource:
-    """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
-    source: ModelSource | None = None
-    problem = ""
-    try:
-        source = find_source(spec)
-    except UsageError as error:
-        if world.world_size == 1:
-            raise
-        problem = str(error)
-    found = world.gather((problem, dict(source.facts) if source is not None else {}))
-    problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
-    if problems:
-        rank, said = problems[0]
-        raise UsageError(said if len(problems) == len(found) else f"on rank {rank}: {said}")
-    assert source is not None
-    for rank, (_, facts) in enumerate(found):
-        if facts.get("model_file_sha256") != found[0][1].get("model_file_sha256"):
-            raise UsageError(
-                f"{facts['model_file']} is another file on rank {rank} than {found[0][1]['model_file']} on rank 0. "
-                "Copy one to all nodes"
-            )
-    return source
-
-
-def inputs_folder(spec: InputsSpec) -> Path:
-    if spec.input_file is not None:
-        return folder_of_capture(spec.input_file)
-    return spec.inputs if spec.inputs is not None else default_folder()
-
-
-def _setting(
-    spec: RunSpec, source: ModelSource, same_weights: SameWeights, world: World, facts: Mapping[str, Any]
-) -> Setting:
+def _setting(spec: ResolvedReplay, same_weights: SameWeights, world: World, facts: Mapping[str, Any]) -> Setting:
+    source = spec.source
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
     kernel = {
         "attention": str(facts["attention_kernel"]),
@@ -609,14 +535,6 @@ def _kind_of(kernels: str) -> str:
     return "liger" if "; liger" in kernels else "fused"
 
 
-def first_call(selection: Selection) -> Call | None:
-    """Read the first input; None if it cannot be read."""
-    try:
-        return read_call(selection.inputs[0]) if selection.inputs else None
-    except CaptureError:  # the pass itself will report it
-        return None
-
-
 def _check_objective(objective: Objective | None, first: Call | None) -> None:
     """Raise UsageError if the first capture lacks what the objective needs."""
     if objective is None or first is None:
@@ -627,124 +545,8 @@ def _check_objective(objective: Objective | None, first: Call | None) -> None:
         raise UsageError(f"--loss {objective.loss}: {error}") from error
 
 
-def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call | None) -> dict[str, str]:
-    """Describe, before the first pass, whether weights match and where the random states of dropout come from."""
-    if first is None:
-        return {}
-    whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
-    weights = {} if first.weights is None else {"recorded": weights_line(same_weights.check(first.weights))}
-    return weights | ({"dropout": f"{', '.join(dropout)}, {whose}"} if dropout else {})
-
-
-def _described_model(source: ModelSource) -> dict[str, Any]:
+def _config_of(source: ModelSource) -> dict[str, Any]:
+    """Return the model's config, with its adapter, as two runs have to share it."""
     adapter = source.adapter
     adapted = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
     return lasting_config(source.config) | adapted
-
-
-def _adapter(source: ModelSource, spec: RunSpec) -> dict[str, str]:
-    """Describe the actor's adapter, or say that the job's is not built."""
-    if source.adapter is not None:
-        return {"adapter": f"{source.adapter.describe()}; the rest is frozen"}
-    if not (adapters := read_adapter_configs(inputs_folder(spec.inputs))):
-        return {}
-    named = counted(len(adapters), "adapter")
-    if spec.actor.adapter == "none":
-        return {"adapter": f"not built; the job had {named}"}
-    return {
-        "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
-    }
-
-
-def _frozen(spec: RunSpec, source: ModelSource, first: Call | None) -> frozenset[str]:
-    """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
-
-    None where it had an adapter, which freezes what is not its own; merged into the weights, that is trained here.
-    """
-    folder = inputs_folder(spec.inputs)
-    names = read_frozen_names(folder)
-    num_frozen = None if first is None or first.weights is None else first.weights.num_frozen
-    if not names or num_frozen != len(names) or source.adapter is not None:
-        return frozenset()
-    return SameWeights(source).own_names(names)
-
-
-def _named(frozen: Collection[str]) -> dict[str, str]:
-    if not frozen:
-        return {}
-    first, *rest = sorted(frozen)
-    more = f" and {len(rest)} more" if rest else ""
-    return {"frozen": f"{first}{more}, as in the job"}
-
-
-def _resumed(spec: RunSpec, earlier: Earlier, num_passes: int) -> dict[str, str]:
-    """Under --resume, say where the run goes on."""
-    if not spec.state.resume:
-        return {}
-    if earlier.folder is None:
-        return {"resumed": "from the beginning: no state was saved yet"}
-    done = f"{counted(earlier.num_steps, 'step')}, {earlier.num_passes} of {counted(num_passes, 'pass')} on each rank"
-    return {"resumed": f"behind {done}"}
-
-
-def _first_step(spec: RunSpec, selection: Selection) -> dict[str, str]:
-    """Under --step, report whether the job's first step used other settings than the replay will."""
-    if not spec.measure.step:
-        return {}
-    for path in selection.inputs[: spec.actor.num_accumulated]:
-        try:
-            step = read_call(path).step
-        except CaptureError:  # the pass itself will report it
-            return {}
-        if step is not None:
-            differing = differences(step, spec.actor, 0)
-            return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
-    return {}
-
-
-def _header(
-    spec: RunSpec,
-    source: ModelSource,
-    facts: dict[str, Any],
-    selection: Selection,
-    devices: list[str],
-    num_inputs: list[int],
-) -> dict[str, str]:
-    layers = source.config.get_text_config().num_hidden_layers
-    toggles = [
-        spec.actor.dtype.value,
-        facts["rows"],
-        *([head.describe()] if (head := source.head) is not None and not head.in_chunks else []),
-        f"attention {facts['attention_kernel']}",
-        *([f"kernels {facts['kernels']}"] if "kernels" in facts else []),
-        f"optimizer {facts['optimizer']}",
-        *([f"tp {tp} (plan: {facts['tp_plan']})"] if (tp := spec.actor.parallel.tp) > 1 else []),
-        *(["sequence parallel"] if spec.actor.parallel.sequence_parallel else []),
-        *([f"ring {ring}"] if (ring := spec.actor.parallel.ring) > 1 else []),
-        *([f"padded to the {spec.actor.pad_to}"] if spec.actor.pad_to is PadTo.LONGEST else []),
-        *([f"padded to {spec.actor.pad_tokens} tokens"] if spec.actor.pad_tokens is not None else []),
-        *([_compile_text(spec.actor)] if spec.actor.compile is not Compile.OFF else []),
-        *(["gradient checkpointing"] if spec.actor.gradient_checkpointing else []),
-        *([f"gradient accumulation {n}"] if (n := spec.actor.num_accumulated) > 1 else []),
-        *(["window mean-of-means"] if spec.measure.window is WindowWeights.MEAN_OF_MEANS else []),
-    ]
-    num_each = counted(num_inputs[0], "input") + (" a rank" if len(devices) > 1 else "")
-    if len(set(num_inputs)) > 1:
-        num_each = f"{', '.join(map(str, num_inputs))} inputs by rank"
-    return {
-        "model": f"{source.name}, {layers} layers, {facts['num_parameters'] / 1e6:,.4g} M parameters; "
-        f"weights {facts['weights']}",
-        "backend": f"{engine_text(spec.actor.backend, facts['zero_stage'])}, {', '.join(toggles)}",
-        "device": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        "inputs": f"{num_each} from {_shown(inputs_folder(spec.inputs))}, {selection.dealing}",
-    }
-
-
-def _compile_text(actor: ActorSpec) -> str:
-    of_lengths = "" if actor.compile_lengths is CompileLengths.DYNAMIC else f", {actor.compile_lengths} lengths"
-    return f"compile {actor.compile}{of_lengths}"
-
-
-def _shown(path: Path) -> Path:
-    """Return the path relative to the current folder, if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

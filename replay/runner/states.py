@@ -16,9 +16,9 @@ from actor_init.saving.huggingface import check_folder, whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.world import World
+from replay.resolution.selection import Selection
 from replay.runlog.reader import read_lines
 from replay.runlog.records import PassRecord
-from replay.runner.selection import Selection
 from replay.spec import KEPT_STATES, StateSpec
 
 PREFIX = "step-"

@@ -3,14 +3,35 @@
 from collections.abc import Sequence
 
 from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
+from replay.resolution.selection import Selection
+from replay.resolved import Choice
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
-from replay.runner.selection import Selection
 
 MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
 MAX_WIDTH = 100  # columns of the pass table
 LEFT_OUT_FIRST = ("padded", "rows", "wait ms")  # columns dropped first if the table is wider
 SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+def choice_table(choices: Sequence[Choice]) -> Columns:
+    """Return a row for each setting: its value, who chose it, and why."""
+    return {
+        "setting": [_named_setting(choice.setting) for choice in choices],
+        "value": [_value_text(choice.value) for choice in choices],
+        "chosen by": [choice.by.value for choice in choices],
+        "why": [choice.why for choice in choices],
+    }
+
+
+def _named_setting(setting: str) -> str:
+    """Return the option that sets it; a name without a point, of what no option sets, stays."""
+    _, point, field = setting.rpartition(".")
+    return f"--{field.replace('_', '-')}" if point else setting
+
+
+def _value_text(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:

@@ -13,8 +13,8 @@ from replay.option_parsing import command_line
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
+from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED, create_folder, log_below
-from replay.runner.selection import select
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
 from replay.spec import RunSpec

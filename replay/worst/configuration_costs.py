@@ -19,7 +19,7 @@ from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape
 from replay.prediction.costs import Cost, Measured, Model
-from replay.runner.session import find_source
+from replay.resolution.model_source import find_source
 from replay.spec import RunSpec
 from replay.worst.configuration import Configuration
 

@@ -13,9 +13,9 @@ from replay.prediction.costs import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured
 from replay.processes.devices import Machine
 from replay.processes.pool import sigterm_interrupts
 from replay.report.text import counted
+from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.runner.selection import Selection, select
 from replay.spec import RunSpec
 from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds, predict_configuration

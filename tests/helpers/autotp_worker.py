@@ -23,8 +23,8 @@ from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from replay.cli import action_of, leave
 from replay.loss import negated_mean
-from replay.runner.selection import select
-from replay.runner.session import find_source
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import select
 from tests.helpers.reference import Reference
 from tests.helpers.replay_worker import graphs_alone
 

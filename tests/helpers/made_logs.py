@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from replay.option_parsing import run_spec
+from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
-from replay.runner.selection import Selection
 from replay.spec import RunSpec
 from tests.helpers.made_records import cost, record
+from tests.helpers.made_replays import MadeReplay
 
 FACTS = {"weights": "random, seed 0", "zero_stage": 1}
 WORK = {"weights": "random, seed 0", "config": {"num_hidden_layers": 4, "vocab_size": 264}}
@@ -48,7 +49,7 @@ def write_log(
     ranks = sorted({one.rank for one in records})
     books = [Logbook(folder, rank) for rank in ranks]
     books[0].begin(
-        spec,
+        MadeReplay.of(spec),
         facts=FACTS | (facts or {}),
         work=WORK | (work or {}),
         inputs=SELECTION.described(),

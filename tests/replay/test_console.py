@@ -16,11 +16,11 @@ from replay.inspection.folder_facts import FolderFacts
 from replay.inspection.totals import KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
+from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runner.console import Console
 from replay.runner.reruns import Found
-from replay.runner.selection import Selection
 from tests.helpers.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"

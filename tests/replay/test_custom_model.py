@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from actor_init.spec import ActorSpec, UsageError
 from replay.cli import main
+from replay.resolution.model_source import source_of_all
 from replay.runlog.writer import read_log
-from replay.runner.session import source_of_all
 from replay.spec import RunSpec
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed

@@ -16,7 +16,8 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import kernels_of
 from capture.record.recorder import recording
-from replay.runner.job_defaults import ChosenKernel, job_kernel, settled
+from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
+from replay.resolution.selection import Selection
 from replay.spec import RunSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -29,6 +30,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 32,
 }
 CONFIG = LlamaConfig(**TINY)
+SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
 def job(*, packed: bool = False, **environment: str) -> Call:
@@ -100,7 +102,7 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
 )
 def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kernels, expected: Kernels) -> None:
     spec = RunSpec(actor=ActorSpec(kernels=typed))
-    assert settled(spec, first, 1, "cpu").actor.kernels is expected
+    assert settled(spec, from_job(spec, first, SELECTION, "cpu")).actor.kernels is expected
 
 
 class LigersNorm(nn.Module):

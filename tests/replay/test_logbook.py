@@ -10,14 +10,15 @@ import pytest
 
 from actor_init.spec import UsageError
 from replay.option_parsing import spec_from_dict
+from replay.resolution.selection import Selection
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, read_log, versions
-from replay.runner.selection import Selection
 from replay.spec import InputsSpec, MeasureSpec, RunSpec
 from replay.watch.blame import failed
 from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
 from tests.helpers.made_records import cost, record
+from tests.helpers.made_replays import MadeReplay
 
 SPEC = RunSpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
 SELECTION = Selection(
@@ -48,7 +49,7 @@ def logbook(tmp_path: Path) -> Logbook:
     facts = {"zero_stage": 1}
     work = {"weights": "random, seed 0", "config": {"vocab_size": 264}}
     book.begin(
-        SPEC,
+        MadeReplay.of(SPEC),
         facts=facts,
         work=work,
         inputs=SELECTION.described(),

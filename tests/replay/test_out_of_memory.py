@@ -16,10 +16,10 @@ from actor_init.toggles import Dtype
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
+from replay.resolution.model_source import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runlog.writer import read_log
 from replay.runner.out_of_memory import Known, OutOfMemory
-from replay.runner.session import find_source
 from replay.spec import InputsSpec, RunSpec
 from replay.watch.shutdown import Ending
 from tests.helpers.commands import run
@@ -80,7 +80,8 @@ def known(
     source = find_source(spec)
     model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
     found = Known(
-        spec=spec,
+        actor=spec.actor,
+        measure=spec.measure,
         world=cast(World, OneRank()),
         config=source.config,
         inputs=paths,

@@ -19,8 +19,8 @@ from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts, inspect_folder
 from replay.inspection.totals import MOST_ODD
 from replay.on_ray.node_agent import arguments_on_node, inputs_of
-from replay.runner import selection
-from replay.runner.selection import select
+from replay.resolution import selection
+from replay.resolution.selection import select
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, Passes
 from tests.helpers.made_captures import write_config, write_passes

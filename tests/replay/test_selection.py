@@ -7,8 +7,8 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
-from replay.runner import selection
-from replay.runner.selection import Selection, select
+from replay.resolution import selection
+from replay.resolution.selection import Selection, select
 from replay.spec import InputsSpec, Order, Passes
 from tests.helpers.made_captures import damage, write_pass, write_passes
 

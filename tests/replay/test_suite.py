@@ -13,9 +13,9 @@ from replay.cli import action_of, main
 from replay.on_ray.executor import ThisMachine
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, RunTasks, Task
+from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import versions
-from replay.runner.selection import select
 from replay.spec import LossName
 from replay.suite.inputs import prepare_inputs
 from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of

@@ -28,10 +28,10 @@ from replay.option_parsing import spec_of
 from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
 from replay.runner.laying_out import inputs_for
-from replay.runner.selection import select
-from replay.runner.session import find_source
 from replay.shipped_inputs import default_folder
 from replay.spec import RunSpec
 from replay.worst.memory import Memory, memory_here

@@ -12,7 +12,7 @@ from typing import Any
 
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import read_call
+from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import not_recorded_in
 from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
@@ -22,7 +22,7 @@ from capture.record.incidents import Incident, read_incidents
 from replay.given_paths import check_inputs
 from replay.loss import tokens_for
 from replay.report.text import not_recorded_text, one_line, unreplayable
-from replay.runner.windows import Captured, Round, WindowOrder
+from replay.resolution.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Order, Passes
 
@@ -44,6 +44,7 @@ class Selection:
     rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
     not_recorded: Mapping[str, int] = field(default_factory=dict)  # the job's training passes, by the reason
     grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
+    has_job_windows: bool = False  # that number was found in the captures
     padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
     is_whole: bool = False  # all passes of the kind, of every rank, are replayed
 
@@ -191,6 +192,7 @@ def select(
         raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks, missing))
     rounds = [tuple(map(reader.counted, members)) for members in _picked(rounds, spec)]
     inputs = [members[data_rank].path for members in rounds]
+    job_windows = _of_the_job(order, num_data_ranks)
     if spec.uneven and spec.input_file is None:
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
         more = [captured.path for captured in rest[data_rank]] if rest else []
@@ -206,7 +208,8 @@ def select(
         not_recorded=missing,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
         rounds=[_round(members) for members in rounds],
-        grad_accumulation=grad_accumulation or _of_the_job(order, num_data_ranks),
+        grad_accumulation=grad_accumulation or job_windows or 1,
+        has_job_windows=grad_accumulation is None and job_windows is not None,
         padding_predicts=any(one.num_after_padding for members in rounds for one in members),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
@@ -233,10 +236,10 @@ def _round(members: Sequence[Captured]) -> Round:
     )
 
 
-def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int:
-    """Return the passes of each data rank in one window of the job; 1 if the job's windows cannot be reproduced."""
-    num_passes = order.num_passes or 1
-    return 1 if num_passes % num_data_ranks else num_passes // num_data_ranks
+def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int | None:
+    """Return the passes of each data rank in one window of the job; None if its windows cannot be reproduced."""
+    num_passes = order.num_passes or 0
+    return None if num_passes == 0 or num_passes % num_data_ranks else num_passes // num_data_ranks
 
 
 def _existing_file(path: Path) -> Path:
@@ -381,3 +384,11 @@ def _nothing_to_replay(
     why = f" ({not_recorded_text(missing)})" if missing and spec.passes is Passes.TRAIN else ""
     text = f"{where} holds no {spec.passes} pass{why}, but {reader.num_left_out} of kind {other}"
     return f"{text}. Try: --passes {other}"
+
+
+def first_call(selection: Selection) -> Call | None:
+    """Read the first input; None if it cannot be read."""
+    try:
+        return read_call(selection.inputs[0]) if selection.inputs else None
+    except CaptureError:  # the pass itself will report it
+        return None

@@ -1,0 +1,139 @@
+"""Fill options that were not given from the job: dtype, window, attention kernel, fused modules, sometimes rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from actor_init.attention.kernel_choice import has_sdpa, lacks
+from actor_init.inputs.documents import BORDER_NAMES
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
+from capture.file_format.capture_file import Call
+from replay.resolution.selection import Selection
+from replay.resolved import KERNELS, PACKING, By, Choice
+from replay.spec import RunSpec, VerdictRule
+from replay.tolerances.roundoff import roundoff
+from replay.verdict.job_values import dtypes_of
+
+DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+ATTENTIONS = {
+    "sdpa": Attention.SDPA,
+    "eager": Attention.EAGER,
+    "flash_attention_2": Attention.FLASH,
+    "flash_attention_3": Attention.FLASH3,
+    "flash_attention_4": Attention.FLASH4,
+    "kernels-community/flash-attn2": Attention.FLASH,
+    "kernels-community/flash-attn3": Attention.FLASH3,
+    "kernels-community/flash-attn4": Attention.FLASH4,
+}
+PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
+MASKED = (Attention.SDPA, Attention.EAGER)  # they need a mask of all token pairs to keep packed documents apart
+
+
+def from_job(spec: RunSpec, first: Call | None, selection: Selection, device_type: str) -> list[Choice]:
+    """Choose dtype, packing, kernels and accumulation: as typed, else as `first`, a capture of the job, says.
+
+    Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
+    rows are padded, as the job's were.
+    """
+    return [
+        _dtype(spec.actor, first, device_type),
+        _packing(spec, first, selection),
+        _kernels(spec.actor, first),
+        _accumulation(spec.actor, selection),
+    ]
+
+
+def settled(spec: RunSpec, choices: Sequence[Choice]) -> RunSpec:
+    """Return `spec` with these choices for the fields of the actor."""
+    chosen = {choice.setting.removeprefix("actor."): choice.value for choice in choices}
+    return replace(spec, actor=replace(spec.actor, **chosen))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenKernel:
+    """The attention kernel of --attention auto: the job's, or auto where another has to be found, and why."""
+
+    attention: Attention
+    why: str = ""  # for the header; empty: nothing that a reader would not expect
+
+
+def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config: PretrainedConfig) -> ChosenKernel:
+    """Return the kernel that the job had, if it can be had here, for a settled spec; what was typed stays."""
+    if spec.attention is not Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
+        return ChosenKernel(attention=spec.attention)
+    on_cuda = where.type == "cuda"
+    asked = None if first is None else first.environment.get("attention")
+    instead = "the fastest here that the kernel check finds right" if on_cuda else "what a CPU has"
+    if asked is None:
+        why = f"{instead}; the captures do not name the job's" if on_cuda else ""
+        return ChosenKernel(attention=Attention.AUTO, why=why)
+    kernel = ATTENTIONS.get(asked)
+    if kernel is None:
+        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {asked} is not known here")
+    lack = lacks(kernel, where, spec.dtype)
+    if lack is not None:
+        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {asked}: {lack.text}")
+    if kernel is Attention.SDPA and not has_sdpa(config):
+        return ChosenKernel(
+            attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {asked}"
+        )
+    if on_cuda and kernel in MASKED and spec.packs and _is_padded(first):
+        why = f"{instead}; the job's {asked} had padded rows, and packed ones need a mask of all pairs of tokens"
+        return ChosenKernel(attention=Attention.AUTO, why=why)
+    return ChosenKernel(attention=kernel, why=f"as the job's {asked}" if on_cuda else "")
+
+
+def _dtype(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
+    def choice(value: Dtype, by: By, why: str = "") -> Choice:
+        return Choice(setting="actor.dtype", value=value, by=by, why=why)
+
+    if actor.dtype is not Dtype.AUTO:
+        return choice(actor.dtype, By.TYPED)
+    if first is None or not (known := dtypes_of(first)):
+        return choice(Dtype.BF16, By.DEFAULT, "the inputs do not say what the job computed in")
+    coarsest = max(known, key=roundoff)
+    dtype = DTYPES.get(coarsest, Dtype.FP32)
+    if dtype is Dtype.FP16 and device_type == "cpu":
+        return choice(Dtype.FP32, By.MACHINE, "the job computed in float16, which a CPU does not have")
+    return choice(dtype, By.JOB, f"it computed in {coarsest}")
+
+
+def _packing(spec: RunSpec, first: Call | None, selection: Selection) -> Choice:
+    """Choose whether rows are packed, as long as the probe has nothing against it."""
+
+    def choice(value: bool, by: By, why: str = "") -> Choice:
+        return Choice(setting=PACKING, value=value, by=by, why=why)
+
+    actor = spec.actor
+    if actor.packing is not None:
+        return choice(actor.packing, By.TYPED)
+    if actor.is_custom:
+        return choice(False, By.MODEL)
+    if actor.parallel.ring > 1:
+        return choice(True, By.TYPED, f"--ring {actor.parallel.ring} slices packed rows")
+    if selection.padding_predicts:
+        return choice(False, By.JOB, PADDING_PREDICTS)
+    if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first):
+        return choice(False, By.JOB, "its rows were padded, and --verdict strict was given")
+    return choice(True, By.MODEL)
+
+
+def _kernels(actor: ActorSpec, first: Call | None) -> Choice:
+    if actor.kernels is not Kernels.AUTO:
+        return Choice(setting=KERNELS, value=actor.kernels, by=By.TYPED)
+    if first is not None and first.environment.get("kernels") == "liger":
+        return Choice(setting=KERNELS, value=Kernels.FUSED, by=By.JOB, why="it used Liger")
+    return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.DEFAULT)
+
+
+def _accumulation(actor: ActorSpec, selection: Selection) -> Choice:
+    by = By.TYPED if actor.grad_accumulation else By.JOB if selection.has_job_windows else By.DEFAULT
+    why = "as many passes as make its windows" if by is By.JOB else ""
+    return Choice(setting="actor.grad_accumulation", value=selection.grad_accumulation, by=by, why=why)
+
+
+def _is_padded(first: Call | None) -> bool:
+    """Are rows separate, and free of rows with several documents, which padding could not separate?"""
+    return first is not None and not {"position_ids", *BORDER_NAMES} & first.tensors.keys()

@@ -1,0 +1,31 @@
+"""A resolved replay without a model or a machine, for what only writes its options down."""
+
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from replay.resolved import Choice, ResolvedReplay
+from replay.spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeReplay(ResolvedReplay):
+    typed: RunSpec
+
+    @classmethod
+    def of(cls, spec: RunSpec, *choices: Choice) -> Self:
+        """A replay whose log has the options of `spec`."""
+        return cls(
+            actor=spec.actor.settled(),
+            inputs=spec.inputs,
+            measure=spec.measure,
+            state=spec.state,
+            objective=spec.objective,
+            source=cast(Any, None),
+            device=cast(Any, None),
+            kernel="sdpa",
+            choices=choices,
+            typed=spec,
+        )
+
+    def to_spec(self) -> RunSpec:
+        return self.typed
