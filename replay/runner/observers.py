@@ -1,6 +1,7 @@
 """What a replay looks at in a pass besides running it: each is an observer of `run_pass`."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -153,6 +154,25 @@ class LossCheck(PassObserver):
 
     def close(self, error: BaseException | None) -> None:
         self._inputs = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassObservers:
+    """What a run looks at in one pass; None: not in this one."""
+
+    first_uses: FirstUseCounter
+    trace: TraceObserver | None
+    position: PositionMarker
+    gain: GainProbe | None
+    gradient: GradientProbe | None
+    sketch: SketchProbe | None
+    check: LossCheck | None
+
+    @property
+    def each(self) -> list[PassObserver]:
+        """Those of this pass. Their order is that of their collectives, and the same on every rank."""
+        ordered = (self.first_uses, self.trace, self.position, self.gain, self.gradient, self.sketch, self.check)
+        return [observer for observer in ordered if observer is not None]
 
 
 class HistoryMarker(PassObserver):

@@ -36,6 +36,7 @@ from replay.runner.observers import (
     GainProbe,
     GradientProbe,
     LossCheck,
+    PassObservers,
     PositionMarker,
     SketchProbe,
     TraceObserver,
@@ -178,25 +179,9 @@ class Replayer:
         inputs = self._inputs(record.index, call, batch)
         self._latest = inputs
 
-        # Their order is that of their collectives, and each rank has the same.
-        gain = GainProbe() if self._objective is not None else None
-        gradient: GradientProbe | None = None
-        check: LossCheck | None = None
-        told: list[PassObserver] = [*observers, self._first_uses]
-        if self.trace:
-            told.append(TraceObserver(self.trace))
-        told.append(PositionMarker(self.tracker))
-        if gain is not None:
-            told.append(gain)
-        if inputs.ends_window and self.window.has_gradient_samples(record.index):
-            told.append(gradient := GradientProbe(self.actor.backend, self.window.wanted))
-        if inputs.ends_window and self.details_folder is not None:
-            told.append(SketchProbe(self.actor.backend, self.details_folder, record.index, self.world))
-        if inputs.steps:
-            told.append(check := LossCheck(self.search.is_any, self._search_before_step))
-
+        looked_at = self._observers(record.index, inputs)
         try:
-            outcome = run_pass(self.actor.backend, inputs, self._clock, told)
+            outcome = run_pass(self.actor.backend, inputs, self._clock, [*observers, *looked_at.each])
         except (Exception, SystemExit):
             self.window.break_off()
             self._broke_off = True
@@ -204,8 +189,8 @@ class Replayer:
         self.window.has_run(backward=inputs.backward)
         replayed = replace(
             self._replayed(outcome, inputs, call, batch),
-            loss_gain=gain.gain if gain is not None else 1.0,
-            gradient=gradient.samples if gradient is not None else None,
+            loss_gain=looked_at.gain.gain if looked_at.gain is not None else 1.0,
+            gradient=looked_at.gradient.samples if looked_at.gradient is not None else None,
         )
         if self.details_folder is not None:
             token_log_probs.keep(self.details_folder, record.index, record.rank, replayed.action_log_probs)
@@ -225,13 +210,28 @@ class Replayer:
             first_uses=self._first_uses.first_uses,
             compile_seconds=self._first_uses.compile_seconds,
             recompilations=self._first_uses.recompilations,
-            first_non_finite=check.first_non_finite if check is not None else None,
+            first_non_finite=looked_at.check.first_non_finite if looked_at.check is not None else None,
         )
         if self.trace:
             self.trace.write(record.index, record.source, num_columns=inputs.num_columns)
         if not self.window.num_passes:
             self.num_settled = record.index + 1
         return record, replayed
+
+    def _observers(self, index: int, inputs: PassInputs) -> PassObservers:
+        """Return what this run looks at in one pass. The same on every rank."""
+        backend, ends_window = self.actor.backend, inputs.ends_window
+        has_samples = ends_window and self.window.has_gradient_samples(index)
+        folder = self.details_folder if ends_window else None
+        return PassObservers(
+            first_uses=self._first_uses,
+            trace=TraceObserver(self.trace) if self.trace else None,
+            position=PositionMarker(self.tracker),
+            gain=GainProbe() if self._objective is not None else None,
+            gradient=GradientProbe(backend, self.window.wanted) if has_samples else None,
+            sketch=SketchProbe(backend, folder, index, self.world) if folder is not None else None,
+            check=LossCheck(self.search.is_any, self._search_before_step) if inputs.steps else None,
+        )
 
     def _inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
         """Lay a micro-batch out on the device, with its loss, and its place in the window. All ranks must call this."""
