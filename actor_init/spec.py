@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.backends import BACKENDS, DEFAULT, declaration_of, names_of
-from actor_init.backends.declaration import Declaration
+from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of, names_of
+from actor_init.declarations.backends.declaration import Declaration
 from actor_init.toggles import (
     Attention,
     Compile,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
-from actor_init.backends import declaration_of, names_of
+from actor_init.declarations.backends import declaration_of, names_of
 from actor_init.spec import ActorSpec, UsageError, option
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actor_init.backends import BACKENDS
+from actor_init.declarations.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "actor_init": (
         ("toggles", "layout", "head_form", "presets"),
-        ("declarations",),  # of the backends: what each can do
+        ("declarations",),  # of backends: what each can do
         ("spec", "as_json", "checkpoint_names", "name_hash", "read_ahead"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
@@ -66,7 +66,6 @@ ROOMS = {
         ("", "__main__"),
     ),
 }
-ENGINES = {"engine", "protocol", "autotp", "gathering"}  # files of backends that import what they run on
 LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
     | {
@@ -106,14 +105,8 @@ OPTIONAL = {  # in capture
 }
 HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
-    *(
-        "actor_init/toggles.py",
-        "actor_init/as_json.py",
-        "actor_init/backends/__init__.py",
-        "actor_init/backends/declaration.py",
-    ),
-    *(f"actor_init/backends/{name}/__init__.py" for name in BACKENDS),
-    *(f"actor_init/backends/deepspeed/{name}.py" for name in ("config", "states")),
+    *("actor_init/toggles.py", "actor_init/as_json.py"),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "actor_init" / "declarations").rglob("*.py"))),
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/option_parsing.py", "replay/cli.py"),
     *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
     *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
@@ -140,9 +133,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def backend_of(dotted: str) -> str | None:
-    """The backend that a module is part of, if it is."""
-    found = re.match(r"actor_init\.backends\.(\w+)", dotted.removesuffix(".__init__"))
-    return found[1] if found and (ROOT / "actor_init" / "backends" / found[1]).is_dir() else None
+    """The backend whose engine or declaration a module is part of, if it is."""
+    found = re.match(r"actor_init\.(?:declarations\.)?backends\.([a-z0-9]+)", dotted)
+    return found[1] if found and found[1] in BACKENDS else None
 
 
 def complaints(name: str, source: str) -> list[str]:
@@ -182,9 +175,8 @@ def upwards(name: str, dotted: str) -> list[str]:
 
 
 def _room(parts: Sequence[str], floors: Container[str]) -> str:
-    """Return the folder or file below the package; of a backend its declaration or its engine."""
-    room = parts[0] if parts and parts[0] in floors else ""
-    return "declarations" if room == "backends" and not ENGINES & set(parts) else room
+    """Return the folder or file below the package."""
+    return parts[0] if parts and parts[0] in floors else ""
 
 
 def circles() -> list[list[str]]:
@@ -233,7 +225,8 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("actor_init/model.py", "def build():\n    import deepspeed"),
         ("actor_init/attention/kernels.py", "from ring_flash_attn import llama3"),
         ("actor_init/backends/fsdp2/engine.py", "from actor_init.backends.deepspeed.engine import DeepSpeedBackend"),
-        ("actor_init/backends/fsdp2/__init__.py", "from actor_init.backends import deepspeed"),
+        ("actor_init/declarations/backends/fsdp2.py", "from actor_init.declarations.backends import deepspeed"),
+        ("actor_init/declarations/backends/ddp.py", "from actor_init.spec import ActorSpec"),
         ("actor_init/backends/deepspeed/autotp.py", "from actor_init.backends.fsdp2.engine import FSDP2Backend"),
         ("replay/report/text.py", "from rich.table import Table"),
         ("replay/runner/session.py", "import typer"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 from actor_init.head.in_place import head_of
 from actor_init.head_form import FUNCTIONS, HeadForm, LogitStep
 from actor_init.inputs.packing import actor_inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actor_init.as_json import from_json
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, UsageError

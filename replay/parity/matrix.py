@@ -20,7 +20,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from actor_init.backends import BACKENDS, DEFAULT, names_of
+from actor_init.declarations.backends import BACKENDS, DEFAULT, names_of
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
 from replay.option_parsing import Toggle, toggles
 

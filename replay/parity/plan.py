@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from actor_init.backends import BACKENDS, DEFAULT, declaration_of
+from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.option_parsing import run_spec, toggles
 from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import torch
 
-from actor_init.backends import BACKENDS
+from actor_init.declarations.backends import BACKENDS
 
 MODULES = (
     *(one.engine.partition(":")[0] for one in BACKENDS.values()),

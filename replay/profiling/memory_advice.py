@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 from actor_init.model import blocks_of, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, OptimizerName

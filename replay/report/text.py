@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 
 TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
     "chosen by",

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.backends import declaration_of
-from actor_init.backends.declaration import Held
+from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends.declaration import Held
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil, lcm
 from pathlib import Path
 
-from actor_init.backends import BACKENDS
+from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
 from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec, StateSpec

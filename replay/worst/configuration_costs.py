@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from actor_init.backends import declaration_of
-from actor_init.backends.declaration import Holding
+from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends.declaration import Holding
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actor_init.backends.deepspeed.config import config_of
+from actor_init.declarations.backends.deepspeed_config import config_of
 from actor_init.spec import ActorSpec, UsageError
 from replay.parity.plan import Here, Role, plan
 from replay.runlog.reader import PastRun

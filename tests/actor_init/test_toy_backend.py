@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from actor_init.backends import BACKENDS
+from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from replay.option_parsing import run_spec
 from replay.parity.matrix import Named, edge_settings, settings_of

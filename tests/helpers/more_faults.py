@@ -142,7 +142,7 @@ def bucket_reduced_twice(world: World) -> Iterator[None]:
 @contextmanager
 def reduced_in_bf16(world: World) -> Iterator[None]:
     """Gradients travel in bf16 where fp32 was meant."""
-    from actor_init.backends.deepspeed.config import config_of
+    from actor_init.declarations.backends.deepspeed_config import config_of
 
     def narrow(*args: Any) -> dict[str, Any]:
         return {**config_of(*args), "communication_data_type": "bf16"}

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.backends import BACKENDS
-from actor_init.backends.declaration import Asked, Declaration, Training
 from actor_init.compiling import compile_blocks
+from actor_init.declarations.backends import BACKENDS
+from actor_init.declarations.backends.declaration import Asked, Declaration, Training
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import Progress, make_optimizer, make_schedule

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actor_init.backends import BACKENDS
+from actor_init.declarations.backends import BACKENDS
 from replay.inspection.console import print_inspection
 from replay.inspection.folder_facts import FolderFacts
 from replay.inspection.totals import KindFacts, Spread

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from actor_init.backends import BACKENDS
 from actor_init.backends.protocol import open_backend
+from actor_init.declarations.backends import BACKENDS
 from actor_init.inputs.packing import actor_inputs, unpacked
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec

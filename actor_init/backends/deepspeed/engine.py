@@ -26,10 +26,10 @@ from actor_init.backends.deepspeed.autotp import (
     norm_over_tp,
     split_linears,
 )
-from actor_init.backends.deepspeed.config import config_of, has_whole_blocks
 from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
-from actor_init.backends.deepspeed.states import is_partitioned_over
 from actor_init.compiling import compile_blocks
+from actor_init.declarations.backends.deepspeed_config import config_of, has_whole_blocks
+from actor_init.declarations.backends.deepspeed_states import is_partitioned_over
 from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (

@@ -1,6 +1,6 @@
 """Decide whether so many ranks can load a state that DeepSpeed saved."""
 
-from actor_init.backends.declaration import Saved
+from actor_init.declarations.backends.declaration import Saved
 from actor_init.toggles import OptimizerName
 
 

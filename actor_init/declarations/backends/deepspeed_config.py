@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actor_init.backends.declaration import Asked
+from actor_init.declarations.backends.declaration import Asked
 from actor_init.toggles import Compile, Dtype, OptimizerName, UsageError
 
 NOT_OF_A_FILE = {
