@@ -384,7 +384,7 @@ def _captured_config(folder: Path) -> dict[str, Any] | None:
     try:
         return read_actor_config(folder)
     except CaptureError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact) from error
 
 
 def _read_config(path: Path, asked: str) -> dict[str, Any]:

@@ -34,11 +34,13 @@ def test_another_text_or_exit_code_is_shown_as_a_difference(other: Ended, differ
 
 
 def test_folders_of_the_trees_and_what_a_mask_hides_may_be_others() -> None:
-    base = Ended(2, "", "replay: /tmp/same/base/typed/own.py, log 20261124-143602-replay, /work/code/replay/cli.py\n")
-    here = Ended(2, "", "replay: /tmp/same/here/typed/own.py, log 20261124-143603-replay, /tmp/same/code/replay/cli.py\n")
+    base = Ended(2, "", "replay: /tmp/same/base/own.py, log 20261124-143602-replay, /work/code/cli.py\n")
+    here = Ended(2, "", "replay: /tmp/same/here/own.py, log 20261124-143603-replay, /tmp/same/code/cli.py\n")
     assert compare(masked(base, TREE), masked(here, OTHER)).is_same
     assert not compare(masked(base, TREE, ()), masked(here, OTHER, ())).is_same
-    assert masked(base, TREE, [Mask("own", "its", "a test")])["standard error"][0].startswith("replay: HOME/typed/its.py")
+    assert masked(base, TREE, [Mask("own", "its", "a test")])["standard error"][0].startswith(
+        "replay: HOME/typed/its.py"
+    )
 
 
 def test_nothing_compared_is_not_the_same() -> None:

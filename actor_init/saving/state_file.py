@@ -92,7 +92,7 @@ class SavedState:
         try:
             return from_json(cls, values, source=f"--load-state {folder}: {STATE_FILE}")
         except UsageError as error:
-            raise UsageError(f"{error}. Load it with the version that wrote it") from error
+            raise UsageError(f"{error.text}. Load it with the version that wrote it") from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""

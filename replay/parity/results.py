@@ -12,6 +12,7 @@ from replay.report.roundoff import ceiling_of
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
+from replay.wording import in_flags
 
 MEASURING = (
     "kernel",
@@ -124,7 +125,7 @@ class MatrixJudge:
             try:
                 distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                distances = Distances(notes=[str(error)])
+                distances = Distances(notes=[in_flags(error)])
             self._found[name, reference] = distances
         return self._found[name, reference]
 

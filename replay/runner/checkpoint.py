@@ -27,6 +27,7 @@ from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.runlog.writer import versions
 from replay.runner.states import States, passes_file, whole_states
 from replay.spec import RunSpec, StateSpec
+from replay.wording import in_flags
 
 
 class SavingError(RuntimeError):
@@ -96,7 +97,7 @@ def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None
                 if states is None or folder != spec.save_state:
                     check_folder(folder, option)
         except UsageError as error:
-            problem = str(error)
+            problem = error.text
     if problem := world.from_first(problem):
         raise UsageError(problem)
 
@@ -174,7 +175,7 @@ def _saving(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SavingError(f"{what} could not be saved and does not exist: {one_line(str(error))}") from error
+        raise SavingError(f"{what} could not be saved and does not exist: {one_line(in_flags(error))}") from error
 
 
 def not_saved(spec: StateSpec) -> Pairs:

@@ -48,6 +48,7 @@ from replay.verdict.replayed_values import Replayed, action_log_probs, gradient_
 from replay.verdict.router_loss import without_router_loss
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
+from replay.wording import in_flags
 
 
 class ReopeningError(RuntimeError):
@@ -89,7 +90,9 @@ class ReopenedActor:
         try:
             self.backend = self._opened()
         except Exception as error:
-            raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
+            raise ReopeningError(
+                f"the actor could not be opened again after the failed pass: {in_flags(error)}"
+            ) from error
 
 
 class PassObserver(Protocol):
@@ -271,7 +274,7 @@ class PassRunner:
             left = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             return PassRecord(**known, error=str(left), error_type="SystemExit"), left
         except Exception as error:
-            return PassRecord(**known, error=one_line(str(error)), error_type=type(error).__name__), error
+            return PassRecord(**known, error=one_line(in_flags(error)), error_type=type(error).__name__), error
 
     def _weight(self, index: int, for_objective: RecordedForObjective | None) -> float:
         """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""

@@ -62,6 +62,7 @@ from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching
+from replay.wording import in_flags
 
 
 def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) -> int:
@@ -519,7 +520,7 @@ def _rounded(
     except Exception as error:
         if again.world.world_size > 1:
             raise  # the other ranks wait for this one
-        unknown = f"{type(error).__name__}: {one_line(str(error))}"
+        unknown = f"{type(error).__name__}: {one_line(in_flags(error))}"
         remarks.append(("rounding", f"not measured: {unknown}"))
         setting = replace(setting, unknown_rounding=unknown)
     return setting, opinion, remarks
@@ -536,7 +537,7 @@ def find_source(spec: RunSpec) -> ModelSource:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact) from error
     source = find_model(spec.actor, captured, str(_shown(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
         raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
@@ -552,7 +553,7 @@ def source_of_all(spec: RunSpec, world: World) -> ModelSource:
     except UsageError as error:
         if world.world_size == 1:
             raise
-        problem = str(error)
+        problem = error.text
     found = world.gather((problem, dict(source.facts) if source is not None else {}))
     problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
     if problems:
@@ -621,7 +622,7 @@ def _check_objective(objective: Objective | None, first: Call | None) -> None:
     try:
         objective.check(Recorded.of(first, first.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
-        raise UsageError(f"--loss {objective.loss}: {error}") from error
+        raise UsageError(f"--loss {objective.loss}: {in_flags(error)}") from error
 
 
 def _first_look(same_weights: SameWeights, dropout: Sequence[str], first: Call | None) -> dict[str, str]:

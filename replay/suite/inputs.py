@@ -66,7 +66,7 @@ def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]
         try:
             trains = read_micro_batch(path).trains
         except CaptureError as error:
-            raise UsageError(f"{error}. Try: capture check {dataset}") from error
+            raise UsageError(f"{error.text}. Try: capture check {dataset}") from error
         if trains:
             write_atomically(folder / path.name, read_capture_bytes(path))
             num_copied += 1
