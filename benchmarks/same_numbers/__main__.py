@@ -140,7 +140,7 @@ def is_same(name: str, trees: Sequence[Tree]) -> bool:
     began, meant = time.monotonic(), CONFIGURATIONS[name].exit_code
     with ThreadPoolExecutor() as threads:
         runs = list(threads.map(lambda tree: replay(tree, name), trees))
-    comparison = compare(*(log for _, log in runs))
+    comparison = compare(runs[0][1], runs[1][1])
     is_same = comparison.is_same and all(ended.exit_code == meant for ended, _ in runs)
     said = f"{comparison.num_compared:5,} values, {'the same' if is_same else 'NOT THE SAME'}"
     print(f"{name:24} {said}, {time.monotonic() - began:.0f} s", flush=True)
