@@ -25,6 +25,7 @@ from capture.facts import NotAllowed, Setting, Unsupported
 PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
 CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
 PACKED, PADDED = Setting("packing", True), Setting("packing", False)
+SEQUENCE_PARALLEL = Setting("sequence_parallel", True)
 RANDOM_WEIGHTS = Setting("random_weights", True)
 
 __all__ = [
@@ -90,8 +91,8 @@ class ParallelSpec:
     def __post_init__(self) -> None:
         tp, ring = Setting("tp"), Setting("ring")
         if self.tp == 1 and self.sequence_parallel:
-            given = Setting("sequence_parallel", True)
-            raise UsageError(Unsupported(given, f"shards over the ranks of {tp}", f"Try: {tp.of(2)} {given}"))
+            why, advice = f"shards over the ranks of {tp}", f"Try: {tp.of(2)} {SEQUENCE_PARALLEL}"
+            raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
         if self.ring == 1 and self.ring_head_stride is not None:
             stride = Setting("ring_head_stride")
             advice = f"Try: {ring.of(2)} {stride.of(self.ring_head_stride)}"
@@ -334,7 +335,7 @@ class ActorSpec:
         if self.compile is not Compile.BLOCKS:
             raise UsageError(Unsupported(given, f"is a setting of {blocks}", f"Try: {blocks} {given}"))
         if self.parallel.sequence_parallel and self.compile_lengths is CompileLengths.AUTOMATIC:
-            why = f"does not go with {Setting('sequence_parallel', True)}, which needs a graph for each length"
+            why = f"does not go with {SEQUENCE_PARALLEL}, which needs a graph for each length"
             raise UsageError(Unsupported(given, why))
 
     def _refuse_foreign_settings(self) -> None:
@@ -346,7 +347,8 @@ class ActorSpec:
             if value is not None:
                 optimizer = Setting("optimizer", self.optimizer)
                 other = optimizer.of(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
-                raise UsageError(Unsupported(Setting(name, value), f"is no setting of {optimizer}", f"Try: {other}"))
+                given = Setting(name, int(value) if float(value).is_integer() else value)
+                raise UsageError(Unsupported(given, f"is no setting of {optimizer}", f"Try: {other}"))
 
     def _refuse_what_the_backend_lacks(self, declared: Declaration) -> None:
         name, stage = declared.name, self.zero_stage
@@ -372,8 +374,8 @@ class ActorSpec:
             raise UsageError(Unsupported(given, f"belongs to {owner}", advice))
         if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
             owner, *_ = _takers("sequence_parallel")
-            given = Setting("sequence_parallel", True)
-            raise UsageError(Unsupported(given, f"is not there for {name}", f"Try: {backend.of(owner)}"))
+            advice = f"Try: {backend.of(owner)}"
+            raise UsageError(Unsupported(SEQUENCE_PARALLEL, f"is not there for {name}", advice))
         if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
             owner, *_ = _takers("tp_plan")
             given = Setting("tp_plan", self.parallel.tp_plan)

@@ -102,12 +102,12 @@ class UnusableFile:
 class UnsupportedModel:
     """A model, or a part of one, that cannot be built or run in this way."""
 
-    model: str  # its name, or what of it stands in the way
+    subject: str | Setting  # the model, or what of it stands in the way
     why: str
     advice: str = ""
 
     def __str__(self) -> str:
-        return _sentence(self.model, self.why, self.advice)
+        return _sentence(self.subject, self.why, self.advice)
 
 
 @dataclass(frozen=True, slots=True)

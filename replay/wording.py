@@ -17,9 +17,8 @@ def as_typed(setting: Setting) -> str:
     The flags are those of the options that the field declares; a setting of `capture` is no option here.
     """
     declared = [toggle for toggle in toggles() if toggle.field == setting.name]
-    value = f"{setting.value:g}" if isinstance(setting.value, float) else setting.value
-    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.sets == value), None)
+    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.sets == setting.value), None)
     if toggle is None:
         flag = declared[0].flag if declared else flag_of(setting.name)
-        return f"{flag} {value}" if setting.has_value and not declared else flag
-    return " ".join(toggle.as_typed(value)) if setting.has_value else toggle.flag
+        return f"{flag} {setting.value}" if setting.has_value and not declared else flag
+    return " ".join(toggle.as_typed(setting.value)) if setting.has_value else toggle.flag
