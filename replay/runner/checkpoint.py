@@ -22,12 +22,13 @@ from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from capture.facts import Setting
 from replay.option_parsing import command_line
 from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.runlog.writer import versions
 from replay.runner.states import States, passes_file, whole_states
 from replay.spec import RunSpec, StateSpec
-from replay.wording import in_flags
+from replay.wording import as_typed, in_flags
 
 
 class SavingError(RuntimeError):
@@ -93,9 +94,9 @@ def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None
         try:
             if states is not None:
                 states.check()
-            for option, folder in _wanted(spec).items():
+            for name, folder in _wanted(spec).items():
                 if states is None or folder != spec.save_state:
-                    check_folder(folder, option)
+                    check_folder(folder, name)
         except UsageError as error:
             problem = error.text
     if problem := world.from_first(problem):
@@ -180,13 +181,16 @@ def _saving(what: str) -> Iterator[None]:
 
 def not_saved(spec: StateSpec) -> Pairs:
     """Return the lines that report what a failed or interrupted run did not save."""
-    missing = {option: folder for option, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
-    return [("not saved", f"{option} {folder}: the run did not succeed") for option, folder in missing.items()]
+    missing = {name: folder for name, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
+    return [
+        ("not saved", f"{as_typed(Setting(name, folder))}: the run did not succeed") for name, folder in missing.items()
+    ]
 
 
 def _wanted(spec: StateSpec) -> dict[str, Path]:
-    folders = {"--save-model": spec.save_model, "--save-state": spec.save_state}
-    return {option: folder for option, folder in folders.items() if folder is not None}
+    """Return the folders to save into, by the settings that name them."""
+    folders = {"save_model": spec.save_model, "save_state": spec.save_state}
+    return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def _size(folder: Path) -> int:

@@ -55,7 +55,7 @@ class Suite:
             inputs = prepare_inputs(spec, (spec.output_dir or folder).resolve() / INPUTS, inputs_a_step)
             begun = cls(folder=folder, spec=spec, machine=machine, inputs=inputs)
             if (copy := begun._copy()) is not None:
-                check_folder(copy, "--storage")
+                check_folder(copy, "storage")
                 shutil.copytree(inputs.folder, copy / INPUTS)
         except BaseException:
             shutil.rmtree(folder)
