@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from actor_init.spec import UsageError
 from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
+from capture.facts import MissingPackage, Setting, UnsupportedModel, UnusableFile
 
 CONFIG_NAME = "adapter_config.json"
 DEFAULT_NAME = "default"
+GIVEN, WITHOUT = Setting("adapter", "FOLDER"), Setting("adapter", "none")
 _SAVED_BELOW = "base_model.model."  # of names in an adapter's file
 _BUILT = frozenset(
     {
@@ -52,19 +54,17 @@ class Adapter:
     def of(cls, configs: Mapping[str, Mapping[str, Any]], source: str) -> "Adapter":
         """Choose the adapter of a job from its configs by name. Raises UsageError for one that cannot be built."""
         if len(configs) != 1:
-            raise UsageError(
-                f"{source} has {len(configs)} adapters ({', '.join(configs)}), and one can be built. "
-                "Try: --adapter FOLDER with the one that was trained, or --adapter none"
-            )
+            why = f"has {len(configs)} adapters ({', '.join(configs)}), and one can be built"
+            advice = f"Try: {GIVEN} with the one that was trained, or {WITHOUT}"
+            raise UsageError(UnsupportedModel(source, why, advice))
         ((name, config),) = configs.items()
         others = [key for key, value in config.items() if key not in _BUILT | _OF_NO_MATTER and _says_something(value)]
         if config.get("peft_type") != "LORA":
             others = [f"peft_type {config.get('peft_type')}"]
         if others:
-            raise UsageError(
-                f"{source} has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are. "
-                "Try: --adapter none, with --model a folder into which the adapter is merged"
-            )
+            why = f"has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are"
+            advice = f"Try: {WITHOUT}, with {Setting('model')} a folder into which the adapter is merged"
+            raise UsageError(UnsupportedModel(source, why, advice))
         return cls(name=name, settings={key: value for key, value in config.items() if key in _BUILT})
 
     def describe(self) -> str:
@@ -79,17 +79,17 @@ def _says_something(value: Any) -> bool:
 
 def read_adapter(folder: Path, name: str) -> Adapter:
     """Read the adapter that PEFT's `save_pretrained` wrote. Raises UsageError."""
-    path = folder / CONFIG_NAME
+    path, given = folder / CONFIG_NAME, Setting("adapter", folder)
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}"
-        raise UsageError(
-            f"--adapter {folder}: {reason}. Give a folder with {CONFIG_NAME} and adapter_model.safetensors, as PEFT's "
-            "save_pretrained writes it, or none"
-        ) from error
+        files = f"{CONFIG_NAME} and adapter_model.safetensors"
+        advice = f"Give a folder with {files}, as PEFT's save_pretrained writes it, or none"
+        raise UsageError(UnusableFile(given, f": {reason}", advice)) from error
     if not isinstance(config, dict):
-        raise UsageError(f"--adapter {folder}: {path} holds a {type(config).__name__}, not an adapter's config")
+        why = f": {path} holds a {type(config).__name__}, not an adapter's config"
+        raise UsageError(UnusableFile(given, why))
     return Adapter.of({name: config}, str(path))
 
 
@@ -103,7 +103,8 @@ def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise UsageError(f"the job's {adapter.describe()} needs peft: {error}. Try: pip install peft") from error
+        needs = MissingPackage(f"the job's {adapter.describe()}", f"needs peft: {error}", "Try: pip install peft")
+        raise UsageError(needs) from error
     try:
         config = LoraConfig(**adapter.settings, init_lora_weights=False, inference_mode=False)
         inject_adapter_in_model(config, model, adapter_name=adapter.name)
@@ -140,7 +141,8 @@ class AdaptedWeights:
         weights, there = self._place(name)
         if weights is None:
             if "lora_magnitude_vector" in name:
-                raise UsageError("DoRA's magnitudes are not known without the adapter. Try: --adapter FOLDER")
+                why = "are not known without the adapter"
+                raise UsageError(UnsupportedModel("DoRA's magnitudes", why, f"Try: {GIVEN}"))
             parameter.detach().zero_()
             return True
         return weights.fill(there, parameter, on_progress)

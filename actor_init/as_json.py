@@ -103,7 +103,8 @@ def _reason(kind: type, error: "ValidationError") -> str:
     if first["type"] == "json_invalid":
         return f"no JSON: {first['ctx']['error']}"
     if first["type"] == "value_error":  # raised by __post_init__, with its own message
-        return str(first["ctx"]["error"])
+        raised = first["ctx"]["error"]
+        return raised.text if isinstance(raised, UsageError) else str(raised)
     if first["type"] == "missing":
         return f"{way} is missing"
     if first["type"] == "unexpected_keyword_argument":

@@ -37,6 +37,7 @@ from actor_init.layout import Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
+from capture.facts import Setting, Unsupported, UnsupportedModel, UnusableFile
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 
@@ -79,10 +80,9 @@ def find_model(
     folder = None
     if spec.model is None:
         if captured is None:
-            raise UsageError(
-                f"no actor.json beside the inputs says which model they came from. "
-                f"Try: --model {_preset_names()[0]}, or --model <folder, config.json or FILE.py:function>"
-            )
+            given = Setting("model")
+            advice = f"Try: {given.of(_preset_names()[0])}, or {given} <folder, config.json or FILE.py:function>"
+            raise UsageError(f"no actor.json beside the inputs says which model they came from. {advice}")
         values, name = dict(captured), captured_name
     elif spec.model in _preset_names():
         values, name = json.loads((PRESETS / f"{spec.model}.json").read_text()), spec.model
@@ -92,7 +92,8 @@ def find_model(
         if path.is_dir() and not (path / "config.json").exists() and (config := _captured_config(path)) is not None:
             values = config
         elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
-            raise UsageError(f"--model {path} is an adapter without its base. Try: --model BASE --adapter {path}")
+            given, advice = Setting("model", path), f"Try: {Setting('model', 'BASE')} {Setting('adapter', path)}"
+            raise UsageError(Unsupported(given, "is an adapter without its base", advice))
         else:
             values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
@@ -122,10 +123,9 @@ def _adapted(
         adapter = read_adapter(folder, next(iter(adapters)) if len(adapters) == 1 else DEFAULT_NAME)
         own = FolderWeights.open(folder, None)
     if spec.parallel.tp > 1:
-        raise UsageError(
-            f"--tp {spec.parallel.tp} splits Linears, and this model has a {adapter.describe()} in them. "
-            "Try: no --tp, or --adapter none"
-        )
+        given, without = Setting("tp", spec.parallel.tp), Setting("adapter", "none")
+        why = f"splits Linears, and this model has a {adapter.describe()} in them"
+        raise UsageError(Unsupported(given, why, f"Try: no {Setting('tp')}, or {without}"))
     return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
 
 
@@ -199,10 +199,9 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
         if attention == "eager":
             raise
         reason = (str(error).splitlines() or [""])[0][:120]
-        raise UsageError(
-            f"transformers' {config.model_type} does not take the attention kernel {attention} "
-            f"({type(error).__name__}: {reason}). Try: --attention eager, without --ring"
-        ) from error
+        why = f"does not take the attention kernel {attention} ({type(error).__name__}: {reason})"
+        advice = f"Try: {Setting('attention', 'eager')}, without {Setting('ring')}"
+        raise UsageError(UnsupportedModel(f"transformers' {config.model_type}", why, advice)) from error
     assert isinstance(model, PreTrainedModel)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -244,7 +243,8 @@ def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
         return [(f"{built.blocks}.{index}", layer) for index, layer in enumerate(building.layers_of(model))]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise UsageError(f"{type(model).__name__} has no list of layers; a decoder-only causal LM is needed")
+        why = "has no list of layers; a decoder-only causal LM is needed"
+        raise UsageError(UnsupportedModel(type(model).__name__, why))
     name, layers = max(lists, key=lambda item: len(item[1]))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
@@ -364,10 +364,9 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
         if not own:  # else its init could overwrite them
             _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
     if _is_unset(buffer):
-        raise UsageError(
-            f"transformers does not say what {path} holds before weights are loaded, and these weights have no such "
-            "tensor. Try: --model with a folder of weights that has it"
-        )
+        why = f"does not say what {path} holds before weights are loaded, and these weights have no such tensor"
+        advice = f"Try: {Setting('model')} with a folder of weights that has it"
+        raise UsageError(UnsupportedModel("transformers", why, advice))
 
 
 def _is_unset(buffer: Tensor) -> bool:
@@ -384,19 +383,20 @@ def _captured_config(folder: Path) -> dict[str, Any] | None:
     try:
         return read_actor_config(folder)
     except CaptureError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact) from error
 
 
 def _read_config(path: Path, asked: str) -> dict[str, Any]:
+    given = Setting("model", asked)
     try:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(
-            f"--model {asked}: {error}. "
-            f"Allowed: {', '.join(_preset_names())}, a folder with config.json, a config.json, or FILE.py:function"
-        ) from error
+        known = ", ".join(_preset_names())
+        advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
+        raise UsageError(UnusableFile(given, f": {error}", advice)) from error
     if not isinstance(values, dict):
-        raise UsageError(f"--model {asked}: {path} holds a {type(values).__name__}, not a model config")
+        why = f": {path} holds a {type(values).__name__}, not a model config"
+        raise UsageError(UnusableFile(given, why))
     return values
 
 
@@ -416,24 +416,25 @@ def _with_floats(value: Any) -> Any:
 
 
 def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
-    model_type = values.get("model_type")
+    model_type, config_name = values.get("model_type"), f"the config of {name}"
     if not model_type:
-        raise UsageError(f"the config of {name} does not name its model_type, as Hugging Face's config.json does")
+        why = "does not name its model_type, as Hugging Face's config.json does"
+        raise UsageError(UnsupportedModel(config_name, why))
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in values:
-            raise UsageError(
-                f"{name} is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name "
-                "it. Try: --model FILE.py:build --weights FOLDER, see docs/custom-models.md, Remote code"
-            )
-        raise UsageError(
-            f"the config of {name} has the model_type {model_type!r}, which transformers {transformers.__version__} "
-            "does not have. Try: the job's transformers, or --model with another config.json"
-        )
+            why = f"is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it"
+            named = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
+            raise UsageError(UnsupportedModel(name, why, f"Try: {named}, see docs/custom-models.md, Remote code"))
+        release = f"transformers {transformers.__version__}"
+        why = f"has the model_type {model_type!r}, which {release} does not have"
+        advice = f"Try: the job's transformers, or {Setting('model')} with another config.json"
+        raise UsageError(UnsupportedModel(config_name, why, advice))
     try:
         config = config_of(values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"the config of {name} is refused by transformers: {reason[:300]}") from error
+        why = f"is refused by transformers: {reason[:300]}"
+        raise UsageError(UnsupportedModel(config_name, why)) from error
     _refuse_other_models(config, name)
     return config
 
@@ -450,20 +451,18 @@ def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
     elif kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
         reads = "an encoder, whose tokens see those behind them"
     if reads is not None:
-        raise UsageError(
-            f"{name} is a {config.model_type}, not a causal LM ({reads}). "
-            "Try: --model with a decoder-only language model, or its captures"
-        )
+        why = f"is a {config.model_type}, not a causal LM ({reads})"
+        advice = f"Try: {Setting('model')} with a decoder-only language model, or its captures"
+        raise UsageError(UnsupportedModel(name, why, advice))
 
 
 def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
     if num_layers is None:
         return config
     if num_layers > config.num_hidden_layers:
-        raise UsageError(
-            f"--num-layers {num_layers}, but the model has {config.num_hidden_layers}. "
-            f"Allowed: 1 to {config.num_hidden_layers}"
-        )
+        why = f", but the model has {config.num_hidden_layers}"
+        advice = f"Allowed: 1 to {config.num_hidden_layers}"
+        raise UsageError(Unsupported(Setting("num_layers", num_layers), why, advice))
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]

@@ -20,9 +20,13 @@ from actor_init.toggles import (
     UsageError,
     option,
 )
+from capture.facts import NotAllowed, Setting, Unsupported
 
 PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
 CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
+PACKED, PADDED = Setting("packing", True), Setting("packing", False)
+SEQUENCE_PARALLEL = Setting("sequence_parallel", True)
+RANDOM_WEIGHTS = Setting("random_weights", True)
 
 __all__ = [
     "ActorSpec",
@@ -85,13 +89,17 @@ class ParallelSpec:
     sequence_parallel: bool = option(False, _sequence_parallel_help)
 
     def __post_init__(self) -> None:
+        tp, ring = Setting("tp"), Setting("ring")
         if self.tp == 1 and self.sequence_parallel:
-            raise UsageError("--sequence-parallel shards over the ranks of --tp. Try: --tp 2 --sequence-parallel")
+            why, advice = f"shards over the ranks of {tp}", f"Try: {tp.of(2)} {SEQUENCE_PARALLEL}"
+            raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
         if self.ring == 1 and self.ring_head_stride is not None:
-            stride = self.ring_head_stride
-            raise UsageError(f"--ring-head-stride is a setting of --ring. Try: --ring 2 --ring-head-stride {stride}")
+            stride = Setting("ring_head_stride")
+            advice = f"Try: {ring.of(2)} {stride.of(self.ring_head_stride)}"
+            raise UsageError(Unsupported(stride, f"is a setting of {ring}", advice))
         if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
-            raise UsageError(f"--tp-plan {self.tp_plan} is a plan for --tp. Try: --tp 2 --tp-plan {self.tp_plan}")
+            given = Setting("tp_plan", self.tp_plan)
+            raise UsageError(Unsupported(given, f"is a plan for {tp}", f"Try: {tp.of(2)} {given}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,24 +215,16 @@ class ActorSpec:
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
         self._refuse_what_the_backend_lacks(declaration_of(self.backend))
-        if self.parallel.ring > 1 and self.packing is False:
-            raise UsageError(
-                f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
-                f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
-            )
-        if self.parallel.ring > 1 and self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
-            raise UsageError(
-                f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
-            )
+        self._refuse_what_has_no_ring()
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
-            raise UsageError(
-                f"--pad-tokens {self.pad_tokens!r} is not allowed. Give a number above 0, or several with commas "
-                "between. Try: --pad-tokens 128, or --pad-tokens 512,1024,2048"
-            )
+            one_number, several = Setting("pad_tokens", "128"), Setting("pad_tokens", "512,1024,2048")
+            advice = f"Give a number above 0, or several with commas between. Try: {one_number}, or {several}"
+            raise UsageError(NotAllowed("pad_tokens", self.pad_tokens, advice))
         if self.compile_lengths is not CompileLengths.DYNAMIC:
             self._refuse_compile_lengths()
         if self.attention is Attention.VARLEN and self.packing is False:
-            raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
+            advice = f"Try: {PACKED}, or {Setting('attention', Attention.SDPA)}"
+            raise UsageError(Unsupported(Setting("attention", self.attention), "reads packed rows", advice))
 
     def settled(
         self,
@@ -287,95 +287,119 @@ class ActorSpec:
             "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
         }
 
+    def _refuse_what_has_no_ring(self) -> None:
+        if self.parallel.ring == 1:
+            return
+        ring, kernel = Setting("ring", self.parallel.ring), Setting("attention", self.attention)
+        if self.packing is False:
+            advice = f"Try: {ring} {PACKED}, or {PADDED} without {Setting('ring')}"
+            raise UsageError(Unsupported(ring, f"slices packed rows, and {PADDED} leaves none", advice))
+        if self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
+            advice = f"Try: {ring} {kernel.of(Attention.FLASH)}, or {Attention.SDPA}"
+            raise UsageError(Unsupported(kernel, "has no ring", advice))
+
     def _refuse_what_a_custom_model_lacks(self) -> None:
+        model = Setting("model", self.model)
         if not self.is_custom:
             if (self.model or "").endswith((".py", ".py:")):
-                asked = (self.model or "").removesuffix(":")
-                raise UsageError(f"--model {self.model} names no function. Try: --model {asked}:FUNCTION")
-            for flag, value in (("--weights", self.weights), ("--blocks", self.blocks)):
-                if value is not None:
-                    advice = "Leave it out"
-                    if flag == "--weights":
-                        folder = f", or for transformers' models --model {value}" if Path(value).is_dir() else ""
-                        advice = f"Try: --model FILE.py:function --weights {value}{folder}"
-                    raise UsageError(f"{flag} {value} is for --model FILE.py:function. {advice}")
+                advice = f"Try: {model.of((self.model or '').removesuffix(':') + ':FUNCTION')}"
+                raise UsageError(Unsupported(model, "names no function", advice))
+            custom = model.of("FILE.py:function")
+            if self.weights is not None:
+                weights = Setting("weights", self.weights)
+                folder = f", or for transformers' models {model.of(self.weights)}" if self.weights.is_dir() else ""
+                raise UsageError(Unsupported(weights, f"is for {custom}", f"Try: {custom} {weights}{folder}"))
+            if self.blocks is not None:
+                raise UsageError(Unsupported(Setting("blocks", self.blocks), f"is for {custom}", "Leave it out"))
             return
-        tp, ring, model = self.parallel.tp, self.parallel.ring, self.model
-        for typed, is_given, why in (
-            (f"--tp {tp}", tp > 1, "needs a plan that splits each layer, and there is none for"),
-            (f"--ring {ring}", ring > 1, "slices attention, and nothing is known about that of"),
-            ("--packing", self.packing is True, "needs attention that stays within a document, not known about"),
+        tp, ring = self.parallel.tp, self.parallel.ring
+        for given, is_given, why in (
+            (Setting("tp", tp), tp > 1, "needs a plan that splits each layer, and there is none for"),
+            (Setting("ring", ring), ring > 1, "slices attention, and nothing is known about that of"),
+            (PACKED, self.packing is True, "needs attention that stays within a document, not known about"),
             (
-                f"--attention {self.attention}",
+                Setting("attention", self.attention),
                 self.attention is not Attention.AUTO,
                 "chooses transformers' kernels, and there are none in",
             ),
-            (f"--adapter {self.adapter}", self.adapter is not None, "goes into transformers' models, not into"),
+            (Setting("adapter", self.adapter), self.adapter is not None, "goes into transformers' models, not into"),
         ):
             if is_given:
-                raise UsageError(f"{typed} {why} --model {model}. Leave it out")
+                raise UsageError(Unsupported(given, f"{why} {model}", "Leave it out"))
         if self.weights is not None and self.random_weights:
-            raise UsageError(f"--weights {self.weights} and --random-weights exclude each other. Give one of the two")
+            why = f"and {RANDOM_WEIGHTS} exclude each other"
+            raise UsageError(Unsupported(Setting("weights", self.weights), why, "Give one of the two"))
 
     def _refuse_compile_lengths(self) -> None:
-        typed = f"--compile-lengths {self.compile_lengths}"
+        given, blocks = Setting("compile_lengths", self.compile_lengths), Setting("compile", Compile.BLOCKS)
         if self.compile is not Compile.BLOCKS:
-            raise UsageError(f"{typed} is a setting of --compile. Try: --compile {typed}")
+            raise UsageError(Unsupported(given, f"is a setting of {blocks}", f"Try: {blocks} {given}"))
         if self.parallel.sequence_parallel and self.compile_lengths is CompileLengths.AUTOMATIC:
-            raise UsageError(f"{typed} does not go with --sequence-parallel, which needs a graph for each length")
+            why = f"does not go with {SEQUENCE_PARALLEL}, which needs a graph for each length"
+            raise UsageError(Unsupported(given, why))
 
     def _refuse_foreign_settings(self) -> None:
-        of_adamw = {"--beta1": self.beta1, "--beta2": self.beta2, "--eps": self.eps}
+        of_adamw = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
         wrong = of_adamw if self.optimizer is not OptimizerName.ADAMW else {}
-        wrong |= {"--momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
-        wrong |= {"--weight-decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
-        for flag, value in wrong.items():
+        wrong |= {"momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
+        wrong |= {"weight_decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
+        for name, value in wrong.items():
             if value is not None:
-                other = OptimizerName.SGD if flag == "--momentum" else OptimizerName.ADAMW
-                raise UsageError(
-                    f"{flag} {value:g} is no setting of --optimizer {self.optimizer}. Try: --optimizer {other}"
-                )
+                optimizer = Setting("optimizer", self.optimizer)
+                other = optimizer.of(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
+                given = Setting(name, int(value) if float(value).is_integer() else value)
+                raise UsageError(Unsupported(given, f"is no setting of {optimizer}", f"Try: {other}"))
 
     def _refuse_what_the_backend_lacks(self, declared: Declaration) -> None:
         name, stage = declared.name, self.zero_stage
+        backend = Setting("backend", name)
         if declared.shards and stage is not None and stage not in declared.stages:
             which = " and ".join(f"{number} ({what})" for number, what in declared.stages.items())
-            others = "".join(f", or --backend {one}" for one in names_of(lambda one: stage in one.stages)[:1])
-            raise UsageError(
-                f"--zero-stage {stage} does not exist under {name}, which has {which}. "
-                f"Try: --backend {name} --zero-stage {declared.default_stage}{others}"
-            )
+            given = Setting("zero_stage", stage)
+            others = "".join(f", or {backend.of(one)}" for one in names_of(lambda one: stage in one.stages)[:1])
+            advice = f"Try: {backend} {given.of(declared.default_stage)}{others}"
+            raise UsageError(Unsupported(given, f"does not exist under {name}, which has {which}", advice))
         if self.deepspeed_config is not None and "deepspeed_config" not in declared.own_options:
             owner, *_ = _takers("deepspeed_config")
-            raise UsageError(
-                f"--deepspeed-config {self.deepspeed_config} is {owner}'s, and the backend is {name}. "
-                f"Try: --backend {owner}, or leave it out"
+            given, advice = (
+                Setting("deepspeed_config", self.deepspeed_config),
+                f"Try: {backend.of(owner)}, or leave it out",
             )
+            raise UsageError(Unsupported(given, f"is {owner}'s, and the backend is {name}", advice))
         self._refuse_sharding(declared)
         if self.compile not in (Compile.OFF, Compile.BLOCKS, *declared.compilers):
             owner, *_ = _compiling(self.compile)
-            typed = f"--{self.compile}"
-            raise UsageError(f"{typed} belongs to {owner}. Try: --backend {owner} {typed}, or --compile")
+            given = Setting("compile", self.compile)
+            advice = f"Try: {backend.of(owner)} {given}, or {given.of(Compile.BLOCKS)}"
+            raise UsageError(Unsupported(given, f"belongs to {owner}", advice))
         if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
             owner, *_ = _takers("sequence_parallel")
-            raise UsageError(f"--sequence-parallel is not there for {name}. Try: --backend {owner}")
+            advice = f"Try: {backend.of(owner)}"
+            raise UsageError(Unsupported(SEQUENCE_PARALLEL, f"is not there for {name}", advice))
         if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
             owner, *_ = _takers("tp_plan")
-            raise UsageError(f"--tp-plan {self.parallel.tp_plan} is {owner}'s. Try: --backend {owner}, or no --tp-plan")
+            given = Setting("tp_plan", self.parallel.tp_plan)
+            advice = f"Try: {backend.of(owner)}, or no {Setting('tp_plan')}"
+            raise UsageError(Unsupported(given, f"is {owner}'s", advice))
 
     def _refuse_sharding(self, declared: Declaration) -> None:
         name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
-        for typed, lacks, others in (
-            (f"--zero-stage {stage}", stage is not None and not declared.shards, names_of(lambda b: stage in b.stages)),
-            (f"--tp {tp}", tp > 1 and not declared.tp, names_of(lambda b: b.tp)),
-            (f"--ring {ring}", ring > 1 and not declared.ring, names_of(lambda b: b.ring)),
+        backend = Setting("backend", name)
+        for given, lacks, others in (
+            (
+                Setting("zero_stage", stage),
+                stage is not None and not declared.shards,
+                names_of(lambda b: stage in b.stages),
+            ),
+            (Setting("tp", tp), tp > 1 and not declared.tp, names_of(lambda b: b.tp)),
+            (Setting("ring", ring), ring > 1 and not declared.ring, names_of(lambda b: b.ring)),
         ):
             if lacks:
-                why = f"{typed} is not there for {name}"
+                why = f"is not there for {name}"
                 if not declared.shards:
-                    why = f"{typed} shards, and under {name} every rank holds the whole model and its own inputs"
-                advice = [*(f"--backend {other} {typed}" for other in others[:1]), f"--backend {name} alone"]
-                raise UsageError(f"{why}. Try: {', or '.join(advice)}")
+                    why = f"shards, and under {name} every rank holds the whole model and its own inputs"
+                advice = [*(f"{backend.of(other)} {given}" for other in others[:1]), f"{backend} alone"]
+                raise UsageError(Unsupported(given, why, f"Try: {', or '.join(advice)}"))
 
     @property
     def resolved_zero_stage(self) -> int:

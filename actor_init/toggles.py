@@ -5,9 +5,11 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
+from capture.facts import FactError
 
-class UsageError(ValueError):
-    """Raised for options that are invalid or not possible here. The message says what to type instead."""
+
+class UsageError(FactError):
+    """Raised for options that are invalid or not possible here. The message says what to give instead."""
 
 
 def option(

@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, recipes_of
 from actor_init.read_ahead import ReadAhead
-from actor_init.spec import UsageError
+from actor_init.spec import RANDOM_WEIGHTS, UsageError
+from capture.facts import UnusableFile
 
+_OTHER_CONFIG = f"Give the config of these weights, or {RANDOM_WEIGHTS}"
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
 
 OnProgress = Callable[[int], None]  # called during long work with the number of elements filled since the last call
@@ -128,17 +130,16 @@ class FolderWeights:
                         shapes[name] = tuple(file.get_slice(name).get_shape())
                         file_of_name[name] = path
             except Exception as error:  # safetensors raises its own type, and OSError
-                raise UsageError(f"{path} cannot be read: {error}. Copy it again, or give --random-weights") from error
+                advice = f"Copy it again, or give {RANDOM_WEIGHTS}"
+                raise UsageError(UnusableFile(path, f"cannot be read: {error}", advice)) from error
         if model is None:
             as_they_are = {name: Recipe.of_one(name) for name in shapes}
             return cls(folder=folder, file_of_name=file_of_name, recipes=as_they_are)
         try:
             recipes = recipes_of(model, shapes)
         except Exception as error:  # whatever a conversion raises for tensors of other shapes than it expects
-            raise UsageError(
-                f"{folder}: transformers cannot convert its tensors for {type(model).__name__}: {error}. "
-                "Give the config of these weights, or --random-weights"
-            ) from error
+            why = f": transformers cannot convert its tensors for {type(model).__name__}: {error}"
+            raise UsageError(UnusableFile(folder, why, _OTHER_CONFIG)) from error
         return cls(folder=folder, file_of_name=file_of_name, recipes=recipes)
 
     def describe(self) -> str:
@@ -150,16 +151,14 @@ class FolderWeights:
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
         """Fill `parameter`. Raises UsageError if the folder has no `name`, or one of another shape."""
         if name not in self.recipes:
-            raise UsageError(
-                f"{self.folder} has no weights named {name} (it has {len(self.file_of_name)} tensors, such as "
-                f"{next(iter(self.file_of_name), 'none')}). Is it the model of this config? Or give --random-weights"
-            )
+            known = f"{len(self.file_of_name)} tensors, such as {next(iter(self.file_of_name), 'none')}"
+            why = f"has no weights named {name} (it has {known})"
+            advice = f"Is it the model of this config? Or give {RANDOM_WEIGHTS}"
+            raise UsageError(UnusableFile(self.folder, why, advice))
         values = self.recipes[name].make(name, self._read_on)
         if values.shape != parameter.shape:
-            raise UsageError(
-                f"{self.folder}: {name} has shape {list(values.shape)}, but the config makes it "
-                f"{list(parameter.shape)}. Give the config of these weights, or --random-weights"
-            )
+            why = f": {name} has shape {list(values.shape)}, but the config makes it {list(parameter.shape)}"
+            raise UsageError(UnusableFile(self.folder, why, _OTHER_CONFIG))
         # a device makes fp32 of bf16 faster than the host, and gets half the bytes
         parameter.detach().copy_(values.to(parameter.device))
         on_progress(values.numel())

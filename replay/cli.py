@@ -26,6 +26,7 @@ from replay.processes.launch import num_processes_missing, relaunch
 from replay.report.text import one_line
 from replay.spec import RunSpec
 from replay.subcommands import COMMANDS
+from replay.wording import in_flags
 
 # the base class of typer's own errors; newer versions of typer vendor click, older ones import it
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
@@ -176,7 +177,7 @@ def leave(exit_code: int) -> NoReturn:
 def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    say(str(error) if isinstance(error, UsageError) else _explain(error, typed))
+    say(in_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
     return 2
 
 

@@ -20,6 +20,7 @@ import typer
 
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
+from capture.facts import flag_of
 from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, RunSpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
@@ -98,7 +99,7 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
     meta = spec_field.metadata
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
     choices = _choices_of(spec_field, base)
-    own_flag = f"--{spec_field.name.replace('_', '-')}"
+    own_flag = flag_of(spec_field.name)
     text = meta["help"]() if callable(meta["help"]) else meta["help"]
     if meta["named"]:
         yield Toggle(
@@ -188,7 +189,7 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:
     """Raise UsageError for the first of `given`, by parameter name, that is not None. `why` says what excludes it."""
     if typed := [name for name, value in given.items() if value is not None]:
-        raise UsageError(f"{why}. Leave out --{typed[0].replace('_', '-')}")
+        raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
 def _parsed(toggle: Toggle, given: str | bool) -> Any:
@@ -270,5 +271,5 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
         try:
             _check_range(toggle, toggle.value_in(spec))
         except UsageError as error:
-            raise UsageError(f"{source}: {error}") from error
+            raise UsageError(f"{source}: {error.text}") from error
     return spec

@@ -19,6 +19,7 @@ FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 # of the folders in a package, from the ground up: a file imports from its own floor's folder and from lower floors
 ROOMS = {
     "capture": (
+        ("facts",),
         ("file_format", "progress_bar"),
         ("record", "importers"),
         ("folder_tools", "search", "child_processes", "on_ray"),
@@ -47,6 +48,7 @@ ROOMS = {
         ("spec", "shipped_inputs"),
         ("resolved",),
         ("option_parsing", "loss", "given_paths"),
+        ("wording",),
         ("report", "tolerances"),
         ("objective",),
         ("processes",),

@@ -21,6 +21,7 @@ from actor_init.custom.calling import Calling
 from actor_init.custom.user_file import UserFunction
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, Weights, unheard
+from capture.facts import Setting, Unsupported, UnsupportedModel
 
 _ATTRIBUTE = "_micro_replay"  # of the root module
 _SEED = 0  # of what the user's code draws for its vectors
@@ -66,7 +67,8 @@ def build(
     layers: Any = module.get_submodule(name)
     if num_layers is not None:
         if num_layers > len(layers):
-            raise UsageError(f"--num-layers {num_layers}, but {name} has {len(layers)}. Allowed: 1 to {len(layers)}")
+            why, advice = f", but {name} has {len(layers)}", f"Allowed: 1 to {len(layers)}"
+            raise UsageError(Unsupported(Setting("num_layers", num_layers), why, advice))
         del layers[num_layers:]
     vectors = {n: p.detach().float().clone() for n, p in module.named_parameters() if p.ndim < 2 and not p.is_meta}
     _empty(module, dtype)
@@ -85,19 +87,19 @@ def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
     if asked is not None:
         if asked not in lists:
             known = ", ".join(lists) or "none"
-            raise UsageError(
-                f"--blocks {asked} is no list of layers in the {type(module).__name__} of {function}. "
-                f"Its nn.ModuleLists and nn.Sequentials: {known}"
-            )
+            why = f"is no list of layers in the {type(module).__name__} of {function}"
+            advice = f"Its nn.ModuleLists and nn.Sequentials: {known}"
+            raise UsageError(Unsupported(Setting("blocks", asked), why, advice))
         return asked
     plain = {n: size for n, size in lists.items() if isinstance(module.get_submodule(n), nn.ModuleList)}
     outermost = {n: size for n, size in plain.items() if not any(n.startswith(f"{other}.") for other in plain)}
     if not outermost:
-        advice = f"Try: --blocks {max(lists, key=lambda n: lists[n])}" if lists else "Put its layers into a ModuleList"
-        raise UsageError(
-            f"--model {function}: {type(module).__name__} has no nn.ModuleList of layers, which are compiled, "
-            f"checkpointed and sharded one by one. {advice}"
-        )
+        advice = "Put its layers into a ModuleList"
+        if lists:
+            advice = f"Try: {Setting('blocks', max(lists, key=lambda n: lists[n]))}"
+        needed = "layers, which are compiled, checkpointed and sharded one by one"
+        why = f": {type(module).__name__} has no nn.ModuleList of {needed}"
+        raise UsageError(UnsupportedModel(Setting("model", function), why, advice))
     longest: str = max(outermost, key=lambda n: outermost[n])
     return longest
 

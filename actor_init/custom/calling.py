@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from actor_init.spec import UsageError
+from capture.facts import Setting, UnsupportedModel
 
 ID_NAMES = ("input_ids", "idx", "tokens")
 MASK, POSITIONS = "attention_mask", "position_ids"
@@ -41,13 +42,14 @@ class Calling:
     @classmethod
     def of(cls, module: nn.Module, function: str) -> "Calling":
         """Read the signature of the module's forward. Raises UsageError if token ids are not all that it needs."""
-        named = f"--model {function}: the forward of {type(module).__name__}"
+        named = f": the forward of {type(module).__name__}"
         parameters = inspect.signature(module.forward).parameters
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         ids = next((name for name in ID_NAMES if name in parameters), ID_NAMES[0] if takes_any else None)
         by_place = [one for one in parameters.values() if one.kind in _BY_PLACE]
         if ids is None and not by_place:
-            raise UsageError(f"{named} takes no token ids: allowed are {', '.join(ID_NAMES)}, or a first argument")
+            why = f"{named} takes no token ids: allowed are {', '.join(ID_NAMES)}, or a first argument"
+            raise UsageError(UnsupportedModel(Setting("model", function), why))
         if ids is None or parameters.get(ids) in by_place[:1]:
             ids, known = None, {by_place[0].name}
         else:
@@ -56,11 +58,11 @@ class Calling:
         known |= {MASK, POSITIONS, *TARGET_NAMES}
         needed = [n for n, one in parameters.items() if one.default is one.empty and one.kind in (*_NAMED, *_BY_PLACE)]
         if unknown := [name for name in needed if name not in known and parameters[name].kind not in _MANY]:
-            raise UsageError(
-                f"{named} needs {unknown[0]}, which a replay does not have: it gives token ids ({', '.join(ID_NAMES)}, "
-                f"or the first argument), {MASK}, {POSITIONS} and {' or '.join(TARGET_NAMES)}. Wrap it in a module "
-                "that needs no more"
-            )
+            ids_given = f"token ids ({', '.join(ID_NAMES)}, or the first argument)"
+            all_given = f"{ids_given}, {MASK}, {POSITIONS} and {' or '.join(TARGET_NAMES)}"
+            why = f"{named} needs {unknown[0]}, which a replay does not have: it gives {all_given}"
+            advice = "Wrap it in a module that needs no more"
+            raise UsageError(UnsupportedModel(Setting("model", function), why, advice))
         given = frozenset(name for name in (MASK, POSITIONS) if takes_any or name in parameters)
         calling = cls(module.forward, ids=ids, given=given, targets=targets)
         calling.wants_targets = targets in needed

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
+from capture.facts import Setting, UnusableFile
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 INNER = ("model", "state_dict", "model_state_dict", "module")  # where checkpoints keep the state dict
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile, DDP, FSDP
+_OF_ANOTHER = "Is it a checkpoint of this model?"
 _ADVICE = "Give a safetensors or torch file, or a folder of them"
 
 
@@ -30,23 +32,24 @@ class CheckpointWeights:
     @classmethod
     def open(cls, path: Path) -> "CheckpointWeights":
         """Open a file or folder. Raises UsageError if there are no weights, or a file is damaged."""
-        files = [path]
+        files, given = [path], Setting("weights", path)
         if path.is_dir():
             files = next((found for kind in (SAFETENSORS, TORCH) if (found := _files(path, kind))), [])
         if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS, *TORCH):
             what = (
                 "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
             )
-            raise UsageError(f"--weights {path}: {what}. {_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})")
+            advice = f"{_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})"
+            raise UsageError(UnusableFile(given, f": {what}", advice))
         tensors: dict[str, Stored] = {}
         for file in files:
             try:
                 tensors |= {_own_name(name): stored for name, stored in _read(file)}
             except Exception as error:  # safetensors, pickle and zip have their own
                 said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UsageError(f"--weights {path}: {file} cannot be read: {said}. {_ADVICE}") from error
+                raise UsageError(UnusableFile(given, f": {file} cannot be read: {said}", _ADVICE)) from error
         if not tensors:
-            raise UsageError(f"--weights {path}: no tensors by name in it. {_ADVICE} with a state dict")
+            raise UsageError(UnusableFile(given, ": no tensors by name in it", f"{_ADVICE} with a state dict"))
         return cls(path=path, files=files, tensors=tensors)
 
     def describe(self) -> str:
@@ -59,16 +62,12 @@ class CheckpointWeights:
         """Fill `parameter`. Raises UsageError if there is no `name`, or one of another shape."""
         if name not in self.tensors:
             known = next(iter(self.tensors))
-            raise UsageError(
-                f"--weights {self.path} has nothing named {name} (it has {len(self.tensors)} tensors, such as "
-                f"{known}). Is it a checkpoint of this model?"
-            )
+            why = f"has nothing named {name} (it has {len(self.tensors)} tensors, such as {known})"
+            raise UsageError(UnusableFile(Setting("weights", self.path), why, _OF_ANOTHER))
         values = self.tensors[name].read()
         if values.shape != parameter.shape:
-            raise UsageError(
-                f"--weights {self.path}: {name} has shape {list(values.shape)}, and the model's is "
-                f"{list(parameter.shape)}. Is it a checkpoint of this model?"
-            )
+            why = f": {name} has shape {list(values.shape)}, and the model's is {list(parameter.shape)}"
+            raise UsageError(UnusableFile(Setting("weights", self.path), why, _OF_ANOTHER))
         parameter.detach().copy_(values)
         on_progress(values.numel())
         return True

@@ -21,11 +21,11 @@ from typing import Any, Self
 from torch import nn
 
 from actor_init.spec import UsageError
+from capture.facts import Setting, UnsupportedModel, UnusableFile
 
 CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
 _NO_OP = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
-MODEL = "--model"
-_EXAMPLES = {MODEL: "Try: --model FILE.py:function, where function() returns the module"}
+MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,23 +35,30 @@ class UserFunction:
     file: Path
     function: str
     sha256: str  # of the file
-    option: str = MODEL  # that names it
+    setting: str = MODEL  # that names it
 
     @classmethod
-    def open(cls, file: Path, function: str, option: str = MODEL) -> Self:
+    def open(cls, file: Path, function: str, setting: str = MODEL) -> Self:
         """Run the file. Raises UsageError if there is no such file or function, or if the file raises."""
         try:
             source = file.read_bytes()
         except OSError as error:
-            example = _EXAMPLES.get(option, f"Give {option} FILE.py:FUNCTION")
-            raise UsageError(f"{option} {file}:{function}: {file.absolute()}: {error.strerror}. {example}") from None
+            given = Setting(setting, f"{file}:{function}")
+            advice = f"Give {given.of('FILE.py:FUNCTION')}"
+            if setting == MODEL:
+                advice = f"Try: {given.of('FILE.py:function')}, where function() returns the module"
+            raise UsageError(UnusableFile(given, f": {file.absolute()}: {error.strerror}", advice)) from None
         sha256 = hashlib.sha256(source).hexdigest()
-        opened = cls(file=file.absolute(), function=function, sha256=sha256, option=option)
+        opened = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)
         opened.found()
         return opened
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.function}"
+
+    @property
+    def given(self) -> Setting:
+        return Setting(self.setting, str(self))
 
     def build(self, captured: Mapping[str, Any] | None) -> nn.Module:
         """Call the function, with the captured config if it asks for one, and return its module.
@@ -65,15 +72,14 @@ class UserFunction:
             module = function(*arguments)
         for warning in said:
             if _NO_OP in str(warning.message):
-                raise UsageError(
-                    f"--model {self}: {self.function} loads weights, and those would be lost: parameters have no "
-                    "values before they are sharded. Try: no loading there, and --weights FILE"
-                )
+                lost = "those would be lost: parameters have no values before they are sharded"
+                why = f": {self.function} loads weights, and {lost}"
+                advice = f"Try: no loading there, and {Setting('weights', 'FILE')}"
+                raise UsageError(UnsupportedModel(self.given, why, advice))
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not isinstance(module, nn.Module):
-            raise UsageError(
-                f"--model {self}: {self.function} returned {_named(module)}. It has to return the torch.nn.Module"
-            )
+            why, advice = f": {self.function} returned {_named(module)}", "It has to return the torch.nn.Module"
+            raise UsageError(UnsupportedModel(self.given, why, advice))
         return module
 
     def found(self) -> Any:
@@ -84,7 +90,7 @@ class UserFunction:
         if not callable(found):
             own = [name for name, value in vars(module).items() if _is_own(value, module)]
             known = f"It has {', '.join(own[:8])}" if own else "It defines no function"
-            raise UsageError(f"{self.option} {self}: {self.file} has no function {self.function}. {known}")
+            raise UsageError(UnusableFile(self.given, f": {self.file} has no function {self.function}", known))
         return found
 
     def _takes(self, function: Any, captured: Mapping[str, Any] | None) -> bool:
@@ -93,15 +99,12 @@ class UserFunction:
         needed = [one for one in parameters if one.default is one.empty]
         if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
             names = ", ".join(one.name for one in needed)
-            raise UsageError(
-                f"--model {self}: {self.function} needs {names}, and is called with the captured config at most. "
-                "Give the others defaults"
-            )
+            why = f": {self.function} needs {names}, and is called with the captured config at most"
+            raise UsageError(UnsupportedModel(self.given, why, "Give the others defaults"))
         if needed and captured is None:
-            raise UsageError(
-                f"--model {self}: {self.function} needs {needed[0].name}, and there is no actor.json with a config "
-                "beside the inputs. Give it a default"
-            )
+            lacking = "there is no actor.json with a config beside the inputs"
+            why = f": {self.function} needs {needed[0].name}, and {lacking}"
+            raise UsageError(UnsupportedModel(self.given, why, "Give it a default"))
         first = parameters[:1]
         return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
 
@@ -119,9 +122,8 @@ class UserFunction:
             place = next((one for one in reversed(frames) if one.filename == str(self.file)), frames[-1])
             line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else place.lineno
             file = self.file if isinstance(error, SyntaxError) else place.filename
-            raise UsageError(
-                f"{self.option} {self}: {what} {' '.join(last.split())}, at {file}:{line}. With --traceback: all of it"
-            ) from error
+            why = f": {what} {' '.join(last.split())}, at {file}:{line}"
+            raise UsageError(UnusableFile(self.given, why, "With --traceback: all of it")) from error
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

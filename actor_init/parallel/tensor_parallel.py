@@ -30,7 +30,8 @@ from actor_init.parallel.split_linear import (
 )
 from actor_init.parallel.tp_plan import Plan, Split
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
-from actor_init.spec import UsageError
+from actor_init.spec import PACKED, PADDED, SEQUENCE_PARALLEL, UsageError
+from capture.facts import Setting, Unsupported
 
 HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that set the head shapes of some attention modules
 GATHERS_IN_ONE_PIECE = "2.13"
@@ -49,10 +50,9 @@ def check_divisible(config: PretrainedConfig, tp: int) -> None:
         possible = [
             str(n) for n in range(1, key_value_heads + 1) if not (heads % n or key_value_heads % n or width % n)
         ]
-        raise UsageError(
-            f"--tp {tp} does not divide the model's {heads} heads, {key_value_heads} key-value heads and MLP width of "
-            f"{width}. Try: --tp with one of {', '.join(possible)}"
-        )
+        parts = f"{heads} heads, {key_value_heads} key-value heads and MLP width of {width}"
+        advice = f"Try: {Setting('tp')} with one of {', '.join(possible)}"
+        raise UsageError(Unsupported(Setting("tp", tp), f"does not divide the model's {parts}", advice))
 
 
 def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
@@ -62,22 +62,18 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
     (pytorch pull request #184443): a linear layer would then fail in the middle of a run.
     """
     if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
-        raise UsageError(
-            f"--sequence-parallel with --no-packing needs torch {GATHERS_IN_ONE_PIECE}, and this is "
-            f"{torch.__version__}. Try: --packing, or --no-sequence-parallel"
-        )
+        why = f"with {PADDED} needs torch {GATHERS_IN_ONE_PIECE}, and this is {torch.__version__}"
+        raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, f"Try: {PACKED}, or {SEQUENCE_PARALLEL.of(False)}"))
+    advice = f"Try: {SEQUENCE_PARALLEL.of(False)}"
     if plan.gathered:
-        raise UsageError(
-            f"--sequence-parallel needs a plan that splits all of a layer, and {type(model).__name__} has none. "
-            "Try: --no-sequence-parallel"
-        )
+        why = f"needs a plan that splits all of a layer, and {type(model).__name__} has none"
+        raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
     for prefix, block in blocks_of(model):
         for name, module in block.named_modules():
             if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
-                raise UsageError(
-                    f"--sequence-parallel knows the norms between attention and MLP, but {type(model).__name__} has "
-                    f"parameters in {prefix}.{name}, which every rank holds whole. Try: --no-sequence-parallel"
-                )
+                parameters = f"parameters in {prefix}.{name}, which every rank holds whole"
+                why = f"knows the norms between attention and MLP, but {type(model).__name__} has {parameters}"
+                raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
 
 
 def shard_block(

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from actor_init.model import blocks_of
 from actor_init.spec import TpPlan, UsageError
+from capture.facts import Setting, Unsupported, UnsupportedModel
 
 
 class Split(StrEnum):
@@ -72,8 +73,9 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
     builtin = _builtin_splits(model)
     builtin_gap = _head_gap(model, named=False) or _gap(model, builtin)
     if wanted is TpPlan.MODEL and own_gap:
-        way_out = "--tp-plan auto" if builtin_gap else "--tp-plan builtin"
-        raise UsageError(f"--tp-plan model: transformers' plan for {name} {own_gap}. Try: {way_out}")
+        given = Setting("tp_plan", TpPlan.MODEL)
+        advice = f"Try: {given.of(TpPlan.AUTO if builtin_gap else TpPlan.BUILTIN)}"
+        raise UsageError(Unsupported(given, f": transformers' plan for {name} {own_gap}", advice))
     if wanted is not TpPlan.BUILTIN and not own_gap:
         return Plan(splits={key: Split(style) for key, style in own.items()}, origin=f"transformers' for {name}")
     if not builtin_gap:
@@ -82,8 +84,9 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
         return Plan(splits={key: Split(style) for key, style in builtin.items()}, origin=origin)
     head_gap = _head_gap(model, named=False)
     if wanted is TpPlan.BUILTIN or head_gap:
-        way_out = "--tp 1" if head_gap else "--tp-plan auto"
-        raise UsageError(f"no tensor parallel plan fits {name}: the Llama-style one {builtin_gap}. Try: {way_out}")
+        why = f"fits {name}: the Llama-style one {builtin_gap}"
+        advice = f"Try: {Setting('tp', 1) if head_gap else Setting('tp_plan', TpPlan.AUTO)}"
+        raise UsageError(UnsupportedModel("no tensor parallel plan", why, advice))
     return _mixed_plan(model, own, builtin, tp)
 
 

@@ -12,8 +12,9 @@ from actor_init.attention.kernels import RING_FA2
 from actor_init.custom.config import CustomConfig
 from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
-from actor_init.spec import ActorSpec, Attention, UsageError
+from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
 from actor_init.world import World
+from capture.facts import Fact, Setting, Unsupported
 
 PADDED = Layout(packs=False)
 A_DOCUMENT_A_ROW = Layout(packs=False, as_captured=False)
@@ -27,7 +28,7 @@ class Choice:
 
     attention: Attention
     layout: Layout
-    refusal: str = ""
+    refusal: Fact | str | None = None
 
 
 def choose_layout(
@@ -45,7 +46,7 @@ def choose_layout(
     if spec.parallel.ring > 1:
         return spec, _proved_in_ring(spec, config, world, trains)
     choice = world.from_first(_chosen_or_refused(spec, config, world.device, is_given) if world.rank == 0 else None)
-    if choice.refusal:
+    if choice.refusal is not None:
         raise UsageError(choice.refusal)
     return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
 
@@ -108,7 +109,7 @@ def _chosen_or_refused(spec: ActorSpec, config: PretrainedConfig, where: device,
     try:
         return _chosen(spec, config, where, is_given)
     except UsageError as error:
-        return Choice(attention=spec.attention, layout=PADDED, refusal=str(error))
+        return Choice(attention=spec.attention, layout=PADDED, refusal=error.fact)
 
 
 def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
@@ -131,11 +132,11 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     )
     padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
     if spec.attention is Attention.VARLEN:
-        return replace(padded, refusal=f"--attention varlen reads packed rows, and {why}. Try: --attention sdpa")
+        given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
+        return replace(padded, refusal=Unsupported(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
-        return replace(
-            padded, refusal=f"--packing: {why}. Try: --no-packing, or neither: rows are padded by themselves"
-        )
+        advice = f"Try: {PACKED.of(False)}, or neither: rows are padded by themselves"
+        return replace(padded, refusal=Unsupported(PACKED, f": {why}", advice))
     return padded
 
 
@@ -151,7 +152,8 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
-    kernel, ring = kernel_name(spec, world.device, config), spec.parallel.ring
+    kernel = kernel_name(spec, world.device, config)
+    given, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
     why = ""
     for seed in SEEDS:
         try:
@@ -165,15 +167,11 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
         why = next(filter(None, world.gather(why)), "")
         if not why:
             if trains and kernel != RING_FA2 and probe.has_dropout(kernel):
-                raise UsageError(
-                    f"--ring {ring}: {config.model_type}'s attention has dropout in training, and {kernel} has none. "
-                    "Try: no --ring"
-                )
+                why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
+                raise UsageError(Unsupported(given, why, advice))
             return Layout(packs=True)
-    raise UsageError(
-        f"--ring {ring} slices packed rows, and {config.model_type} does not keep its slices right: {why}. "
-        f"Try: no --ring"
-    )
+    why = f"slices packed rows, and {config.model_type} does not keep its slices right: {why}"
+    raise UsageError(Unsupported(given, why, advice))
 
 
 def _meets_elsewhere(error: float) -> str:

@@ -24,23 +24,27 @@ from actor_init.model import build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
+from capture.facts import Setting, UnusableFile
 
 MAX_SHARD_SIZE = "5GB"
 
 
-def check_folder(folder: Path, option: str) -> None:
-    """Raise UsageError unless `folder` can be created, or exists and is empty."""
+def check_folder(folder: Path, setting: str) -> None:
+    """Raise UsageError unless `folder`, the value of the setting, can be created, or exists and is empty."""
+    given = Setting(setting, folder)
+    advice = f"Try: {given.of(f'{folder}-2')}"
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise UsageError(f"{option} {folder} is not empty, and is never overwritten. Try: {option} {folder}-2")
+            raise UsageError(UnusableFile(given, "is not empty, and is never overwritten", advice))
     elif folder.exists():
-        raise UsageError(f"{option} {folder} is a file. Try: {option} {folder}-2")
+        raise UsageError(UnusableFile(given, "is a file", advice))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{option} {folder}: {error.strerror}. Give a folder where you may write") from None
+        why = f": {error.strerror}"
+        raise UsageError(UnusableFile(given, why, "Give a folder where you may write")) from None
 
 
 @contextmanager

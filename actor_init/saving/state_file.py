@@ -15,9 +15,11 @@ from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
+from capture.facts import Setting, Unsupported, UnusableFile
 
 STATE_FILE = "state.json"
 FORMAT = 1
+_OTHER_VERSION = "Load it with the version that wrote it"
 SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # what the libraries' files depend on
 
 
@@ -78,44 +80,41 @@ class SavedState:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read state.json. Raises UsageError if `folder` is not what --save-state writes."""
+        given = Setting("load_state", folder)
         try:
             values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-            raise UsageError(
-                f"--load-state {folder}: {STATE_FILE} cannot be read: {reason}. Give a folder that --save-state wrote"
-            ) from error
+            why = f": {STATE_FILE} cannot be read: {reason}"
+            advice = f"Give a folder that {Setting('save_state')} wrote"
+            raise UsageError(UnusableFile(given, why, advice)) from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise UsageError(
-                f"--load-state {folder}: {STATE_FILE} is not of format {FORMAT}. Load it with the version that wrote it"
-            )
+            raise UsageError(UnusableFile(given, f": {STATE_FILE} is not of format {FORMAT}", _OTHER_VERSION))
         try:
-            return from_json(cls, values, source=f"--load-state {folder}: {STATE_FILE}")
+            return from_json(cls, values, source=STATE_FILE)
         except UsageError as error:
-            raise UsageError(f"{error}. Load it with the version that wrote it") from error
+            raise UsageError(UnusableFile(given, f": {error.text}", _OTHER_VERSION)) from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
+        given = Setting("load_state", folder)
         here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
         states = declaration_of(here.backend).states
         assert states is not None, f"{here.backend} loads no state, and a RunSpec that asks for it is refused"
         for name in (*SAME, *states.same):
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:
-                raise UsageError(
-                    f"--load-state {folder} was saved with {_typed(name, saved)}, not with {_typed(name, asked)}. "
-                    f"Try: {_typed(name, saved)}; or for its weights alone --save-model there and --model here"
-                )
+                why = f"was saved with {_named(name, saved)}, not with {_named(name, asked)}"
+                weights_alone = f"for its weights alone {Setting('save_model')} there and {Setting('model')} here"
+                raise UsageError(Unsupported(given, why, f"Try: {_named(name, saved)}; or {weights_alone}"))
         for key in sorted(self.model.keys() & here.model.keys()):
             if self.model[key] != here.model[key]:
-                raise UsageError(
-                    f"--load-state {folder} is the state of another model: its {key} is {self.model[key]}, and that of "
-                    f"{source.name} is {here.model[key]}. Name its model, with --model and --num-layers"
-                )
+                theirs = f"its {key} is {self.model[key]}, and that of {source.name} is {here.model[key]}"
+                advice = f"Name its model, with {Setting('model')} and {Setting('num_layers')}"
+                raise UsageError(Unsupported(given, f"is the state of another model: {theirs}", advice))
         if complaint := states.complaint(self, world.world_size):
-            raise UsageError(f"--load-state {folder} {complaint}")
+            raise UsageError(Unsupported(given, complaint))
 
 
-def _typed(name: str, value: Any) -> str:
-    option = f"--{name.replace('_', '-')}"
-    return f"no {option}" if value is None else f"{option} {value}"
+def _named(name: str, value: Any) -> str:
+    return f"no {Setting(name)}" if value is None else str(Setting(name, value))

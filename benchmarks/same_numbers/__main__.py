@@ -11,27 +11,20 @@ if a value differs, if nothing was compared, or if a replay ended otherwise than
 """
 
 import argparse
-import os
 import re
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from benchmarks.same_numbers.comparison import compare, read_log
+from benchmarks.same_numbers.trees import LIMIT, SAMPLE, Ended, Tree, opened_trees
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 600  # seconds for a replay, and in which a rank of it has to go on: compiling takes long on a busy machine
 MOST_SHOWN = 12  # differences of a configuration
-SAMPLE = "sample"
 TWO_RANKS = "torchrun --standalone --nproc-per-node 2 -m "
 
 
@@ -129,100 +122,25 @@ def main() -> int:
     return 0
 
 
-class Ended(NamedTuple):
-    exit_code: int
-    output: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tree:
-    """A tree of the code, and a folder for what it writes."""
-
-    home: Path
-    environment: Mapping[str, str]
-
-    @classmethod
-    def opened(cls, code: Path, home: Path) -> Self:
-        """Start the tree's own warm processes (tests/warm), which import it once and fork for each replay."""
-        home.mkdir()
-        # torch seeds each process by chance, which decides masks of dropout where the job's random states are not known
-        (home / "seeded.py").write_text("import torch\n\ntorch.manual_seed(0)\n")
-        # nothing of the user's but where to find programs; as for inductor, what tests/conftest.py says
-        environment = {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "PYTHONPATH": f"{code}{os.pathsep}{home}",
-            "HOME": str(home),
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_VEC_ISA_OK": "1",
-            "WARM_HOME": str(home),
-            "WARM_OWNER": str(os.getpid()),
-        }
-        # no pipe for stderr: the server of the warm processes would hold it open
-        asking = [sys.executable, "-c", "from tests.warm import warm_bin; print(warm_bin(('seeded',)))"]
-        asked = subprocess.run(asking, cwd=code, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        environment["PATH"] = f"{asked.stdout.strip()}{os.pathsep}{environment['PATH']}"
-        tree = cls(home=home, environment=environment)
-        # two runs of one tree would always be the same
-        said = tree.run("python -c 'import replay, actor_init, capture; print(replay, actor_init, capture)'", home)
-        assert said.output.count(f"from '{code}/") == 3, f"not from {code}: {said.output}"
-        return tree
-
-    def run(self, command: str, folder: Path) -> Ended:
-        """Run a program to its end; after LIMIT it is killed."""
-        process = subprocess.Popen(
-            shlex.split(command),
-            cwd=folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        return Ended(process.returncode, output)
-
-    def replay(self, name: str, sources: Path) -> tuple[Ended, Mapping[str, Any]]:
-        """Replay a copy of the inputs, beside which a replay keeps what it measured. Returns its log, too."""
-        configuration, folder = CONFIGURATIONS[name], self.home / re.sub("[^a-z0-9]+", "-", name)
-        shutil.copytree(sources / configuration.job, folder)
-        (folder / "own.py").write_text(OWN)
-        if configuration.damaged is not None:
-            path = sorted((folder / "inputs").glob("*.pkl"))[configuration.damaged]
-            path.write_bytes(path.read_bytes()[:-20])
-        ended = self.run(configuration.command, folder)
-        logs = list((folder / "logs").glob("*/run.json"))
-        return ended, read_log(logs[0].parent) if logs else {}
-
-
-def opened_trees(base: str, home: Path) -> Sequence[Tree]:
-    """Take BASE out of git, open it and the tree at hand, and have BASE record the jobs in `home/sources`."""
-    code, sources = home / "code-of-base", home / "sources"
-    code.mkdir()
-    archive = subprocess.run(["git", "archive", base], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    subprocess.run(["tar", "-x"], cwd=code, input=archive.stdout, check=True)
-    with ThreadPoolExecutor() as threads:
-        trees = list(threads.map(Tree.opened, (code, ROOT), (home / "base", home / "here")))
-    recorded = trees[0].run(f"python {Path(__file__).with_name('job.py')} {sources}", home)
-    assert recorded.exit_code == 0, recorded.output
-    shutil.copytree(code / "inputs" / "sample", sources / SAMPLE / "inputs")
-    return trees
+def replay(tree: Tree, name: str) -> tuple[Ended, Mapping[str, Any]]:
+    """Replay a copy of the inputs, beside which a replay keeps what it measured. Returns its log, too."""
+    configuration, folder = CONFIGURATIONS[name], tree.home / re.sub("[^a-z0-9]+", "-", name)
+    shutil.copytree(tree.home.parent / "sources" / configuration.job, folder)
+    (folder / "own.py").write_text(OWN)
+    if configuration.damaged is not None:
+        path = sorted((folder / "inputs").glob("*.pkl"))[configuration.damaged]
+        path.write_bytes(path.read_bytes()[:-20])
+    ended = tree.run(configuration.command, folder)
+    logs = list((folder / "logs").glob("*/run.json"))
+    return ended, read_log(logs[0].parent) if logs else {}
 
 
 def is_same(name: str, trees: Sequence[Tree]) -> bool:
     """Replay one configuration in both trees at a time, and print what came of it."""
     began, meant = time.monotonic(), CONFIGURATIONS[name].exit_code
     with ThreadPoolExecutor() as threads:
-        runs = list(threads.map(lambda tree: tree.replay(name, tree.home.parent / "sources"), trees))
-    comparison = compare(*(log for _, log in runs))
+        runs = list(threads.map(lambda tree: replay(tree, name), trees))
+    comparison = compare(runs[0][1], runs[1][1])
     is_same = comparison.is_same and all(ended.exit_code == meant for ended, _ in runs)
     said = f"{comparison.num_compared:5,} values, {'the same' if is_same else 'NOT THE SAME'}"
     print(f"{name:24} {said}, {time.monotonic() - began:.0f} s", flush=True)
@@ -233,7 +151,7 @@ def is_same(name: str, trees: Sequence[Tree]) -> bool:
     for tree, (ended, _) in zip(trees, runs, strict=True):
         if ended.exit_code != meant:
             print(f"    {tree.home.name} ended with {ended.exit_code}, not {meant}:")
-            print(*(f"        {line}" for line in ended.output.splitlines()[-8:]), sep="\n")
+            print(*(f"        {line}" for line in (ended.output + ended.errors).splitlines()[-8:]), sep="\n")
     return is_same
 
 

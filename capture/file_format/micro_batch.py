@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.facts import FactError
+
 MAX_TOKENS = 2**24  # in one micro-batch, padding included: a bound for readers, far above what a device holds
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
@@ -23,7 +25,7 @@ EMBEDDINGS_NAME = "inputs_embeds"
 SHIFT_LABELS = "shift_labels"
 
 
-class CaptureError(ValueError):
+class CaptureError(FactError):
     """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
 
 

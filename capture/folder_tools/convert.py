@@ -79,7 +79,7 @@ def convert_folder(
                     _refuse_other(converted, read_call(copy), copy)
                     num_of_rank[rank] += 1
             except CaptureError as error:
-                refused[name] = str(error)
+                refused[name] = error.text
                 continue
             before += len(read_capture_bytes(path)) if is_in_segment(path) else path.stat().st_size
     return Conversion(

@@ -79,7 +79,7 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
                 writer.write(_redacted(read_call(one.path), tokens, config, blanked))
                 num_written += 1
             except CaptureError as error:
-                refused[one.path.name] = str(error)
+                refused[one.path.name] = error.text
     return Redaction(num_written=num_written, refused=refused, blanked=blanked)
 
 

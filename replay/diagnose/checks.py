@@ -33,6 +33,7 @@ from replay.report.check import Check, Status
 from replay.report.text import counted, one_line
 from replay.tolerances.known_answers import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
 from replay.watch.progress import Tracker
+from replay.wording import in_flags
 
 NOT_ONE = "Try: torchrun --nproc-per-node 2 replay diagnose"
 
@@ -91,7 +92,7 @@ def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[Che
             raise
         if show_traceback:
             traceback.print_exc()
-        text = f"{type(error).__name__}: {one_line(str(error))}"
+        text = f"{type(error).__name__}: {one_line(in_flags(error))}"
         broken.append(_passed_or_failed(name, passes=False, text=text, advice="--traceback shows where"))
 
 

@@ -196,7 +196,7 @@ def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact) from error
     return batch
 
 

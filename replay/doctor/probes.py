@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay.doctor.probe_process import MARK, probe_arguments
+from replay.wording import in_flags
 
 Facts = dict[str, Any]
 
@@ -133,6 +134,6 @@ def main() -> None:
         answer = {"facts": PROBES[name](*arguments)}
     except BaseException as error:
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
-        answer = {"error": f"{kind}{error}"}
+        answer = {"error": f"{kind}{in_flags(error)}"}
     print(f"\n{MARK}{json.dumps(answer)}", flush=True)
     os._exit(0 if "facts" in answer else 1)

@@ -29,7 +29,7 @@ def report(folder: Path, *, equal_shapes: bool) -> int:
         seen = last_seen(folder)
         schedules = read_schedules(folder)
     except CaptureError as error:
-        text = f"{error}. What is damaged, all of it: capture check {folder}"
+        text = f"{error.text}. What is damaged, all of it: capture check {folder}"
         if not seen and in_memory is None:
             raise UsageError(text) from None
         damaged = [("not judged", f"the passes: {text}")]

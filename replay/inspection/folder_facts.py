@@ -17,6 +17,7 @@ from replay.hang.last_seen import last_seen
 from replay.hang.text import post_mortem
 from replay.inspection.totals import KindFacts, Odd, Totals, one_thread
 from replay.report.text import Pairs
+from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,7 @@ def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[Ran
         hang = post_mortem(last_seen(folder))
         not_recorded = not_recorded_in(folder)
     except CaptureError as error:
-        damaged.append((folder, str(error)))
+        damaged.append((folder, in_flags(error)))
         return [], [], {}
     incidents = [
         RankIncident(rank=record.rank, incident=one, num_others=record.num_others)
@@ -117,7 +118,7 @@ def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
     try:
         config = read_actor_config(folder)
     except CaptureError as error:
-        damaged.append((folder / "actor.json", str(error)))
+        damaged.append((folder / "actor.json", in_flags(error)))
         return "actor.json cannot be read"
     return "no actor.json: replay needs --model" if config is None else describe_model(config)
 

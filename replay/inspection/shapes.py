@@ -10,6 +10,7 @@ from actor_init.inputs.packing import num_action_tokens
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.loss import tokens_for
+from replay.wording import in_flags
 
 
 class Rows(StrEnum):
@@ -90,7 +91,7 @@ def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[Shape], list[tup
                 )
             )
         except CaptureError as error:
-            wrong.append((path, str(error)))
+            wrong.append((path, in_flags(error)))
     return shapes, wrong
 
 

@@ -16,6 +16,7 @@ from capture.file_format.manifest import damage_in
 from capture.file_format.micro_batch import CaptureError, NotReplayableError
 from capture.file_format.pass_record import COLUMN, HAS_TOKENS, IS_ODD, TRAINS, Counts, columns, time_of
 from capture.file_format.segment import Segment
+from replay.wording import in_flags
 
 MOST_ODD = 100  # that are listed; the others are counted
 _ROWS_AT_ONCE = 2**16
@@ -130,11 +131,11 @@ class Totals:
             call = read_call(path)
             counts = Counts.of(call.micro_batch())
         except NotReplayableError as error:
-            self.unreplayable.append((path, str(error)))
+            self.unreplayable.append((path, in_flags(error)))
             self.num_by_format["that cannot be replayed"] += 1
             return
         except CaptureError as error:
-            self._damaged.append((path, str(error)))
+            self._damaged.append((path, in_flags(error)))
             return
         self.num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         self._kind(call.trains).add(call.origin.rank, counts)
@@ -150,7 +151,7 @@ class Totals:
         try:
             segment = Segment.open(path)
         except CaptureError as error:
-            self._damaged.append((path, str(error)))
+            self._damaged.append((path, in_flags(error)))
             return
         if reason := damage_in(segment):
             self._damaged.append((path, reason))
@@ -194,7 +195,7 @@ class Totals:
         try:
             self._see_odd(path.name, record.counts, read_call(path) if record.has_odd_number else None)
         except CaptureError as error:
-            self._damaged.append((path, str(error)))
+            self._damaged.append((path, in_flags(error)))
 
     def missing_ranks(self) -> list[int]:
         """List the ranks of the job's world of which there is no pass; none where captures do not name their rank."""

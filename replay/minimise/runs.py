@@ -28,6 +28,7 @@ from replay.report.text import counted
 from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.spec import RunSpec
+from replay.wording import in_flags
 
 KEPT_CALLS = 16  # captures in memory
 AS_TYPED = "as typed"
@@ -226,7 +227,7 @@ class _Work:
             write_inputs(inputs, log.sources, candidate)
             found, _ = self._until_it_shows(candidate, inputs, what)
         except (CaptureError, UsageError) as error:
-            found = self._settle(what, candidate, None, f"no replay: {error}", 0.0, 0)
+            found = self._settle(what, candidate, None, f"no replay: {in_flags(error)}", 0.0, 0)
         if found is None:
             shutil.rmtree(inputs, ignore_errors=True)
         return found

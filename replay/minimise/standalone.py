@@ -30,6 +30,7 @@ from replay.loss import tokens_for
 from replay.minimise.failure import OF_THE_JOB, Failure, Kind, masked
 from replay.processes.launch import without_launcher
 from replay.spec import USER_LOSS, RunSpec
+from replay.wording import in_flags
 
 SCRIPT, DATA = "repro.py", "repro.pt"
 MAX_WEIGHT_BYTES = 256 * 2**20  # that are put beside the script
@@ -119,7 +120,7 @@ def write_standalone(home: Path, spec: RunSpec, failure: Failure, *, num_process
             return Standalone(shows=False, why="the model has an adapter")
         data = {"config": lasting_config(source.config), "passes": _passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
-        return Standalone(shows=False, why=str(error))
+        return Standalone(shows=False, why=in_flags(error))
     whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
     if failure.kind in OF_THE_JOB:
         whose = whose[1:]  # other weights differ in any case

@@ -46,7 +46,7 @@ class Objective:
                 return cls(loss=loss, spec=settings, function=lambda inputs: dpo_loss(inputs, settings))
         named = USER_LOSS.fullmatch(loss)
         assert named is not None
-        own = UserFunction.open(Path(named["file"]), named["function"], option="--loss")
+        own = UserFunction.open(Path(named["file"]), named["function"], setting="loss")
         return cls(loss=loss, spec=settings, function=own.found(), sha256=own.sha256)
 
     @property

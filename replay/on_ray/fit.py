@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.report.text import one_line
 from replay.spec import KEPT_STATES
+from replay.wording import in_flags
 
 if TYPE_CHECKING:
     from replay.on_ray.cluster import Cluster  # which imports torch
@@ -63,7 +64,7 @@ class Fit:
         try:
             return int(trainer.fit().return_value), ""
         except Exception as error:
-            return FAILED, one_line(str(error))
+            return FAILED, one_line(in_flags(error))
 
 
 class Fitting:

@@ -78,7 +78,7 @@ class Trainings:
             yield key, child
 
     def _check(self, storage: Path) -> None:
-        check_folder(storage / "any", "--storage")
+        check_folder(storage / "any", "storage")
         marker = storage / f".{uuid.uuid4().hex}"
         try:
             marker.touch()

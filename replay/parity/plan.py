@@ -21,6 +21,7 @@ from replay.option_parsing import run_spec, toggles
 from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
 from replay.processes.interpreter import Environment
 from replay.spec import RunSpec
+from replay.wording import in_flags
 
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
 NOT_PLAIN = (
@@ -238,7 +239,7 @@ def _admit(
         _check(spec, num_processes_of(setting), here)
         key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
     except UsageError as error:
-        refused[name] = str(error)
+        refused[name] = in_flags(error)
         return
     plain = here.named(here.plain(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated

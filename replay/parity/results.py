@@ -13,6 +13,7 @@ from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
 from replay.tolerances.roundoff import ceiling_of
 from replay.tolerances.runs import CEILINGS
+from replay.wording import in_flags
 
 MEASURING = (
     "kernel",
@@ -125,7 +126,7 @@ class MatrixJudge:
             try:
                 distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                distances = Distances(notes=[str(error)])
+                distances = Distances(notes=[in_flags(error)])
             self._found[name, reference] = distances
         return self._found[name, reference]
 

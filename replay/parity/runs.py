@@ -28,6 +28,7 @@ from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, RunSpec
+from replay.wording import in_flags
 
 SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
@@ -108,7 +109,7 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Her
         try:
             yield plan(own, common | {"inputs": str(folder)}, replace(_of_edges(here, folder), group=group))
         except UsageError as error:
-            yield Plan(cells=[], refused={group: str(error)})
+            yield Plan(cells=[], refused={group: in_flags(error)})
 
 
 def _of_edges(here: Here, folder: Path) -> Here:
@@ -242,4 +243,4 @@ def _outcome(child: Child) -> tuple[State, str, Path | None]:
         return State.DONE, child.error, PastRun.read(child.logs).folder
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
-        return State.FAILED, str(error) if has_run else child.error, None
+        return State.FAILED, in_flags(error) if has_run else child.error, None

@@ -111,7 +111,7 @@ class ParityLog:
                 for number, line in enumerate(written.cells)
             ]
         except UsageError as error:
-            raise UsageError(f"{error}. Try: replay parity, from the beginning") from error
+            raise UsageError(f"{error.text}. Try: replay parity, from the beginning") from error
         return cls(
             folder=folder,
             command=written.command,

@@ -17,6 +17,7 @@ from replay.parity.state import ParityLog
 from replay.processes.pool import RunTasks, Task, run_child
 from replay.runlog.reader import PastRun
 from replay.tracing.first_difference import FirstDifference, first_difference
+from replay.wording import in_flags
 
 
 class Partings:
@@ -40,7 +41,7 @@ class Partings:
                 try:
                     said = parting(self._between(self._rows[name].cell, index, sound))
                 except UsageError as error:
-                    said = f"not found: {error}"
+                    said = f"not found: {in_flags(error)}"
                 yield "first", f"{name}: {said}"
 
     def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from actor_init.spec import UsageError
 from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.report.text import one_line
+from replay.wording import in_flags
 
 HEAD_START_SECONDS = 3.0
 
@@ -22,7 +23,7 @@ def exit_code_of(action: Callable[[], int], *, show_traceback: bool = False) -> 
             time.sleep(HEAD_START_SECONDS)
         if show_traceback:
             traceback.print_exception(error)
-        say(str(error))
+        say(in_flags(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -30,7 +31,7 @@ def exit_code_of(action: Callable[[], int], *, show_traceback: bool = False) -> 
         if show_traceback:
             traceback.print_exc()
         else:
-            say(f"{type(error).__name__}: {one_line(str(error))}. --traceback shows where")
+            say(f"{type(error).__name__}: {one_line(in_flags(error))}. --traceback shows where")
         return 1
 
 

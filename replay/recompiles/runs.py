@@ -21,6 +21,7 @@ from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, create_folder, log_below
 from replay.spec import RunSpec
+from replay.wording import in_flags
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 _NUMBER = re.compile(r"\b\d+(/\d+)?\b")
@@ -71,7 +72,7 @@ class _Work:
         try:
             sizes = self._sizes() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
-            return Result(policy=policy, error=str(error))
+            return Result(policy=policy, error=in_flags(error))
         actor = actor_under(policy, self.spec.actor, multiple=self.asked.multiple, sizes=sizes)
         numbers = [str(shape.number) for shape in self.shapes]
         run = replace(

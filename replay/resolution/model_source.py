@@ -20,7 +20,7 @@ def find_source(spec: Parts) -> ModelSource:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact) from error
     source = find_model(spec.actor, captured, str(shown(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
         raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
@@ -36,7 +36,7 @@ def source_of_all(spec: Parts, world: World) -> ModelSource:
     except UsageError as error:
         if world.world_size == 1:
             raise
-        problem = str(error)
+        problem = error.text
     found = world.gather((problem, dict(source.facts) if source is not None else {}))
     problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
     if problems:

@@ -7,7 +7,7 @@ show, then what this machine has; a default is left. Rank 0 chooses; files and p
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
-from actor_init.backends import declaration_of
+from actor_init.declarations.backends import declaration_of
 from actor_init.layout import Layout
 from actor_init.model import ModelSource
 from actor_init.probe.head_probe import choose_head

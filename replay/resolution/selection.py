@@ -25,6 +25,7 @@ from replay.report.text import not_recorded_text, one_line, unreplayable
 from replay.resolution.windows import Captured, Round, WindowOrder
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Order, Passes
+from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +129,10 @@ class Reader:
             call = read_call(one.path)
             batch = call.micro_batch()
         except NotReplayableError as error:
-            self.unreplayable.append((one.path, str(error)))
+            self.unreplayable.append((one.path, in_flags(error)))
             return None
         except CaptureError as error:
-            self.damaged.append((one.path, str(error)))
+            self.damaged.append((one.path, in_flags(error)))
             return None
         num_tokens, num_after_padding = self._counts(batch)
         return Captured(

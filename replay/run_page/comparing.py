@@ -13,6 +13,7 @@ from replay.run_page.logs import RunSoFar
 from replay.runlog.matching import matched
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ def _change(first: RunSoFar, other: RunSoFar, name: str) -> Change:
         said += partings(names, first_differences(both[0], both[1:]))
         tables = {"Settings": settings, **tables, "Numbers": difference_table(names, [comparison])}
     except UsageError as error:
-        said = [("not compared", str(error))]
+        said = [("not compared", in_flags(error))]
     return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})
 
 

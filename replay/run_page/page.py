@@ -22,6 +22,7 @@ from replay.runner import text as run_text
 from replay.runner.out_of_memory import OutOfMemory
 from replay.verdict.judge import Verdict
 from replay.verdict.text import verdict_lines
+from replay.wording import in_flags
 
 MOST_RANKS = 8  # that get bars of their own; of more, those that waited least and most
 MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, milliseconds), Unit("GiB", 2**30, gibibytes)
@@ -77,7 +78,7 @@ def _verdict(run: RunSoFar) -> Pairs:
     try:
         lines = verdict_lines(from_json(Verdict, written, source=f"{run.folder / 'run.json'}: verdict"))
     except UsageError as error:
-        return [("verdict", f"{written.get('outcome')}; the rest cannot be read: {error}")]
+        return [("verdict", f"{written.get('outcome')}; the rest cannot be read: {in_flags(error)}")]
     first = written.get("first")
     return [*lines, *([("first", f"pass {first['index'] + 1}, {first['source']}")] if first else [])]
 
@@ -183,7 +184,7 @@ def _profiles(run: RunSoFar) -> list[str]:
             memory = from_json(MemoryPeak, written, source=f"{source}: memory")
             parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]
     except UsageError as error:
-        parts.append(_pairs([("problem", str(error))]))
+        parts.append(_pairs([("problem", in_flags(error))]))
     return parts
 
 

@@ -13,6 +13,7 @@ from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
 from replay.spec import RunSpec
+from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class PastRun:
                 _Passes, written.statistics, source=f"{path} is damaged: statistics", ignore_others=True
             ).num_passes
         except UsageError as error:
-            raise UsageError(f"{error}. Try: {command}, again") from error
+            raise UsageError(f"{error.text}. Try: {command}, again") from error
         spec = spec_from_dict(written.spec, source=f"{path}, spec")
         past_run = cls(
             folder=folder,
@@ -181,7 +182,7 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
         try:
             records.append(parse_json(PassRecord, line, source=f"{path} is damaged in line {number}"))
         except UsageError as error:
-            raise UsageError(f"{error}. Try: {command}, again") from error
+            raise UsageError(f"{error.text}. Try: {command}, again") from error
     return records
 
 
@@ -196,5 +197,5 @@ def lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
         try:
             records.append(parse_json(PassRecord, line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
-            return records, str(error)
+            return records, in_flags(error)
     return records, f"{path.name} is cut short in line {len(lines) + 1}" if rest else None

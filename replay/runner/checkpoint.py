@@ -22,12 +22,14 @@ from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from capture.facts import Setting
 from replay.option_parsing import command_line
 from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.resolved import ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.states import States, passes_file, whole_states
 from replay.spec import StateSpec
+from replay.wording import as_typed, in_flags
 
 
 class SavingError(RuntimeError):
@@ -93,11 +95,11 @@ def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None
         try:
             if states is not None:
                 states.check()
-            for option, folder in _wanted(spec).items():
+            for name, folder in _wanted(spec).items():
                 if states is None or folder != spec.save_state:
-                    check_folder(folder, option)
+                    check_folder(folder, name)
         except UsageError as error:
-            problem = str(error)
+            problem = error.text
     if problem := world.from_first(problem):
         raise UsageError(problem)
 
@@ -175,18 +177,21 @@ def _saving(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SavingError(f"{what} could not be saved and does not exist: {one_line(str(error))}") from error
+        raise SavingError(f"{what} could not be saved and does not exist: {one_line(in_flags(error))}") from error
 
 
 def not_saved(spec: StateSpec) -> Pairs:
     """Return the lines that report what a failed or interrupted run did not save."""
-    missing = {option: folder for option, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
-    return [("not saved", f"{option} {folder}: the run did not succeed") for option, folder in missing.items()]
+    missing = {name: folder for name, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
+    return [
+        ("not saved", f"{as_typed(Setting(name, folder))}: the run did not succeed") for name, folder in missing.items()
+    ]
 
 
 def _wanted(spec: StateSpec) -> dict[str, Path]:
-    folders = {"--save-model": spec.save_model, "--save-state": spec.save_state}
-    return {option: folder for option, folder in folders.items() if folder is not None}
+    """Return the folders to save into, by the settings that name them."""
+    folders = {"save_model": spec.save_model, "save_state": spec.save_state}
+    return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def _size(folder: Path) -> int:

@@ -7,6 +7,7 @@ from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from replay.wording import in_flags
 
 
 class ReopeningError(RuntimeError):
@@ -41,4 +42,6 @@ class ReopenedActor:
         try:
             self.backend = self._opened()
         except Exception as error:
-            raise ReopeningError(f"the actor could not be opened again after the failed pass: {error}") from error
+            raise ReopeningError(
+                f"the actor could not be opened again after the failed pass: {in_flags(error)}"
+            ) from error

@@ -52,6 +52,7 @@ from replay.verdict.replayed_values import Replayed, action_log_probs, sampled_l
 from replay.verdict.router_loss import without_router_loss
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
+from replay.wording import in_flags
 
 
 class Replayer:
@@ -167,7 +168,7 @@ class Replayer:
             failed = replace(record, error=str(left), error_type="SystemExit")
             return Pass(failed, recorded, Replayed()), left
         except Exception as error:
-            failed = replace(record, error=one_line(str(error)), error_type=type(error).__name__)
+            failed = replace(record, error=one_line(in_flags(error)), error_type=type(error).__name__)
             return Pass(failed, recorded, Replayed()), error
 
     def _replay(

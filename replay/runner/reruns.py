@@ -31,6 +31,7 @@ from replay.runner.run_pass import PassObserver
 from replay.verdict.judge import Pass
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
+from replay.wording import in_flags
 
 if TYPE_CHECKING:
     from replay.profiling.memory import History
@@ -278,4 +279,4 @@ def _finished(records: Sequence[PassRecord]) -> list[int]:
 
 
 def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(str(error))}"
+    return f"{type(error).__name__}: {one_line(in_flags(error))}"

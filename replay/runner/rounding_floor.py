@@ -255,7 +255,7 @@ def _known(folder: Path, key: str) -> dict[str, Floor] | None:
     try:
         return None if values is None else from_json(dict[str, Floor], values, source=f"{folder / FILE}: {key}")
     except UsageError as error:
-        raise UsageError(f"{error}. Try: rm {folder / FILE}") from error
+        raise UsageError(f"{error.text}. Try: rm {folder / FILE}") from error
 
 
 def _read(folder: Path) -> Mapping[str, Any]:

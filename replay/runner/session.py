@@ -62,6 +62,7 @@ from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching
+from replay.wording import in_flags
 
 
 def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) -> int:
@@ -493,7 +494,7 @@ def _rounded(
     except Exception as error:
         if again.world.world_size > 1:
             raise  # the other ranks wait for this one
-        unknown = f"{type(error).__name__}: {one_line(str(error))}"
+        unknown = f"{type(error).__name__}: {one_line(in_flags(error))}"
         remarks.append(("rounding", f"not measured: {unknown}"))
         setting = replace(setting, unknown_rounding=unknown)
     return setting, opinion, remarks
@@ -542,7 +543,7 @@ def _check_objective(objective: Objective | None, first: Call | None) -> None:
     try:
         objective.check(Recorded.of(first, first.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
-        raise UsageError(f"--loss {objective.loss}: {error}") from error
+        raise UsageError(f"--loss {objective.loss}: {in_flags(error)}") from error
 
 
 def _config_of(source: ModelSource) -> dict[str, Any]:

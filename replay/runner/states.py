@@ -75,7 +75,7 @@ class FolderStates:
                     f"--save-state {self.folder} holds the states of a run. "
                     f"Try: --resume, or --save-state {self.folder}-2"
                 )
-            check_folder(self.folder, "--save-state")
+            check_folder(self.folder, "save_state")
             try:
                 self.folder.mkdir(exist_ok=True)
             except OSError as error:
@@ -83,7 +83,7 @@ class FolderStates:
                     f"--save-state {self.folder}: {error.strerror}. Give a folder where you may write"
                 ) from None
             return
-        check_folder(self.folder / "any", "--save-state")
+        check_folder(self.folder / "any", "save_state")
         if (self.folder / STATE_FILE).is_file():
             raise UsageError(
                 f"--save-state {self.folder} is one state, not those of --save-every. Try: --load-state {self.folder}"

@@ -19,6 +19,7 @@ from capture.file_format.atomic_write import write_atomically
 from replay.option_parsing import spec_from_dict, spec_to_dict
 from replay.processes.devices import Machine
 from replay.spec import RunSpec
+from replay.wording import in_flags
 
 FORMAT = 1
 FILE = "scan.json"
@@ -61,7 +62,7 @@ class ScanLog:
             written = from_json(_File, whole, source=f"{path} is damaged")
             spec = spec_from_dict(written.spec, source=f"{path} is damaged: spec")
         except (OSError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: {error}. Try: replay scan, from the beginning") from error
+            raise UsageError(f"{path} is damaged: {in_flags(error)}. Try: replay scan, from the beginning") from error
         if written.format != FORMAT:
             raise UsageError(f"{path} is of format {written.format}; this version goes on with {FORMAT} alone")
         return cls(

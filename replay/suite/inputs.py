@@ -41,7 +41,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     If there are enough, their number is a multiple of a step's inputs, so that each epoch has the same steps. Raises
     UsageError if the dataset has none, or is damaged.
     """
-    check_folder(folder, "--output-dir")
+    check_folder(folder, "output_dir")
     dataset = spec.dataset if spec.dataset is not None else default_folder()
     twice_each = spec.steps * inputs_a_step // 2
     most = spec.max_samples or max(min(DEFAULT_SAMPLES, twice_each), inputs_a_step)
@@ -66,7 +66,7 @@ def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]
         try:
             trains = read_micro_batch(path).trains
         except CaptureError as error:
-            raise UsageError(f"{error}. Try: capture check {dataset}") from error
+            raise UsageError(f"{error.text}. Try: capture check {dataset}") from error
         if trains:
             write_atomically(folder / path.name, read_capture_bytes(path))
             num_copied += 1

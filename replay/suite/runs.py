@@ -19,6 +19,7 @@ from replay.suite.loss_curve import curve_of
 from replay.suite.outcome import NoCurve, Status, TrainingResult, outcomes
 from replay.suite.plan import DDP, Planned, run_spec_of, spec_of_init_weights
 from replay.suite.state import Suite
+from replay.wording import in_flags
 
 TERMINATED = 143
 
@@ -91,7 +92,7 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
     try:
         curve = curve_of(PastRun.read(logs))
     except UsageError as error:
-        return NoCurve(reason=str(error))
+        return NoCurve(reason=in_flags(error))
     if len(curve.steps) != suite.spec.steps:
         return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
     suite.write_curve(one.name, curve)

@@ -31,6 +31,7 @@ from replay.runlog.writer import create_folder
 from replay.suite.inputs import SuiteInputs, prepare_inputs
 from replay.suite.loss_curve import Curve, Step
 from replay.suite.plan import Planned, SuiteSpec, num_inputs_a_step, planned
+from replay.wording import in_flags
 
 SUITE_FILE = "suite.json"
 INPUTS = "inputs"
@@ -54,7 +55,7 @@ class Suite:
             inputs = prepare_inputs(spec, (spec.output_dir or folder).resolve() / INPUTS, inputs_a_step)
             begun = cls(folder=folder, spec=spec, machine=machine, inputs=inputs)
             if (copy := begun._copy()) is not None:
-                check_folder(copy, "--storage")
+                check_folder(copy, "storage")
                 shutil.copytree(inputs.folder, copy / INPUTS)
         except BaseException:
             shutil.rmtree(folder)
@@ -110,7 +111,7 @@ class Suite:
             steps = [parse_json(Step, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{path} is damaged: {error}. Remove it, and: replay suite --continue {self.folder}"
+                f"{path} is damaged: {in_flags(error)}. Remove it, and: replay suite --continue {self.folder}"
             ) from error
         return Curve(steps=steps)
 

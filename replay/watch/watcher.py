@@ -40,6 +40,7 @@ from replay.watch.stacks import (
     standing,
     was_held,
 )
+from replay.wording import in_flags
 
 TICK_SECONDS = 0.25
 GRACE_SECONDS = 1.0  # in which the news of a death overtakes the errors that come of it
@@ -112,7 +113,7 @@ class Watch:
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of the failure that caused it."""
         self._collective_failed = raised_in_collective(error)
-        self._error = f"{type(error).__name__}: {one_line(str(error))}"
+        self._error = f"{type(error).__name__}: {one_line(in_flags(error))}"
         self._peers.ring()
         while self._thread.is_alive():  # it ends this process; Ctrl-C can come in between
             self._thread.join(TICK_SECONDS)

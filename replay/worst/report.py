@@ -17,6 +17,7 @@ from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.spec import RunSpec
+from replay.wording import in_flags
 from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds, predict_configuration
 from replay.worst.console import WorstConsole
@@ -176,7 +177,7 @@ class _Work:
         try:
             predicts = predict_configuration(other, self.spec, base, measured_again, accumulates=window > 1)
         except UsageError as error:
-            self.console.line("predicted", str(error))
+            self.console.line("predicted", in_flags(error))
             return False
         rounds = self._rounds(other.ranks)
         bounds = {number: found for number, one in rounds.items() if (found := predicts.bounds(one)) is not None}

@@ -1,0 +1,106 @@
+"""Errors below the command line say facts; the terminal and Python put them into words of their own."""
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+
+from actor_init.spec import ActorSpec, Compile, UsageError
+from capture import CaptureError
+from capture.facts import Fact, MissingPackage, NotAllowed, Setting, Unsupported, UnsupportedModel, UnusableFile
+from replay.option_parsing import toggles
+from replay.wording import in_flags
+
+ROOT = Path(__file__).parents[1]
+BELOW = [path for room in ("actor_init", "capture") for path in sorted((ROOT / room).rglob("*.py"))]
+
+FACTS: list[tuple[Fact, str, str]] = [
+    (
+        Unsupported(Setting("tp", 3), "does not divide 4 heads", f"Try: {Setting('tp')} with one of 1, 2"),
+        "--tp 3 does not divide 4 heads. Try: --tp with one of 1, 2",
+        "tp=3 does not divide 4 heads. Try: tp with one of 1, 2",
+    ),
+    (
+        Unsupported(
+            Setting("attention", "varlen"), "reads packed rows", f"Try: {Setting('packing', True)} {Setting('ring', 2)}"
+        ),
+        "--attention varlen reads packed rows. Try: --packing --ring 2",
+        "attention='varlen' reads packed rows. Try: packing=True, ring=2",
+    ),
+    (
+        NotAllowed("pad_tokens", "x", f"Try: {Setting('pad_tokens', '128')}"),
+        "--pad-tokens 'x' is not allowed. Try: --pad-tokens 128",
+        "pad_tokens 'x' is not allowed. Try: pad_tokens='128'",
+    ),
+    (
+        UnusableFile(Setting("weights", Path("a b/w.pt")), ": no tensors by name in it"),
+        "--weights a b/w.pt: no tensors by name in it",
+        "weights='a b/w.pt': no tensors by name in it",
+    ),
+    (
+        UnusableFile(Path("w.pt"), "cannot be read", f"Copy it again, or give {Setting('random_weights', True)}"),
+        "w.pt cannot be read. Copy it again, or give --random-weights",
+        "w.pt cannot be read. Copy it again, or give random_weights=True",
+    ),
+    (
+        UnsupportedModel("the model", "calls its head twice", f"Try: {Setting('whole_logits', True)}"),
+        "the model calls its head twice. Try: --whole-logits",
+        "the model calls its head twice. Try: whole_logits=True",
+    ),
+    (
+        MissingPackage("the job's LoRA", "needs peft", "Try: pip install peft"),
+        "the job's LoRA needs peft. Try: pip install peft",
+        "the job's LoRA needs peft. Try: pip install peft",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fact", "in_terminal", "in_python"), FACTS)
+@pytest.mark.parametrize("kind", [UsageError, CaptureError])
+def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_python(
+    fact: Fact, in_terminal: str, in_python: str, kind: type[UsageError] | type[CaptureError]
+) -> None:
+    error = pickle.loads(pickle.dumps(kind(fact)))  # as it comes from another process
+    assert (in_flags(error), str(error), error.fact) == (in_terminal, in_python, fact)
+
+
+@pytest.mark.parametrize(
+    ("setting", "typed"),
+    [
+        (Setting("packing", False), "--no-packing"),
+        (Setting("packing"), "--packing"),
+        (Setting("compile", Compile.BLOCKS), "--compile"),
+        (Setting("compile", Compile.DEEPCOMPILE), "--deepcompile"),
+        (Setting("compile"), "--compile"),
+        (Setting("attention", "flash"), "--attention flash"),
+        (Setting("weight_decay", 0.1), "--weight-decay 0.1"),
+        (Setting("max_norm", float("inf")), "--max-norm inf"),
+        (Setting("model", "a ⟩ of ⟨tp⟩ 'b'"), "--model a ⟩ of ⟨tp⟩ 'b'"),
+        (Setting("max_bytes", 7), "--max-bytes 7"),  # of capture
+    ],
+)
+def test_a_setting_is_typed_as_the_field_that_declares_it(setting: Setting, typed: str) -> None:
+    assert in_flags(f"Try: {setting}") == f"Try: {typed}"
+
+
+def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
+    with pytest.raises(UsageError) as refused:
+        ActorSpec(compile=Compile.DEEPCOMPILE, backend="ddp")
+    outer = UsageError(f"run.json: {refused.value.text}")
+    assert in_flags(outer).startswith("run.json: --deepcompile belongs to deepspeed. Try: --backend deepspeed --deep")
+    assert str(outer).startswith("run.json: compile='deepcompile' belongs to deepspeed. Try: backend='deepspeed', ")
+
+
+def test_each_setting_that_an_error_names_is_a_field_with_an_option() -> None:
+    declared = {toggle.field for toggle in toggles()}
+    assert len(declared) == len({(toggle.part, toggle.field) for toggle in toggles()}), "two fields have one name"
+    named = {
+        (path.relative_to(ROOT).as_posix(), node.args[0].value)
+        for path in BELOW
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Setting", "NotAllowed")
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    assert named
+    assert [(path, name) for path, name in named if path.startswith("actor_init/") and name not in declared] == []
