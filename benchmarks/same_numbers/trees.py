@@ -35,8 +35,7 @@ class Tree:
     def opened(cls, code: Path, home: Path) -> Self:
         """Start the tree's own warm processes (tests/warm), which import it once and fork for each replay."""
         home.mkdir()
-        # torch seeds each process by chance, which decides masks of dropout where the job's random states are not known
-        (home / "seeded.py").write_text("import torch\n\ntorch.manual_seed(0)\n")
+        shutil.copy(Path(__file__).with_name("first_import.py"), home)
         # nothing of the user's but where to find programs; as for inductor, what tests/conftest.py says
         environment = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -52,7 +51,7 @@ class Tree:
             "WARM_OWNER": str(os.getpid()),
         }
         # no pipe for stderr: the server of the warm processes would hold it open
-        asking = [sys.executable, "-c", "from tests.warm import warm_bin; print(warm_bin(('seeded',)))"]
+        asking = [sys.executable, "-c", "from tests.warm import warm_bin; print(warm_bin(('first_import',)))"]
         asked = subprocess.run(asking, cwd=code, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         environment["PATH"] = f"{asked.stdout.strip()}{os.pathsep}{environment['PATH']}"
         tree = cls(code=code, home=home, environment=environment)
