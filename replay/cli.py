@@ -112,7 +112,9 @@ def _replay(spec: RunSpec, *, show_traceback: bool, explains: bool) -> int:
 def _replay_on_ray(spec: RunSpec, cluster: RayOptions, *, show_traceback: bool, explains: bool) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(spec, main, _arguments(spec, show_traceback=show_traceback, explains=explains), cluster)
+    arguments = _arguments(spec, show_traceback=show_traceback, explains=explains)
+    parallel, log_folder = spec.actor.parallel, spec.measure.log_folder
+    return run_on_ray(main, arguments, cluster, parallel=parallel, log_folder=log_folder)
 
 
 def _arguments(spec: RunSpec, *, show_traceback: bool, explains: bool) -> list[str]:

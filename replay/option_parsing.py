@@ -20,7 +20,7 @@ import typer
 
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, RunSpec, StateSpec
+from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, RunSpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
 
@@ -71,7 +71,7 @@ class Toggle:
     def negation(self) -> str:
         return f"--no-{self.flag.removeprefix('--')}"
 
-    def value_in(self, spec: RunSpec) -> Any:
+    def value_in(self, spec: Parts) -> Any:
         return attrgetter(f"{self.part}.{self.field}")(spec)
 
     def as_typed(self, value: Any) -> list[str]:

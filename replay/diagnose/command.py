@@ -63,7 +63,8 @@ def diagnose(
 def _diagnose_on_ray(run: RunSpec, main: Callable[..., int], command: list[str], cluster: RayOptions) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(run, main, command, cluster)
+    parallel, log_folder = run.actor.parallel, run.measure.log_folder
+    return run_on_ray(main, command, cluster, parallel=parallel, log_folder=log_folder)
 
 
 def _diagnose(

@@ -85,7 +85,8 @@ def diagnose_in(
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
-    run = world.from_first(settled(run, from_job(run, first_call(selection), selection, world.device.type)))
+    chosen = from_job(run, first_call(selection), selection, world.device.type)
+    run = world.from_first(replace(run, actor=settled(run.actor, chosen)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)

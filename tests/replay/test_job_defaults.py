@@ -102,7 +102,7 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
 )
 def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kernels, expected: Kernels) -> None:
     spec = RunSpec(actor=ActorSpec(kernels=typed))
-    assert settled(spec, from_job(spec, first, SELECTION, "cpu")).actor.kernels is expected
+    assert settled(spec.actor, from_job(spec, first, SELECTION, "cpu")).kernels is expected
 
 
 class LigersNorm(nn.Module):

@@ -257,7 +257,7 @@ def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_ca
     windows: set[tuple[bool, int, int | None]] = set()
 
     def first_difference(reference: Path, other: Path, equivalents: Sequence[Path]) -> None:
-        specs = [PastRun.read(folder).spec for folder in (reference, other, *equivalents)]
+        specs = [PastRun.read(folder) for folder in (reference, other, *equivalents)]
         windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
         asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
 
