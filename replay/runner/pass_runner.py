@@ -125,7 +125,7 @@ class PassRunner:
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self._again: Again | None = None
         self._first_uses = FirstUses(world.device)
-        self._kernel = kernel_name(spec.actor, world.device, source.config)
+        self._kernel = spec.kernel
         self._expectations = Expectations()
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._num_in_window = 0

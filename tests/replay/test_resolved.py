@@ -1,5 +1,9 @@
 """What a run does is chosen once: each choice has who made it and why, and nothing below knows what was left open."""
 
+import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +28,7 @@ from replay.spec import RunSpec
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 
+ROOT = Path(__file__).resolve().parents[2]
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
@@ -169,3 +174,76 @@ def test_explain_prints_the_table_and_opens_no_actor(
 def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--explain", "inspect", "x"]) == 2
     assert "--explain belongs to a replay, not to `inspect`" in capsys.readouterr().err
+
+
+# A call a line. Each hands on what was typed where a room wants what was resolved.
+ROOMS_BELOW = """
+runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
+runner: PassRunner(spec, world, source, actor, meter, tracker, same_weights)
+runner: rounding_floor.in_fp32(spec)
+runner: Saver(spec=spec, source=source, world=world, logs=path, states=None)
+tracing: RunTrace.of(path, spec, source, world, backend)
+profiling: profiled(lambda: True, backend.model, spec, world.device, path)
+verdict: judge([], spec)
+watch: Tracker(path, spec)
+"""
+IMPORTS = """
+from pathlib import Path
+from actor_init.backends.protocol import Backend
+from actor_init.model import ModelSource
+from actor_init.world import World
+from replay.profiling.profiler import profiled
+from replay.runlog.writer import Logbook
+from replay.resolved import ResolvedReplay
+from replay.runner import rounding_floor
+from replay.runner.checkpoint import Saver
+from replay.runner.meter import Meter
+from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.spec import RunSpec
+from replay.tracing.writer import RunTrace
+from replay.verdict.judge import judge
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+book: Logbook
+world: World
+source: ModelSource
+actor: ReopenedActor
+backend: Backend
+meter: Meter
+tracker: Tracker
+same_weights: SameWeights
+path: Path
+resolved: ResolvedReplay
+"""
+
+
+def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
+    """mypy refuses each call, and not one that hands on what was resolved."""
+    calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
+    file = tmp_path / "handed_on.py"
+    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: RunSpec", *calls]
+    file.write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+    )
+    refused = {
+        int(error[1])
+        for error in re.finditer(
+            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "RunSpec"', done.stdout
+        )
+    }
+    assert refused == set(range(len(lines) - len(calls) + 1, len(lines) + 1)), done.stdout
+
+
+def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "replay").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunSpec" for alias in node.names)
+    }
+    assert len(knowing) < 25
+    below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
+    assert not [name for name in knowing if name.startswith(tuple(f"replay/{room}/" for room in below))]
+    assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/session.py"}
