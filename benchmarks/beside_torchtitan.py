@@ -172,12 +172,13 @@ def _stand_in_for_what_is_not_used() -> None:
 
 
 def _replay(spec: RunSpec, world: World) -> Side:
-    runner, (path,) = opened(spec, world, Path(tempfile.mkdtemp()))
+    replayer, (path,) = opened(spec, world, Path(tempfile.mkdtemp()))
 
     def run() -> tuple[float, int]:
-        record, error = runner.replay(0, path)
+        replayed, error = replayer.replay(0, path)
         if error:
             raise error
+        record = replayed.record
         assert record.seconds is not None
         return record.seconds, peak_bytes(record)
 

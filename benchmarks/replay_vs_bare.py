@@ -30,7 +30,8 @@ from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -47,15 +48,16 @@ def main() -> int:
         source = find_source(spec)
         actor = ReopenedActor(spec.actor, source, world)
         tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
-        runner = PassRunner(spec, world, source, actor, Meter.for_device(world.device), tracker, SameWeights(source))
+        replayer = Replayer(spec, world, source, actor, Meter.for_device(world.device), tracker, SameWeights(source))
         paths = select(spec.inputs, 0, 1).inputs
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}
         for round_index in range(arguments.rounds + 1):
             for index, (path, batch) in enumerate(zip(paths, batches, strict=True)):
-                record, error = runner.replay(index, path)
+                replayed, error = replayer.replay(index, path)
                 if error:
                     raise error
+                record = replayed.record
                 measured = {"replay": _of(record)}
                 measured["bare"] = _bare_pass(actor.backend, batch, world.device, record)
                 measured["bare again"] = _bare_pass(actor.backend, batch, world.device, record)

@@ -24,7 +24,8 @@ from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
 from replay.spec import RunSpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
@@ -63,20 +64,20 @@ def main() -> int:
     return 0
 
 
-def opened(spec: RunSpec, world: World, folder: Path) -> tuple[PassRunner, Sequence[Path]]:
+def opened(spec: RunSpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
     """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     resolved = resolve(spec, selection, read_call(selection.inputs[0]), world, None)
     source = resolved.source
     actor = ReopenedActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
-    runner = PassRunner(resolved, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    replayer = Replayer(resolved, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)
-    return runner, selection.inputs
+    return replayer, selection.inputs
 
 
 def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
-    runner, paths = opened(spec, world, folder)
+    replayer, paths = opened(spec, world, folder)
 
     def block() -> tuple[float, int]:
         gc.collect()
@@ -84,12 +85,12 @@ def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
             torch.cuda.empty_cache()
         seconds, tokens, peak = 0.0, 0, 0
         for path in paths:
-            record, error = runner.replay(0, path)
+            replayed, error = replayer.replay(0, path)
             if error:
                 raise error
-            seconds += phase_seconds(record)
-            tokens += record.real_tokens
-            peak = max(peak, peak_bytes(record))
+            seconds += phase_seconds(replayed.record)
+            tokens += replayed.record.real_tokens
+            peak = max(peak, peak_bytes(replayed.record))
         return tokens / seconds, peak
 
     return block

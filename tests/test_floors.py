@@ -47,7 +47,7 @@ ROOMS = {
         ("spec", "shipped_inputs"),
         ("resolved",),
         ("option_parsing", "loss", "given_paths"),
-        ("report",),
+        ("report", "tolerances"),
         ("objective",),
         ("processes",),
         ("runlog",),

@@ -15,11 +15,11 @@ from statistics import fmean
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.spec import UsageError
 from replay.compare.comparable import differences_to_tell, reasons_to_refuse
-from replay.report.difference import absolute_difference, as_share
 from replay.report.text import PHASES, counted
 from replay.runlog.matching import Pass, Window, matched, passes_and_windows
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import peak_bytes
+from replay.tolerances.difference import absolute_difference, as_share
 
 Placed = Sequence[tuple[int, Pass, Pass]]  # place among the reference's passes, the pass, its partner
 

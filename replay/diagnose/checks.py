@@ -16,16 +16,13 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.gradients import (
-    GRADIENT_BOUNDS,
-    LOSS_BOUND,
-    PEERS_BOUND,
     Difference,
     Gradients,
-    accumulate,
     difference,
     halves,
     of_peers,
     relative,
+    shares_of,
     twice,
     whole_gradients,
 )
@@ -34,6 +31,7 @@ from replay.diagnose.reference_losses import PlainAnswer, plain_answer
 from replay.diagnose.untimed_actor import Trial, trial
 from replay.report.check import Check, Status
 from replay.report.text import counted, one_line
+from replay.tolerances.known_answers import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
 from replay.watch.progress import Tracker
 
 NOT_ONE = "Try: torchrun --nproc-per-node 2 replay diagnose"
@@ -102,9 +100,9 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
     batch, world = case.batches[0], case.world
     with case.trial() as actor:
         yield _kernel(str(actor.backend.facts()["attention_kernel"]), case)
-        loss = actor.passed(batch)
-        whole, apart = whole_gradients(actor.backend.gradients(), world.world_size)
-        actor.backend.end_window(step=False)
+        (loss,), (whole, apart) = actor.read_gradients(
+            [batch], lambda gradients: whole_gradients(gradients, world.world_size)
+        )
         if plain is not None:
             yield _four_ways(loss, plain)
             yield _as_one_process(case, whole, plain)
@@ -118,9 +116,7 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
             ),
             ("twice the tokens", twice(batch), "every row came twice: look at how the loss is averaged over tokens"),
         ):
-            again = actor.passed(others)
-            apart = difference(actor.backend.gradients(), whole)
-            actor.backend.end_window(step=False)
+            (again,), apart = actor.read_gradients([others], partial(difference, expected=whole))
             yield _equal(name, case.spec.dtype, apart, losses=(again, loss), advice=advice)
     return whole
 
@@ -186,9 +182,7 @@ def _accumulated(case: Case, whole: Gradients | None) -> Check:
         return Check(name="accumulated", status=Status.NOT_RUN, found="there is no whole batch to compare with")
     parts = halves(case.batches[0])
     with case.trial(grad_accumulation=len(parts)) as actor:
-        accumulate(actor, parts)
-        apart = difference(actor.backend.gradients(), whole)
-        actor.backend.end_window(step=False)
+        _, apart = actor.read_gradients(parts, partial(difference, expected=whole), shares=shares_of(parts, actor))
     advice = "look at what divides by --grad-accumulation, and at what keeps a gradient from one pass to the next"
     return _equal("accumulated", case.spec.dtype, apart, advice=advice)
 

@@ -12,19 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.inputs.packing import actor_inputs
-from actor_init.spec import Dtype
 from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.row_batches import rows_of
 from replay.diagnose.untimed_actor import Trial
-from replay.report.difference import relative_difference
-
-LOSS_BOUND = 1e-3  # relative
-PEERS_BOUND = 1e-6  # relative: they sum the same numbers
-# relative norm of a parameter's difference: another order of sums in fp32, 8 and 11 significant bits in the others.
-# Measured on small models: 5e-7 in fp32, 2e-2 in bf16; a fault that scales or drops a gradient gives 0.3 and more
-GRADIENT_BOUNDS = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-1, Dtype.FP16: 5e-2}
-TINY = 1e-30  # replaces a norm or a loss of 0
-SMALLEST_SHARE = 1e-3  # of the whole gradient's norm: a smaller gradient may be the rounding error of larger ones
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.known_answers import SMALLEST_SHARE, TINY
 
 Gradients = Mapping[str, Tensor]  # fp32 on the host, unsharded, by parameter name
 
@@ -100,16 +92,13 @@ def halves(batch: MicroBatch) -> list[MicroBatch]:
     return [rows_of(batch, range(middle)), rows_of(batch, range(middle, batch.num_rows))]
 
 
-def accumulate(trial: Trial, parts: Sequence[MicroBatch]) -> float:
-    """Run `parts` in one accumulation window, each weighted by its action tokens; return their combined loss.
+def shares_of(parts: Sequence[MicroBatch], trial: Trial) -> list[float]:
+    """Return the weight of each of `parts` in one accumulation window, by its action tokens.
 
     The backend averages over the window, so each weight is multiplied by the number of parts.
     """
-    assert trial.spec.num_accumulated == len(parts)
     counts = [
         int(actor_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
         for part in parts
     ]
-    shares = [count / max(1, sum(counts)) for count in counts]
-    losses = [trial.passed(part, share=share * len(parts)) for part, share in zip(parts, shares, strict=True)]
-    return sum(loss * share for loss, share in zip(losses, shares, strict=True))
+    return [count / max(1, sum(counts)) * len(parts) for count in counts]

@@ -71,15 +71,13 @@ def learned(
 
     The loss is the mean over the batches of all data ranks, so that all ranks stop together.
     """
-    assert trial.spec.num_accumulated == len(batches)
     losses: list[float] = []
     while True:
-        own = sum(trial.passed(batch) for batch in batches) / len(batches)
+        own = sum(trial.train(batches, steps=len(losses) < num_steps)) / len(batches)
         everyones = trial.world.gather(own)
         losses.append(sum(everyones) / len(everyones))
         curve = Curve(losses=tuple(losses), goal=goal_of(losses[0]), learning_rate=trial.spec.learning_rate)
         ends = curve.reached or len(losses) > num_steps or not math.isfinite(losses[-1])
-        trial.backend.end_window(step=not ends)
         if ends:
             return curve
 

@@ -37,7 +37,7 @@ from replay.resolution.job_defaults import from_job, settled
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import create_folder, versions
-from replay.runner.pass_runner import check_vocabulary
+from replay.runner.laying_out import check_vocabulary
 from replay.spec import RunSpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching

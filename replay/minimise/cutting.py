@@ -15,7 +15,8 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.minimise.candidate import Cut
-from replay.verdict.job_values import ACTION_TOKENS, LOG_PROBS, TOKEN_PLACES, TOKENS, token_places
+from replay.tolerances.quantities import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.verdict.job_values import TOKEN_PLACES, token_places
 
 BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep
 MIN_COLUMNS = 2  # a token, and one that it predicts

@@ -20,8 +20,8 @@ from replay.processes.pool import Child
 from replay.report.text import one_line
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import log_below
+from replay.tolerances.quantities import LOG_PROBS
 from replay.verdict.findings import Status
-from replay.verdict.job_values import LOG_PROBS
 from replay.verdict.judge import Outcome
 
 _PLACE = re.compile(r"row (\d+), token (\d+)")

@@ -9,6 +9,7 @@ d is the replay's log-prob minus the rollout's, in nats, of each action token. m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
+from replay.loss import negated_mean
 from replay.mismatch.statistics import Mismatch, mismatch_of
 from replay.mismatch.text import distances_table, replays_table, worst_table
 from replay.mismatch.tokens import Tokens, WorstToken, tokens_of, worst_tokens
@@ -34,9 +36,11 @@ from replay.report.text import Pairs, counted, engine_text
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, versions
-from replay.runner.pass_runner import inputs_for
+from replay.runner.laying_out import inputs_for
+from replay.runner.observers import PositionMarker
+from replay.runner.run_pass import PassInputs, run_pass
 from replay.spec import RunSpec
-from replay.watch.progress import Phase, Tracker
+from replay.watch.progress import Tracker
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
 
@@ -170,11 +174,17 @@ def _forward(
     tracker.begins(tracker.position.index + 1, batch.origin.source)
     tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
     inputs = inputs_for(batch, spec.actor, source, world)
-    tracker.at(Phase.FORWARD)
-    log_probs_BA = backend.forward(inputs, trains=False)
-    tracker.at(Phase.ENDING)
+    forward = PassInputs(
+        fed=inputs,
+        loss_of=partial(negated_mean, inputs=inputs),
+        trains=False,
+        autograd=False,
+        backward=False,
+        num_columns=batch.sequences_BS.shape[1],
+    )
+    outcome = run_pass(backend, forward, observers=[PositionMarker(tracker)])
     given = ObjectiveInputs(
-        log_probs_BA=log_probs_BA,
+        log_probs_BA=outcome.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,
         recorded=recorded.to(world.device),
         num_window_tokens=int(inputs.action_mask_BA.sum()),

@@ -2,22 +2,6 @@
 
 A distance is |other - reference|, relative to the reference's value or to the mean of all values, whichever is larger:
 a row of one near-certain token has a log-prob near 0, and its rounding error must not count as a difference.
-
-The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples
-underestimates what the next run may show, so a cell's bound is the floor times a factor: for n normal samples, the
-multiple of their largest that one more exceeds once in ten million (5 for 16 samples, 11 for 8), and at least 4,
-because kinds of equivalent runs were seen to differ by that much among themselves.
-
-A fault must not become the floor. Rounding explains about u * sqrt(2 L): the two additions to the residual stream that
-each of L layers makes in a dtype of unit roundoff u. For fp32, which has no wider dtype to accumulate products in,
-this is multiplied by sqrt(n) for sums of n products, over the hidden size or the tokens of a pass (Higham, Accuracy
-and Stability of Numerical Algorithms, 2002, section 2.8: such errors grow like a square root). An equivalent beyond
-that ceiling is not trusted, nor one that is an order of magnitude above all others and within an order of magnitude of
-the ceiling. Few samples do not raise a bound above the ceiling.
-
-For gradients each parameter is a point, and for log-probs each token beside the sums of rows. Backward adds to a
-residual stream as long as forward's and starts from its rounding error, and the farthest of hundreds of points is
-judged, so for these the ceiling is multiplied by CEILINGS.
 """
 
 import math
@@ -28,14 +12,9 @@ from statistics import fmean
 
 from actor_init.spec import Dtype
 from replay.compare.differences import Comparison, Point
-from replay.report.difference import as_share
-from replay.report.false_alarms import factor_for
-from replay.report.roundoff import FP32_SPACING
-
-LEAST_FACTOR = 4.0
-AN_ORDER = 10.0
-# factors for quantities whose value is the farthest of hundreds of points
-CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}
+from replay.tolerances.difference import as_share
+from replay.tolerances.roundoff import FP32_SPACING
+from replay.tolerances.runs import CEILINGS, bound_from_floor, is_trusted
 
 
 class CellResult(StrEnum):
@@ -109,30 +88,22 @@ def noise_of(
     """Return the noise from `equivalents`, distances by run name. `ceiling` applies to a single number."""
     ceiling *= CEILINGS.get(quantity, 1.0)
     measured = {name: one.value for name, one in equivalents.items()}
-    trusted = {name: value for name, value in measured.items() if _is_trusted(name, measured, ceiling)}
+    trusted = {name: value for name, value in measured.items() if is_trusted(name, measured, ceiling)}
     loudest = max(trusted, key=lambda name: trusted[name], default="")
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
-    factor = max(LEAST_FACTOR, factor_for(equivalents[loudest].num_points)) if trusted else LEAST_FACTOR
-    some = floor or FP32_SPACING
-    bound = min(factor * some, max(LEAST_FACTOR * some, ceiling))
+    bound = bound_from_floor(floor, equivalents[loudest].num_points if trusted else 0, ceiling)
     return Noise(
         dtype=dtype,
         group=group,
         quantity=quantity,
         floor=floor,
         equivalent=loudest,
-        factor=bound / some,
+        factor=bound / (floor or FP32_SPACING),
         bound=bound,
         ceiling=ceiling,
         measured=measured,
         distrusted=[name for name in measured if name not in trusted],
     )
-
-
-def _is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> bool:
-    others = [value for other, value in measured.items() if other != name]
-    stands_alone = measured[name] > AN_ORDER * max([FP32_SPACING, *others])
-    return measured[name] <= ceiling and not (stands_alone and measured[name] > ceiling / AN_ORDER)
 
 
 def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:

@@ -10,10 +10,10 @@ from actor_init.attention.kernel_choice import has_sdpa, lacks
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from capture.file_format.capture_file import Call
-from replay.report.roundoff import roundoff
 from replay.resolution.selection import Selection
 from replay.resolved import KERNELS, PACKING, By, Choice
 from replay.spec import Parts, VerdictRule
+from replay.tolerances.roundoff import roundoff
 from replay.verdict.job_values import dtypes_of
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}

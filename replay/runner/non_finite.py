@@ -23,33 +23,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from actor_init.backends.protocol import Backend
-from actor_init.inputs.packing import ActorInputs
 from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
-from capture.record.rng_and_outputs import restore_random_states
-from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
+from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 
 MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
 NOT_AGAIN = "nothing, when the pass was run again"
 WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
 IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
 NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --deepcompile"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Again:
-    """Everything needed to run a pass once more."""
-
-    inputs: ActorInputs
-    trains: bool
-    backward: bool
-    random: Mapping[str, Any]  # initial states of the random generators; empty: leave them as they are
-    num_columns: int  # of the captured rows
-    reverses: bool  # rows were fed in reverse order
-    stepped: bool  # a step has changed the weights since the pass
-    objective: Callable[[Tensor], Tensor] | None = None  # the loss of the log-probs; None: their negated mean
 
 
 def is_finite(record: PassRecord) -> bool:
@@ -97,48 +81,49 @@ class Search:
             dist.all_reduce(flag)
         return bool(flag.item()) and self.num_left > 0
 
-    def run(self, backend: Backend, again: Again) -> str | None:
+    def run(self, backend: Backend, inputs: PassInputs, *, is_stepped: bool) -> str | None:
         """Return the first non-finite tensor on this rank, None if only other ranks have one.
 
-        All ranks must call this, after a completed pass.
+        inputs      those of a pass that has completed its backward
+        is_stepped  a step has changed the weights since
+
+        All ranks must call this.
         """
         self.num_left -= 1
-        if again.stepped:
+        if is_stepped:
             return WAS_STEPPED
         if name := _of_weights(backend, self.goes_on):
             return f"parameter {name}"
         if self.spec.compile is Compile.DEEPCOMPILE:
             return NO_LAYERS
-        own = self._passed(backend, again, backward=False)
+        own = self._search(backend, inputs, backward=False)
         if not any(self.world.gather(own is not None)):
             if self.spec.num_accumulated > 1:
                 return IN_WINDOW
-            if again.backward and self.spec.dtype is not Dtype.FP16:
-                own = self._passed(backend, again, backward=True)
+            if inputs.backward and self.spec.dtype is not Dtype.FP16:
+                own = self._search(backend, inputs, backward=True)
             if not any(self.world.gather(own is not None)):
                 return NOT_AGAIN
         return own
 
-    def _passed(self, backend: Backend, again: Again, *, backward: bool) -> str | None:
+    def _search(self, backend: Backend, inputs: PassInputs, *, backward: bool) -> str | None:
+        """Run the pass once more, uncompiled and without an update, and look at every tensor of it."""
         eager = torch.compiler.set_stance("force_eager") if self.spec.compile is Compile.BLOCKS else nullcontext()
         parallel = {"tp": self.spec.parallel.tp, "tp_rank": self.world.mesh.get_local_rank("tp")}
-        eye = _Eye(again=again, parallel=parallel, goes_on=self.goes_on)
+        again = replace(
+            inputs,
+            fed=replace(inputs.fed, head=None),
+            loss_of=inputs.loss_of if backward else torch.sum,
+            autograd=backward,
+            backward=backward,
+            weight=1.0,
+            ends_window=backward,
+            steps=False,
+        )
+        eye = _Eye(inputs=again, backend=backend, parallel=parallel, goes_on=self.goes_on)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), eager, eye.on(backend.model), torch.set_grad_enabled(backward):
-            if again.random:
-                restore_random_states(again.random)
-            log_probs_BA = backend.forward(replace(again.inputs, head=None), trains=again.trains)
-            eye.look("log-probs", log_probs_BA)
-            if backward:
-                eye.is_forward = False
-                loss_of = again.objective
-                backend.backward(negated_mean(log_probs_BA, again.inputs) if loss_of is None else loss_of(log_probs_BA))
-        if backward:
-            for name, gradient in backend.gradients():
-                if eye.first is None and not _all_finite(gradient):
-                    eye.first = f"gradient of {name}"
-                self.goes_on()
-            backend.end_window(step=False)
+        with torch.random.fork_rng(devices), eager, eye.on(backend.model):
+            run_pass(backend, again, observers=[eye])
         for module in backend.model.modules():
             if isinstance(module, FSDPModule):  # a forward without a backward leaves its parameters gathered
                 module.reshard()
@@ -146,14 +131,27 @@ class Search:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Eye:
+class _Eye(PassObserver):
     """Watch the output and gradient of every module during one pass, through hooks."""
 
-    again: Again
+    inputs: PassInputs
+    backend: Backend
     parallel: dict[str, int]
     goes_on: Callable[[], None]
     is_forward: bool = True
     first: str | None = None
+
+    def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
+        self.look("log-probs", log_probs_BA)
+        self.is_forward = False
+
+    def after_backward(self) -> None:
+        if not self.inputs.backward:
+            return
+        for name, gradient in self.backend.gradients():
+            if self.first is None and not _all_finite(gradient):
+                self.first = f"gradient of {name}"
+            self.goes_on()
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
@@ -187,7 +185,7 @@ class _Eye:
         """Return the first position that is not finite, in words; None if there is none, or only in padding."""
         if not tensor.is_floating_point() or _all_finite(tensor):
             return None
-        index = self.again.inputs.captured_index
+        index = self.inputs.fed.captured_index
         tp, tp_rank = self.parallel["tp"], self.parallel["tp_rank"]
         held = token_rows(tensor, *index.shape, width=None, tp=tp, tp_rank=tp_rank)
         if held is None:
@@ -196,9 +194,9 @@ class _Eye:
         is_bad = ~torch.isfinite(held.values_BLF).all(dim=-1) & (own >= 0)
         if not is_bad.any():
             return None
-        row, token = divmod(int(own[is_bad].min()), self.again.num_columns)
-        if self.again.reverses:
-            row = self.again.inputs.action_mask_BA.shape[0] - 1 - row
+        row, token = divmod(int(own[is_bad].min()), self.inputs.num_columns)
+        if self.inputs.reverses:
+            row = self.inputs.fed.action_mask_BA.shape[0] - 1 - row
         return f", row {row}, token {token}"
 
 

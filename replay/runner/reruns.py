@@ -24,8 +24,11 @@ from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
 from replay.runner.meter import Meter
+from replay.runner.observers import HistoryMarker
 from replay.runner.out_of_memory import Known, OutOfMemory
-from replay.runner.pass_runner import PassRunner
+from replay.runner.replayer import Replayer
+from replay.runner.run_pass import PassObserver
+from replay.verdict.judge import Pass
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
@@ -59,7 +62,7 @@ class Reruns:
     folder: Path
     watch: Watch
     meter: Meter
-    runner: PassRunner
+    replayer: Replayer
 
     def found(self, records: Sequence[PassRecord]) -> Found:
         """Do what --profile and --memory-snapshot ask for, given the records of all passes."""
@@ -99,7 +102,7 @@ class Reruns:
             inputs=self.inputs,
             has_adapter=self.source.adapter is not None,
         )
-        return known.of(own, self.runner.actor.backend.model)
+        return known.of(own, self.replayer.actor.backend.model)
 
     @property
     def _advised(self) -> ActorSpec:
@@ -125,7 +128,7 @@ class Reruns:
         self._into_window(records, index)
         device = self.world.device
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
-        rank = profiled(run, self.runner.actor.backend.model, self.spec.actor, device, file)
+        rank = profiled(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
         if errors:
             self._stop_ranks(errors[0], index)
             return None, f"nothing: pass {index + 1} failed when it was run once more: {_named(errors[0])}"
@@ -145,7 +148,7 @@ class Reruns:
         rank, _, error = self._with_history(
             index,
             source,
-            lambda: self._once_more(index),
+            lambda observers: self._once_more(index, observers),
             is_once_more=True,
             before=peak_bytes(own[0]) if own else None,
         )
@@ -154,37 +157,36 @@ class Reruns:
             self._stop_ranks(error, index)
         return MemoryPeak(index=index, source=source, ranks=self.world.gather(rank)), ""
 
-    def watched(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
+    def watched(self, index: int, path: Path) -> tuple[Pass, Exception | None]:
         """Run a pass for the first time; on several ranks under --memory-snapshot with its history."""
         if not self.spec.measure.memory_snapshot or self.world.world_size == 1:
-            return self.runner.replay(index, path)
-        _, record, error = self._with_history(
-            index, path.name, lambda: self.runner.replay(index, path), is_once_more=False
+            return self.replayer.replay(index, path)
+        _, own, error = self._with_history(
+            index, path.name, lambda observers: self.replayer.replay(index, path, observers), is_once_more=False
         )
-        return record, error
+        return own, error
 
     def _with_history(
         self,
         index: int,
         source: str,
-        replay: Callable[[], tuple[PassRecord, Exception | None]],
+        replay: Callable[[Sequence[PassObserver]], tuple[Pass, Exception | None]],
         *,
         is_once_more: bool,
         before: int | None = None,
-    ) -> tuple[MemoryProfile | None, PassRecord, Exception | None]:
+    ) -> tuple[MemoryProfile | None, Pass, Exception | None]:
         """Call `replay` with the history on. A rank of several that ran out says what held its memory."""
         from replay.profiling.memory import held_at_peak
 
-        done: list[tuple[PassRecord, Exception | None]] = []
+        done: list[tuple[Pass, Exception | None]] = []
         is_alone = self.world.world_size == 1
         ending = "pickle" if self.world.device.type == "cuda" else "json.gz"
         with ExitStack() as unbroken:
 
             def run(history: "History") -> Exception | None:
-                self.runner.observer = history
-                record, error = replay()
-                self.runner.observer = None
-                done.append((record, error))
+                own, error = replay([HistoryMarker(history, self.replayer.actor.backend.model)])
+                done.append((own, error))
+                record = own.record
                 history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
                 history.trains = record.trains is not False
                 history.peak = peak_bytes(record) or self.meter.peak_bytes()
@@ -194,7 +196,7 @@ class Reruns:
 
             rank = held_at_peak(
                 run,
-                self.runner.actor.backend.model,
+                self.replayer.actor.backend.model,
                 self.source.config,
                 self._advised,
                 self.world.device,
@@ -224,7 +226,7 @@ class Reruns:
 
     def _into_window(self, records: Sequence[PassRecord], index: int) -> None:
         """Bring the accumulation window to where it was before that pass ran first: its gradient is there, too."""
-        self.runner.mend()
+        self.replayer.mend()
         if not self.spec.measure.backward or self.spec.actor.num_accumulated == 1:
             return
         done = [
@@ -232,7 +234,7 @@ class Reruns:
             for record in records
             if record.rank == self.world.rank and record.trains and record.error is None
         ]
-        while self.runner.num_in_window and self._fills(done[-1]):
+        while self.replayer.window.num_passes and self._fills(done[-1]):
             pass
         before = [one for one in done if one < index]
         for one in before[len(before) - len(before) % self.spec.actor.num_accumulated :]:
@@ -242,12 +244,12 @@ class Reruns:
         _, error = self._once_more(index)
         if error is not None:
             self._stop_ranks(error, index)
-            self.runner.mend()
+            self.replayer.mend()
         return error is None
 
-    def _once_more(self, index: int) -> tuple[PassRecord, Exception | None]:
+    def _once_more(self, index: int, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
         self.watch.tracker.has_passed(len(self.inputs), Phase.PROFILING)
-        return self.runner.replay(len(self.inputs), self.inputs[index])
+        return self.replayer.replay(len(self.inputs), self.inputs[index], observers)
 
     def _stop_ranks(self, error: Exception, index: int) -> None:
         """End the run if there are several ranks: the others stand in the pass that failed on this one."""

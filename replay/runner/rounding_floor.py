@@ -21,20 +21,21 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
-from replay.report.difference import relative_difference
-from replay.report.roundoff import roundoff
 from replay.resolution.job_defaults import DTYPES
 from replay.resolution.selection import Selection
 from replay.resolved import ATTENTION, By, ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.job import TOKENS_RMS, Floor, bound_of, difference
+from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.roundoff import roundoff
 from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.judge import Pass
-from replay.verdict.tolerances import TOKENS_RMS, Floor, bound_of, difference
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -77,17 +78,17 @@ class Again:
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
         same_weights = SameWeights(self.source)
-        runner = PassRunner(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
+        replayer = Replayer(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
         replayed: list[Pass] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
-                record, error = runner.replay(index, path)
+                own, error = replayer.replay(index, path)
                 if error is not None:
                     raise error
-                replayed += self.world.gather((record, runner.recorded, runner.replayed))
+                replayed += self.world.gather(own)
         finally:
             actor.backend.close()
-            del actor, runner
+            del actor, replayer
             free_closed()
         return replayed
 

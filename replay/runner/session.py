@@ -44,18 +44,19 @@ from replay.runner.header import Header
 from replay.runner.job_config import differences_from_job
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
-from replay.runner.pass_runner import PassRunner, ReopenedActor, ReopeningError
+from replay.runner.reopened_actor import ReopenedActor, ReopeningError
+from replay.runner.replayer import Replayer
 from replay.runner.reruns import Found, Reruns
 from replay.runner.states import Earlier, FolderStates, States
 from replay.runner.text import choice_table
 from replay.spec import RunSpec, VerdictRule
+from replay.tolerances.job import Floor
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.incidents import with_incidents
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.router_loss import is_mixture
 from replay.verdict.text import verdict_lines
-from replay.verdict.tolerances import Floor
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase
@@ -293,7 +294,7 @@ class Session:
         """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for."""
         spec, world, tracker = self.spec, self.world, self.watch.tracker
         trace = RunTrace.of(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
-        runner = PassRunner(
+        replayer = Replayer(
             spec,
             world,
             self.source,
@@ -307,32 +308,32 @@ class Session:
         )
         passes: list[Pass] = []
         saved: Pairs = []
-        begin = runner.num_settled = self.earlier.num_passes
+        begin = replayer.num_settled = self.earlier.num_passes
         num_steps = num_kept = self.earlier.num_steps
         try:
             for index, path in islice(enumerate(self.selection.inputs), begin, None):
-                ranks, error = self._replay_one(runner, index, path, [record for record, _, _ in passes])
+                ranks, error = self._replay_one(replayer, index, path, [record for record, _, _ in passes])
                 passes += ranks
                 has_failed = error is not None
                 del error  # its frames hold the pass's tensors
                 if has_failed and spec.measure.step:
                     saved = [*_not_replayed(len(self.selection.inputs) - index - 1), *not_saved(spec.state)]
                     break
-                runner.mend()
+                replayer.mend()
                 num_steps += ranks[world.rank][0].grad_norm is not None
                 if self._is_due(num_steps, num_kept):
                     tracker.at(Phase.SAVING)
-                    self.saver.keep(actor.backend, num_steps, runner.num_settled)
+                    self.saver.keep(actor.backend, num_steps, replayer.num_settled)
                     num_kept = num_steps
             tracker.has_passed(len(self.selection.inputs), Phase.OUT_OF_INPUTS)
             self.watch.meet()
             tracker.has_passed(len(self.selection.inputs), Phase.SAVING)
             if not any(record.error for record, _, _ in passes):
                 if spec.state.save_every is not None and num_steps > num_kept:
-                    self.saver.keep(actor.backend, num_steps, runner.num_settled)
+                    self.saver.keep(actor.backend, num_steps, replayer.num_settled)
                 num_passes = begin + len(passes) // world.world_size
-                saved = self.saver.at_end(actor.backend, runner.num_settled, num_passes)
-            found = self._reruns(runner).found([*self.earlier.records, *(record for record, _, _ in passes)])
+                saved = self.saver.at_end(actor.backend, replayer.num_settled, num_passes)
+            found = self._reruns(replayer).found([*self.earlier.records, *(record for record, _, _ in passes)])
             tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             if isinstance(reason, SavingError) and world.world_size > 1:
@@ -340,7 +341,7 @@ class Session:
             return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
         return Done(passes=passes, saved=saved, ended=None, found=found, earlier=self.earlier.records)
 
-    def _reruns(self, runner: PassRunner) -> Reruns:
+    def _reruns(self, replayer: Replayer) -> Reruns:
         return Reruns(
             spec=self.spec,
             world=self.world,
@@ -349,7 +350,7 @@ class Session:
             folder=self.folder,
             watch=self.watch,
             meter=self.meter,
-            runner=runner,
+            replayer=replayer,
         )
 
     def _is_due(self, num_steps: int, num_kept: int) -> bool:
@@ -357,29 +358,31 @@ class Session:
         return every is not None and num_steps > num_kept and num_steps % every == 0
 
     def _replay_one(
-        self, runner: PassRunner, index: int, path: Path, before: Sequence[PassRecord]
+        self, replayer: Replayer, index: int, path: Path, before: Sequence[PassRecord]
     ) -> tuple[list[Pass], Exception | None]:
         """Replay one input on every rank. A pass that fails ends a run of several ranks.
 
         before  records of this run's earlier passes
         """
-        record, error = self._reruns(runner).watched(index, path)
-        self.logbook.write(record)
+        own, error = self._reruns(replayer).watched(index, path)
+        self.logbook.write(own.record)
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
-            self._reruns(runner).tell_ran_out([*before, record])
+            self._reruns(replayer).tell_ran_out([*before, own.record])
             self.watch.stop_all(error)
         self.watch.tracker.at(Phase.GATHERING)
-        ranks = self.world.gather((record, runner.recorded, runner.replayed))
-        if runner.search.is_wanted([own for own, _, _ in ranks]):
-            self.logbook.write_again(record := runner.with_first_non_finite(record))
-            ranks = self.world.gather((record, runner.recorded, runner.replayed))
-        if runner.wants_again(records := [own for own, _, _ in ranks]):
-            self.logbook.write_again(record := runner.with_second_run(record, records))
-            ranks = self.world.gather((record, runner.recorded, runner.replayed))
+        ranks: list[Pass] = self.world.gather(own)
+        if replayer.search.is_wanted([rank.record for rank in ranks]):
+            own = own._replace(record=replayer.with_first_non_finite(own.record))
+            self.logbook.write_again(own.record)
+            ranks = self.world.gather(own)
+        if replayer.wants_again(records := [rank.record for rank in ranks]):
+            own = own._replace(record=replayer.with_second_run(own.record, records))
+            self.logbook.write_again(own.record)
+            ranks = self.world.gather(own)
         if self.console:
-            self.console.passed([own for own, _, _ in ranks])
+            self.console.passed([rank.record for rank in ranks])
         return ranks, error
 
     def conclude(self, done: Done) -> Conclusion:

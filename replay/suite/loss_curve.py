@@ -15,13 +15,7 @@ from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
-
-FROM_DEEPSPEED = 0.05
-INITIAL_FROM_DDP = 0.001  # before the first step: the weights are the same
-FROM_DDP = {  # (max, mean) over the steps
-    "fsdp2-tp": (0.02, 0.001),
-    "deepspeed-autotp": (0.5, 0.15),
-}
+from replay.tolerances.curves import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

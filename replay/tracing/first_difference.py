@@ -1,24 +1,14 @@
-"""Find where two traced runs part: the first layer and tensor that leaves its bound.
+"""Find where two traced runs part: the first layer and tensor that leaves its bound (replay/tolerances/layers.py).
 
 In the order of Kind, so that a wrong weight or input is named before what is computed from it.
-
-How far apart two right runs may be, tensor by tensor: inputs have to be equal, and weights but for the rounding of
-sketches and of the coarser dtype. What is computed drifts apart, for it is rounded in another order. Where equivalent
-runs were traced, that drift is measured: the bound is SAFETY times the farthest that one of them is from the reference,
-in any tensor of that layer and direction, and at least a quarter of this formula, which is the bound otherwise:
-
-    (16 u + 1e-5) sqrt(1 + layers passed)
-
-with u the unit roundoff of the coarser dtype, 2^-24 for fp32, 2^-8 for bf16, and 1e-5 for sums and sketches in fp32; a
-gradient has passed all layers forward and then those behind its own backward. Errors that are independent add up like
-the square root of their number. Between right runs of models of 2 and 24 layers at most a third of it was seen.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from replay.report.roundoff import roundoff
+from replay.tolerances.layers import bound_of_layer, bound_of_weights, measured_bound
+from replay.tolerances.roundoff import roundoff
 from replay.tracing.distances import Distance, distances
 from replay.tracing.reader import TracedRun
 from replay.tracing.trace_file import Kind
@@ -76,15 +66,6 @@ def first_difference(reference: Path, other: Path, equivalents: Sequence[Path] =
     )
 
 
-OF_A_SKETCH = 1e-5
-
-
-ROUNDINGS = 16  # of a layer, seen in its worst token
-
-
-SAFETY = 4.0  # times what equivalent runs were seen to differ by
-
-
 BACKWARD = (Kind.GRADIENT, Kind.PARAMETER_GRADIENT)
 
 
@@ -99,13 +80,13 @@ class Drift:
     num_layers: int  # passed so far
 
 
-def guessed(kind: Kind, drift: Drift, roundoff: float, *, same_dtype: bool) -> float:
+def bound_without_floor(kind: Kind, drift: Drift, roundoff: float, *, same_dtype: bool) -> float:
     """Return the bound of a tensor where nothing was measured."""
     if kind is Kind.INPUT:
         return 0.0
     if kind is Kind.PARAMETER:
-        return OF_A_SKETCH + (0.0 if same_dtype else 2 * roundoff)
-    return float((ROUNDINGS * roundoff + OF_A_SKETCH) * (1 + drift.num_layers) ** 0.5)
+        return bound_of_weights(roundoff, same_dtype=same_dtype)
+    return bound_of_layer(roundoff, drift.num_layers)
 
 
 def drifts(apart: Sequence[Distance], layer_of: LayerOf) -> list[Drift]:
@@ -141,11 +122,11 @@ def bounds(
     measured = {is_backward for (is_backward, _), floor in floors.items() if floor}
     made = []
     for one, drift in zip(apart, drifts(apart, layer_of), strict=True):
-        guess = guessed(one.key.kind, drift, roundoff, same_dtype=same_dtype)
+        guess = bound_without_floor(one.key.kind, drift, roundoff, same_dtype=same_dtype)
         is_computed = one.key.kind is Kind.FORWARD or drift.is_backward
         if is_computed and drift.is_backward in measured:
             floor = floors.get((drift.is_backward, layer_of(one.key.name)), 0.0)
-            made.append(max(SAFETY * floor, guess / 4))
+            made.append(measured_bound(floor, guess))
         else:
             made.append(guess)
     return made

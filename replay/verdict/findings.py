@@ -6,23 +6,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actor_init.spec import ActorSpec
-from replay.report.roundoff import is_coarse, roundoff
 from replay.runlog.records import PassRecord
-from replay.verdict.job_values import (
-    ACTION_TOKENS,
-    GRAD_NORM,
-    GRADIENT,
-    LOG_PROBS,
-    LOSS,
-    MOVED,
-    OPTIMIZER,
-    TOKENS,
-    WEIGHTING,
-    Claim,
-    Recorded,
-)
+from replay.tolerances.job import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
+from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.roundoff import is_coarse, roundoff
+from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded
 from replay.verdict.replayed_values import Replayed
-from replay.verdict.tolerances import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
 
 MAX_SHARES = 8  # that are listed
 ROUNDING_HIDES = "rounding hides it"

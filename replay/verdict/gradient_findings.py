@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
-from replay.report.difference import absolute_difference, relative_difference
-from replay.report.roundoff import is_coarse
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
+from replay.tolerances.difference import absolute_difference, relative_difference
+from replay.tolerances.job import HIDING_BOUND, LEAST_RMS, SAME_SHARES
+from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOSS
+from replay.tolerances.roundoff import is_coarse
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -21,10 +23,9 @@ from replay.verdict.findings import (
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import GRAD_NORM, GRADIENT, LOSS, MISSING_GRADIENT, Recorded, own_name
+from replay.verdict.job_values import MISSING_GRADIENT, Recorded, own_name
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.replayed_values import GradientSamples, Replayed
-from replay.verdict.tolerances import HIDING_BOUND, LEAST_RMS, SAME_SHARES
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 ROUTED = ("expert", "router", ".gate.")  # in names of parameters

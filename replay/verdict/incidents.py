@@ -23,9 +23,9 @@ def with_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
     ended = [one for record in records for one in record.incidents if one.place == IN_FORWARD and _ends(one)]
     found = {(name, one.forward): one for one in ended for name in one.files}
     return [
-        (record, replace(recorded, broke_off=_said(found[record.source, recorded.step])), replayed)
+        Pass(record, replace(recorded, broke_off=_said(found[record.source, recorded.step])), replayed)
         if recorded is not None and not recorded.claims and (record.source, recorded.step) in found
-        else (record, recorded, replayed)
+        else Pass(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]
 

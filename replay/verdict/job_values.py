@@ -18,10 +18,9 @@ from capture.file_format.parameter_samples import Sample
 from replay.loss import tokens_for
 from replay.report.text import counted
 from replay.spec import LossName, is_objective
+from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 
-LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
-ACTION_TOKENS, MOVED = "log-probs by token", "weights after a step"
-TOKENS, GRADIENT, OPTIMIZER = "token log-probs", "gradient samples", "optimizer settings"
+MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"
 MISSING_GRADIENT = "gradient"
 TOKEN_PLACES = "token_log_probs_places"  # of outputs: row and column of each of `token_log_probs`, in one list

@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from replay.report.roundoff import is_coarse, roundoff
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
+from replay.tolerances.job import Floor
+from replay.tolerances.quantities import GRAD_NORM
+from replay.tolerances.roundoff import is_coarse, roundoff
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -28,16 +30,21 @@ from replay.verdict.findings import (
     weights_that_stay,
 )
 from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import GRAD_NORM, MISSING_GRADIENT, Recorded, WeightComparison
+from replay.verdict.job_values import MISSING_GRADIENT, Recorded, WeightComparison
 from replay.verdict.recordings import why_not_one_job
 from replay.verdict.replayed_values import Replayed
-from replay.verdict.tolerances import Floor
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)
 NOT_REPLAYED = "what was recorded was not replayed"
 
-Pass = tuple[PassRecord, Recorded | None, Replayed]  # None: the file could not be read
+
+class Pass(NamedTuple):
+    """A pass on one rank: its record, what the job recorded of it, and what its replay computed besides the record."""
+
+    record: PassRecord
+    recorded: Recorded | None  # None: the file could not be read
+    replayed: Replayed
 
 
 class Outcome(StrEnum):

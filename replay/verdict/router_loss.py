@@ -9,7 +9,8 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from capture.file_format.capture_file import Call
-from replay.verdict.job_values import GRAD_NORM, LOSS, Claim, Recorded
+from replay.tolerances.quantities import GRAD_NORM, LOSS
+from replay.verdict.job_values import Claim, Recorded
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
 DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"

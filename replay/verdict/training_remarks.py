@@ -11,9 +11,10 @@ from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
-from replay.report.difference import relative_difference
 from replay.report.text import Pairs, counted
-from replay.verdict.job_values import LOSS, MOVED, NEXT_TOKENS, Recorded, own_name
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.quantities import LOSS
+from replay.verdict.job_values import MOVED, NEXT_TOKENS, Recorded, own_name
 from replay.verdict.judge import Pass, Verdict
 
 LABEL = "trained"

@@ -50,7 +50,7 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
         fed.append(args[0].sequences_BS.tolist())
         return actor_inputs(*args, **kwargs)
 
-    monkeypatch.setattr("replay.runner.pass_runner.actor_inputs", watched)
+    monkeypatch.setattr("replay.runner.laying_out.actor_inputs", watched)
     [plain] = replayed(tmp_path, "plain")
     [turned] = replayed(tmp_path, "turned", "--reverse-rows")
     assert fed[1] == fed[0][::-1]

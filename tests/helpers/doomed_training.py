@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from replay.on_ray.training_rank import train
-from replay.runner.pass_runner import PassRunner
+from replay.runner.replayer import Replayer
 
 LOST_PASS = 7
 KILLED_STATE = "step-000004"
@@ -33,9 +33,9 @@ def doomed(job: Mapping[str, Any]) -> int:
     """Train. Rank 1 dies with half of a state written; later it waits, in a pass, for its node to die."""
     from ray.train.v2._internal.execution.storage import StorageContext
 
-    replayed, persisted = PassRunner.replay, StorageContext.persist_current_checkpoint
+    replayed, persisted = Replayer.replay, StorageContext.persist_current_checkpoint
 
-    def replay(self: PassRunner, index: int, path: Path) -> Any:
+    def replay(self: Replayer, index: int, path: Path) -> Any:
         if index == LOST_PASS and once(job, "node"):
             wait_for_checkpoint(job, index // 2 * 2)
             (Path(job["marks"]) / NODE_MAY_GO).touch()
@@ -55,7 +55,7 @@ def doomed(job: Mapping[str, Any]) -> int:
     if int(os.environ["RANK"]) != DOOMED:
         return train(job)
     with (
-        patch.object(PassRunner, "replay", replay),
+        patch.object(Replayer, "replay", replay),
         patch.object(StorageContext, "persist_current_checkpoint", persist),
     ):
         return train(job)

@@ -18,7 +18,7 @@ from torch.utils._debug_mode import DebugMode
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
-from replay.runner.pass_runner import PassRunner
+from replay.runner.replayer import Replayer
 from replay.runner.session import run_in
 from tests.helpers.faults import FAULTS
 from tests.helpers.more_faults import MORE_FAULTS
@@ -29,9 +29,9 @@ ALL = {**FAULTS, **MORE_FAULTS}
 
 def recorded(into: list[Any]) -> Any:
     """The first pass under DebugMode; `into` gets its operations."""
-    measured = PassRunner._measured
+    measured = Replayer._replay
 
-    def watched(self: PassRunner, *args: Any) -> Any:
+    def watched(self: Replayer, *args: Any) -> Any:
         if into:
             return measured(self, *args)
         with DebugMode() as mode, DebugMode.log_tensor_hashes():
@@ -39,7 +39,7 @@ def recorded(into: list[Any]) -> Any:
         into.extend(mode.logs)
         return found
 
-    return patch.object(PassRunner, "_measured", watched)
+    return patch.object(Replayer, "_replay", watched)
 
 
 def said(before: list[Any], after: list[Any]) -> str:

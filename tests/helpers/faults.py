@@ -80,7 +80,7 @@ def _other_inputs(change: Callable[[ActorInputs], ActorInputs]) -> AbstractConte
     def changed(*args: Any, **kwargs: Any) -> ActorInputs:
         return change(packing.actor_inputs(*args, **kwargs))
 
-    return patch("replay.runner.pass_runner.actor_inputs", changed)
+    return patch("replay.runner.laying_out.actor_inputs", changed)
 
 
 def _other_weights(change: Callable[[str, Tensor], None]) -> AbstractContextManager[Any]:
@@ -221,7 +221,7 @@ def action_mask_off_by_one(world: World) -> Iterator[None]:
     def shifted(batch: Any, **kwargs: Any) -> ActorInputs:
         return real(replace(batch, action_mask_BA=torch.roll(batch.action_mask_BA, 1, dims=-1)), **kwargs)
 
-    with patch("replay.runner.pass_runner.actor_inputs", shifted):
+    with patch("replay.runner.laying_out.actor_inputs", shifted):
         yield
 
 
@@ -247,7 +247,7 @@ def another_rank_s_input(world: World) -> Iterator[None]:
         is_own_BA = torch.ones_like(firsts[0].action_mask_BA, device="cpu")
         return is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1]
 
-    with _other_inputs(repeated), patch("replay.runner.pass_runner.predicts_own_tokens", all_own):
+    with _other_inputs(repeated), patch("replay.runner.replayer.predicts_own_tokens", all_own):
         yield
 
 
@@ -258,7 +258,7 @@ def loss_over_padding(world: World) -> Iterator[None]:
     def averaged(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
         return -log_probs_BA.mean()
 
-    with patch("replay.runner.pass_runner.negated_mean", averaged):
+    with patch("replay.runner.replayer.negated_mean", averaged):
         yield
 
 
@@ -270,7 +270,7 @@ def loss_by_rows(world: World) -> Iterator[None]:
         counts_B = inputs.action_mask_BA.sum(dim=1).clamp(min=1)
         return -(log_probs_BA.sum(dim=1) / counts_B).mean()
 
-    with patch("replay.runner.pass_runner.negated_mean", averaged):
+    with patch("replay.runner.replayer.negated_mean", averaged):
         yield
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import replay.runner.pass_runner
+import replay.runner.replayer
 import replay.runner.session
 import replay.watch.shutdown
 import replay.watch.watcher
 from replay.cli import run_and_leave
 from replay.loss import negated_mean
-from replay.runner.pass_runner import PassRunner
+from replay.runner.replayer import Replayer
 from replay.watch.watcher import HELD_SECONDS, Watch, watching
 
 FAULTY_PASS = 2
@@ -195,7 +195,7 @@ def main() -> NoReturn:
     vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
     vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
-    vars(replay.runner.pass_runner)["negated_mean"] = _faulty(
+    vars(replay.runner.replayer)["negated_mean"] = _faulty(
         FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase
     )
     run_and_leave()
@@ -231,14 +231,14 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
             register_optimizer_step_pre_hook(strike)
         return negated_mean(log_probs_BA, inputs)
 
-    mend = PassRunner.mend
+    mend = Replayer.mend
 
-    def mended(runner: PassRunner) -> None:
+    def mended(replayer: Replayer) -> None:
         if num_calls == FAULTY_PASS and phase == "end":
             strike()
-        mend(runner)
+        mend(replayer)
 
-    type.__setattr__(PassRunner, "mend", mended)
+    type.__setattr__(Replayer, "mend", mended)
     return loss
 
 

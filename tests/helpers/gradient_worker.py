@@ -86,7 +86,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
-        stack.enter_context(patch("replay.runner.pass_runner.open_backend", opened))
+        stack.enter_context(patch("replay.runner.reopened_actor.open_backend", opened))
         spec = action_of([*job["arguments"], *PATIENCE]).args[0]
         code = run_in(world, spec, show_traceback=True)
     if world.rank == 0:

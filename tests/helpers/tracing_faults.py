@@ -31,7 +31,7 @@ def in_module(name: str, breaks: Callable[[nn.Module], object]) -> AbstractConte
             breaks(backend.model.get_submodule(name))
         return backend
 
-    return patch("replay.runner.pass_runner.open_backend", opened)
+    return patch("replay.runner.reopened_actor.open_backend", opened)
 
 
 def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextMana
         inputs = actor_inputs(*args, **kwargs)
         return replace(inputs, **changes(inputs))
 
-    return patch("replay.runner.pass_runner.actor_inputs", wrong)
+    return patch("replay.runner.laying_out.actor_inputs", wrong)
 
 
 def counted(inputs: ActorInputs) -> dict[str, Any]:
@@ -93,9 +93,7 @@ def wrong_below_the_inputs() -> AbstractContextManager[Any]:
 
 
 def loss_over_padding() -> AbstractContextManager[Any]:
-    return patch(
-        "replay.runner.pass_runner.negated_mean", lambda log_probs, inputs: negated_mean(log_probs, inputs) / 2
-    )
+    return patch("replay.runner.replayer.negated_mean", lambda log_probs, inputs: negated_mean(log_probs, inputs) / 2)
 
 
 FAULTS: Mapping[str, tuple[Callable[[], AbstractContextManager[Any]], str, Found]] = {

@@ -27,8 +27,8 @@ from replay.suite.inputs import SuiteInputs
 from replay.suite.loss_curve import Curve
 from replay.suite.plan import SuiteSpec
 from replay.suite.state import Suite
+from replay.tolerances.job import Floor
 from replay.tracing.trace_file import TraceFile
-from replay.verdict.tolerances import Floor
 from replay.watch.blame import Sighting
 from replay.watch.progress import Phase, Position, last_position
 

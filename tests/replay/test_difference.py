@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from replay.report.difference import absolute_difference, as_share, relative_difference
+from replay.tolerances.difference import absolute_difference, as_share, relative_difference
 
 NAN, INF = math.nan, math.inf
 

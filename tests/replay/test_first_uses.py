@@ -129,7 +129,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
         return negated_mean(log_probs_BA, inputs)
 
-    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", loss)
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", loss)
     monkeypatch.setattr(Meter, "for_device", lambda _: Meter(DeviceBehind(clock)))
     folder = captures(tmp_path / "captures", lengths)
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)
@@ -201,7 +201,7 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
 def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.pass_runner.kernel_name", lambda *_: kernels.CUDNN_PACKED)
+    monkeypatch.setattr("replay.runner.replayer.kernel_name", lambda *_: kernels.CUDNN_PACKED)
     folder = captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor")
     marked = [one.index for one in records if FirstUse.PLAN in one.first_uses]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_world")
 
 
 def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
-    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", loss)
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", loss)
     arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
     assert main(arguments) == 0
     (folder,) = home.iterdir()

@@ -53,7 +53,7 @@ def replayed(
         spoil(backend.model)
         return backend
 
-    monkeypatch.setattr("replay.runner.pass_runner.open_backend", opened)
+    monkeypatch.setattr("replay.runner.reopened_actor.open_backend", opened)
     main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
     [log] = (tmp_path / "logs").iterdir()
     lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]
@@ -112,7 +112,7 @@ def test_a_parameter_is_named_first_and_the_search_ends(tmp_path: Path, monkeypa
         with torch.no_grad():
             model.get_parameter(f"{DOWN}.weight")[3, 4] = torch.inf
 
-    monkeypatch.setattr("replay.runner.pass_runner.Search", partial(Search, num_left=2))
+    monkeypatch.setattr("replay.runner.replayer.Search", partial(Search, num_left=2))
     lines, _ = replayed(tmp_path, monkeypatch, spoil, "--backend", "ddp")
     assert [line["first_non_finite"] for line in lines] == [f"parameter {DOWN}.weight"] * 2 + [None]
 

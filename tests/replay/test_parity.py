@@ -396,7 +396,7 @@ def positions_go_on(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.pass_runner.actor_inputs", positions_go_on)
+    monkeypatch.setattr("replay.runner.laying_out.actor_inputs", positions_go_on)
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}

@@ -179,7 +179,7 @@ def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) 
 # A call a line. Each hands on what was typed where a room wants what was resolved.
 ROOMS_BELOW = """
 runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
-runner: PassRunner(spec, world, source, actor, meter, tracker, same_weights)
+runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
 runner: rounding_floor.in_fp32(spec)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None)
 tracing: RunTrace.of(path, spec, source, world, backend)
@@ -198,7 +198,8 @@ from replay.resolved import ResolvedReplay
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver
 from replay.runner.meter import Meter
-from replay.runner.pass_runner import PassRunner, ReopenedActor
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
 from replay.spec import RunSpec
 from replay.tracing.writer import RunTrace
 from replay.verdict.judge import judge

@@ -115,7 +115,7 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
     damaged, *_ = capture_files(inputs)
     damaged.write_bytes(damaged.read_bytes()[:-9])
     calls = iter([negated_mean] * 3 + [out_of_memory] + [negated_mean] * 99)
-    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", lambda *tensors: next(calls)(*tensors))
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", lambda *tensors: next(calls)(*tensors))
     assert scan("--inputs", str(inputs), "--group", "2", "--no-noise-floor", logs=tmp_path / "logs") == 1
     folder, log = written(tmp_path / "logs")
     states = [group["state"] for group in log["groups"]]

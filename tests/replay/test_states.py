@@ -14,7 +14,7 @@ from actor_init.spec import UsageError
 from replay.cli import main
 from replay.runlog.reader import PastRun
 from replay.runner.checkpoint import state_to_load
-from replay.runner.pass_runner import PassRunner
+from replay.runner.replayer import Replayer
 from replay.runner.states import whole_states
 from replay.spec import StateSpec
 
@@ -42,15 +42,15 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
 ) -> None:
     """To the last bit. Its log is one log, of all passes."""
     assert train(tmp_path / "whole", "--max-inputs 5 --save-every 2", backend=backend) == 0
-    replayed = PassRunner.replay
+    replayed = Replayer.replay
 
-    def interrupted(self: PassRunner, index: int, path: Path) -> object:
+    def interrupted(self: Replayer, index: int, path: Path) -> object:
         if index == 3:
             raise KeyboardInterrupt
         return replayed(self, index, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PassRunner, "replay", interrupted)
+        patch.setattr(Replayer, "replay", interrupted)
         assert train(tmp_path, "--max-inputs 5 --save-every 2", "first", backend=backend) == 130
     assert names(tmp_path) == ["step-000002"]
     (tmp_path / "states" / ".step-000004.unfinished-1234").mkdir()

@@ -56,7 +56,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
     folder = folder_of(tmp_path, [20, 24, 28])
     _, clean = replay(tmp_path, "--inputs", str(folder), *flags.split())
     breaks_on_second = _break_backward(call=2)
-    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", breaks_on_second)
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", breaks_on_second)
     code, records = replay(tmp_path, "--inputs", str(folder), *flags.split())
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True, False]
@@ -93,10 +93,10 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_once(*arguments: Any) -> Any:
-        monkeypatch.setattr("replay.runner.pass_runner.open_backend", _raise)
+        monkeypatch.setattr("replay.runner.reopened_actor.open_backend", _raise)
         return open_backend(*arguments)
 
-    monkeypatch.setattr("replay.runner.pass_runner.open_backend", open_once)
+    monkeypatch.setattr("replay.runner.reopened_actor.open_backend", open_once)
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, TOO_LONG, 24])), "--warmup", "0")
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True]
@@ -108,7 +108,7 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
 
 def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter([negated_mean, _interrupt])
-    monkeypatch.setattr("replay.runner.pass_runner.negated_mean", lambda *arguments: next(calls)(*arguments))
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", lambda *arguments: next(calls)(*arguments))
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
     assert code == 130
     assert len(records) == 1

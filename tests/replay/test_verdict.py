@@ -16,23 +16,13 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from replay.cli import main as replay_main
 from replay.runlog.reader import PastRun
+from replay.tolerances.job import TOKENS_RMS, bound_of
+from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.findings import Setting, finding
-from replay.verdict.job_values import (
-    ACTION_TOKENS,
-    GRAD_NORM,
-    GRADIENT,
-    LOG_PROBS,
-    LOSS,
-    TOKENS,
-    Claim,
-    OtherValue,
-    Recorded,
-    WeightComparison,
-)
-from replay.verdict.judge import Outcome, Verdict, judge
+from replay.verdict.job_values import Claim, OtherValue, Recorded, WeightComparison
+from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.replayed_values import Replayed
 from replay.verdict.text import verdict_lines
-from replay.verdict.tolerances import TOKENS_RMS, bound_of
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
@@ -307,7 +297,7 @@ def recorded(*claims: Claim, step: int = 0, **changes: Any) -> Recorded:
 def judged(*passes: Recorded, setting: Setting = SETTING, **changes: Any) -> Verdict:
     """Each pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     values = {"row_action_tokens": [30, 50], "grad_norm": 4.0, "row_log_probs": [-30.0, -100.0], **changes}
-    return judge([(record(index, **values), one, Replayed()) for index, one in enumerate(passes)], setting)
+    return judge([Pass(record(index, **values), one, Replayed()) for index, one in enumerate(passes)], setting)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +419,7 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
     one = recorded(RIGHT)
     pair = [
-        (record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, Replayed())
+        Pass(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, Replayed())
         for rank, loss in ((0, 1.5), (1, 1.6))
     ]
     verdict = judge(pair, SETTING)

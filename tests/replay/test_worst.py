@@ -31,7 +31,7 @@ from replay.processes.pool import Child, Task
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
-from replay.runner.pass_runner import inputs_for
+from replay.runner.laying_out import inputs_for
 from replay.shipped_inputs import default_folder
 from replay.spec import RunSpec
 from replay.worst.memory import Memory, memory_here

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actor_init.as_json import AnyFloat
-from replay.report.difference import relative_difference
-from replay.report.false_alarms import factor_for
-from replay.report.roundoff import roundoff
-from replay.verdict.job_values import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.false_alarms import factor_for
+from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.roundoff import roundoff
 
 TOKENS_RMS = "token log-probs, root mean square"
 

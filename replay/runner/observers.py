@@ -1,0 +1,172 @@
+"""What a replay looks at in a pass besides running it: each is an observer of `run_pass`."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actor_init.attention.kernels import cudnn_calls
+from actor_init.backends.protocol import Backend
+from actor_init.compiling import num_graphs
+from actor_init.inputs.packing import ActorInputs
+from actor_init.world import World
+from capture.file_format.parameter_samples import Sample
+from replay.objective.objective import gain
+from replay.runlog import gradient_sketches
+from replay.runner import compilations
+from replay.runner.first_uses import FirstUses
+from replay.runner.run_pass import PassInputs, PassObserver
+from replay.tracing.writer import RunTrace
+from replay.verdict.replayed_values import GradientSamples, gradient_samples
+from replay.watch.progress import Phase, Tracker
+
+if TYPE_CHECKING:
+    from replay.profiling.memory import History
+
+
+class PositionMarker(PassObserver):
+    """Tells the watch which phase this rank is in."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def at(self, phase: Phase) -> None:
+        self._tracker.at(phase)
+
+
+class FirstUseCounter(PassObserver):
+    """Counts what a pass does for the first time in its process: graphs, compilations, plans, kernels, libraries."""
+
+    def __init__(self, device: torch.device, kernel: str) -> None:
+        self.new_graphs = 0
+        self.first_uses: list[str] = []
+        self.compile_seconds = 0.0
+        self.recompilations: list[str] = []
+        self._counters = FirstUses(device)
+        self._kernel = kernel
+        self._num_graphs_before = 0
+
+    def begin(self, inputs: PassInputs) -> None:
+        self._num_graphs_before = num_graphs()
+        self._counters.begin(self._cudnn_calls(inputs.fed, backward=inputs.backward))
+        compilations.begin()
+
+    def after_clock(self) -> None:
+        self.first_uses = self._counters.end()
+        self.compile_seconds, self.recompilations = compilations.end()
+
+    def close(self, error: BaseException | None) -> None:
+        self.new_graphs = num_graphs() - self._num_graphs_before
+
+    def _cudnn_calls(self, fed: ActorInputs, *, backward: bool) -> set[Hashable]:
+        """Return what tells the calls of cuDNN's attention in a pass from each other."""
+        if "cudnn" not in self._kernel:
+            return set()
+        lengths = [] if fed.cu_seq_lens is None else fed.cu_seq_lens.diff().tolist()
+        rows, num_tokens = fed.input_ids.shape
+        return {(*call, backward) for call in cudnn_calls(self._kernel, rows, num_tokens, lengths)}
+
+
+class TraceObserver(PassObserver):
+    """Keeps sketches of what each layer computed. A traced pass is no measurement, so the clock runs on."""
+
+    def __init__(self, trace: RunTrace) -> None:
+        self._trace = trace
+        self._ends_window = False
+
+    def begin(self, inputs: PassInputs) -> None:
+        self._ends_window = inputs.ends_window
+        self._trace.begin(inputs.fed)
+
+    def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
+        self._trace.end_forward(log_probs_BA)
+
+    def after_backward(self) -> None:
+        if self._ends_window:
+            self._trace.end_window()
+
+
+class GainProbe(PassObserver):
+    """Measures how far the loss moves with the log-probs, for the verdict's bound on it."""
+
+    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD})
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
+        self.gain = gain(loss, log_probs_BA)
+
+
+class GradientProbe(PassObserver):
+    """Takes the samples of a window's gradient that the job recorded. Gathers each gradient."""
+
+    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+
+    def __init__(self, backend: Backend, wanted: Mapping[str, Sequence[Sample]]) -> None:
+        self.samples: GradientSamples | None = None
+        self._backend = backend
+        self._wanted = wanted
+
+    def after_backward(self) -> None:
+        self.samples = gradient_samples(self._backend.gradients(), self._wanted)
+
+
+class SketchProbe(PassObserver):
+    """Writes a sketch of each gradient of a window, for `compare`. Gathers each gradient."""
+
+    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+
+    def __init__(self, backend: Backend, folder: Path, index: int, world: World) -> None:
+        self._backend = backend
+        self._folder = folder
+        self._index = index
+        self._world = world
+
+    def after_backward(self) -> None:
+        gradient_sketches.keep(self._folder, self._index, self._backend.gradients(), self._world)
+
+
+class LossCheck(PassObserver):
+    """Looks for the first tensor that is not finite before a step hides it, if a rank's loss is not finite.
+
+    is_wanted  tells from a loss whether to look; the same on every rank
+    search     returns what this rank found; None if only other ranks found one
+    """
+
+    def __init__(self, is_wanted: Callable[[Tensor], bool], search: Callable[[PassInputs], str | None]) -> None:
+        self.first_non_finite: str | None = None
+        self._is_wanted = is_wanted
+        self._search = search
+        self._inputs: PassInputs | None = None
+
+    def begin(self, inputs: PassInputs) -> None:
+        self._inputs = inputs
+
+    def before_step(self, loss: Tensor) -> None:
+        assert self._inputs is not None
+        if self._is_wanted(loss):
+            self.first_non_finite = self._search(self._inputs)
+
+    def close(self, error: BaseException | None) -> None:
+        self._inputs = None
+
+
+class HistoryMarker(PassObserver):
+    """Marks the borders of a pass in the history of its allocations."""
+
+    def __init__(self, history: "History", model: PreTrainedModel) -> None:
+        self._history = history
+        self._model = model
+
+    def at(self, phase: Phase) -> None:
+        if phase is Phase.WAITING:
+            self._history.forward_ended()
+        elif phase is Phase.SETTLING:
+            self._history.phases_ended()
+
+    def after_backward(self) -> None:
+        self._history.backward_ended(self._model)

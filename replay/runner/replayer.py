@@ -1,0 +1,326 @@
+"""Replay one capture after another on this rank: a capture goes in, its record comes out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actor_init.dropout_settings import acting_dropouts
+from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
+from actor_init.model import ModelSource, lasting_config
+from actor_init.own_positions import with_own_positions
+from actor_init.world import World
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
+from replay.loss import may_count_after_padding, negated_mean, tokens_for
+from replay.objective.inputs import ObjectiveInputs
+from replay.objective.inputs import Recorded as RecordedForObjective
+from replay.objective.objective import Objective
+from replay.report.text import one_line
+from replay.resolution.windows import Round
+from replay.resolved import ResolvedReplay
+from replay.runlog import token_log_probs
+from replay.runlog.records import PassRecord
+from replay.runner.accumulation import Window
+from replay.runner.digests import digest_of_inputs
+from replay.runner.laying_out import inputs_for
+from replay.runner.meter import Meter
+from replay.runner.non_finite import Search
+from replay.runner.observers import (
+    FirstUseCounter,
+    GainProbe,
+    GradientProbe,
+    LossCheck,
+    PositionMarker,
+    SketchProbe,
+    TraceObserver,
+)
+from replay.runner.pass_again import Expectations, with_second_run
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, run_pass
+from replay.spec import WindowWeights
+from replay.tracing.writer import RunTrace
+from replay.verdict.job_values import Recorded, recorded_in, token_places
+from replay.verdict.judge import Pass
+from replay.verdict.replayed_values import Replayed, action_log_probs, sampled_log_probs
+from replay.verdict.router_loss import without_router_loss
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Phase, Tracker
+
+
+class Replayer:
+    """Feed captures to the actor, and track the accumulation window. Opens the actor again after a failed pass."""
+
+    def __init__(
+        self,
+        spec: ResolvedReplay,
+        world: World,
+        source: ModelSource,
+        actor: ReopenedActor,
+        meter: Meter,
+        tracker: Tracker,
+        same_weights: SameWeights,
+        trace: RunTrace | None = None,
+        rounds: Sequence[Round] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.spec = spec
+        self.world = world
+        self.source = source
+        self.actor = actor
+        self.tracker = tracker
+        self.same_weights = same_weights
+        self.trace = trace
+        self.window = Window(size=spec.actor.num_accumulated, rounds=rounds)
+        self.details_folder = folder if spec.measure.details else None
+        self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
+        self.num_settled = 0  # inputs replayed before the open accumulation window
+        self._clock = MeterClock(meter, world)
+        self._first_uses = FirstUseCounter(world.device, spec.kernel)
+        self._expectations = Expectations()
+        self._latest: PassInputs | None = None
+        self._broke_off = False
+        self._objective = Objective.of(spec)
+        self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
+        self._is_random = bool(acting_dropouts(lasting_config(source.config)))
+        self._padding_predicts = may_count_after_padding(spec) and not source.layout_under(spec.actor).joins
+
+    def mend(self) -> None:
+        """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
+        if self._broke_off:
+            self.actor.reopen()
+            if self.trace:
+                self.trace.attach(self.actor.backend)
+            self._broke_off = False
+
+    def with_first_non_finite(self, record: PassRecord) -> PassRecord:
+        """Return `record` of the latest pass with the first non-finite tensor added. All ranks must call this."""
+        assert self._latest is not None
+        self.tracker.at(Phase.LOOKING)
+        found = self.search.run(self.actor.backend, self._latest, is_stepped=self._latest.steps)
+        return replace(record, first_non_finite=found)
+
+    def wants_again(self, ranks: Sequence[PassRecord]) -> bool:
+        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
+        wanted = self.spec.actor.num_accumulated == 1 and self._expectations.is_far_off(ranks)
+        if not wanted:
+            self._expectations.learn(ranks)
+        return wanted
+
+    def with_second_run(self, record: PassRecord, ranks: Sequence[PassRecord]) -> PassRecord:
+        """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
+
+        All ranks must call this.
+        """
+        assert self._latest is not None
+        self.tracker.at(Phase.LOOKING)
+        again = replace(self._latest, weight=1.0, ends_window=self._latest.backward, steps=False)
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            cost = run_pass(self.actor.backend, again, self._clock).cost
+        seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
+        self._expectations.learn(ranks, max(seconds))
+        return with_second_run(record, seconds, ranks)
+
+    def replay(self, index: int, path: Path, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
+        """Run forward, and backward and step if enabled, on one input. An error is recorded and returned.
+
+        observers  of this pass, besides those that the run asks for
+        """
+        record = PassRecord(
+            index=index,
+            source=path.name,
+            rank=self.world.rank,
+            data_rank=self.world.data_rank,
+            warmup=index < self.spec.measure.warmup,
+            traced=self.trace is not None,
+        )
+        recorded: Recorded | None = None
+        self.tracker.begins(index, path.name, place_in_window=self.window.num_passes)
+        try:
+            call = read_call(path)
+            batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
+            record = replace(
+                record,
+                rows=batch.num_rows,
+                padded_tokens=batch.num_padded_tokens,
+                real_tokens=batch.num_real_tokens,
+                row_tokens=batch.attention_mask_BS.sum(dim=1).tolist(),
+                input_digest=digest_of_inputs(batch),
+                trains=batch.trains,
+            )
+            weights = self.same_weights.check(call.weights)
+            recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
+            recorded = without_router_loss(recorded, call, self.source.config)
+            self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+            batch = tokens_for(self.spec.measure.loss, with_own_positions(batch, self.source.config))
+            record, replayed = self._replay(record, call, batch, observers)
+            return Pass(record, recorded, replayed), None
+        except SystemExit as error:
+            left = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+            failed = replace(record, error=str(left), error_type="SystemExit")
+            return Pass(failed, recorded, Replayed()), left
+        except Exception as error:
+            failed = replace(record, error=one_line(str(error)), error_type=type(error).__name__)
+            return Pass(failed, recorded, Replayed()), error
+
+    def _replay(
+        self, record: PassRecord, call: Call, batch: MicroBatch, observers: Sequence[PassObserver]
+    ) -> tuple[PassRecord, Replayed]:
+        """Run the pass of a capture that was read, and return its record, and what a verdict needs besides."""
+        gradients = call.step.gradients if call.step is not None else None
+        self.window.enter(record.index, self.same_weights.by_own_name(gradients) if gradients is not None else {})
+        inputs = self._inputs(record.index, call, batch)
+        self._latest = inputs
+
+        # Their order is that of their collectives, and each rank has the same.
+        gain = GainProbe() if self._objective is not None else None
+        gradient: GradientProbe | None = None
+        check: LossCheck | None = None
+        told: list[PassObserver] = [*observers, self._first_uses]
+        if self.trace:
+            told.append(TraceObserver(self.trace))
+        told.append(PositionMarker(self.tracker))
+        if gain is not None:
+            told.append(gain)
+        if inputs.ends_window and self.window.has_gradient_samples(record.index):
+            told.append(gradient := GradientProbe(self.actor.backend, self.window.wanted))
+        if inputs.ends_window and self.details_folder is not None:
+            told.append(SketchProbe(self.actor.backend, self.details_folder, record.index, self.world))
+        if inputs.steps:
+            told.append(check := LossCheck(self.search.is_any, self._search_before_step))
+
+        try:
+            outcome = run_pass(self.actor.backend, inputs, self._clock, told)
+        except (Exception, SystemExit):
+            self.window.break_off()
+            self._broke_off = True
+            raise
+        self.window.has_run(backward=inputs.backward)
+        replayed = replace(
+            self._replayed(outcome, inputs, call, batch),
+            loss_gain=gain.gain if gain is not None else 1.0,
+            gradient=gradient.samples if gradient is not None else None,
+        )
+        if self.details_folder is not None:
+            token_log_probs.keep(self.details_folder, record.index, record.rank, replayed.action_log_probs)
+        order = -1 if inputs.reverses else 1
+        record = replace(
+            record,
+            fed_tokens=inputs.fed.input_ids.numel() * self.spec.actor.parallel.ring,
+            phases=outcome.cost.phases,
+            seconds=outcome.cost.seconds,
+            wait_seconds=outcome.cost.wait_seconds,
+            loss=outcome.loss.item(),
+            row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::order],
+            row_action_tokens=inputs.fed.action_mask_BA.sum(dim=1).tolist()[::order],
+            weight=inputs.weight,
+            grad_norm=outcome.grad_norm,
+            new_graphs=self._first_uses.new_graphs,
+            first_uses=self._first_uses.first_uses,
+            compile_seconds=self._first_uses.compile_seconds,
+            recompilations=self._first_uses.recompilations,
+            first_non_finite=check.first_non_finite if check is not None else None,
+        )
+        if self.trace:
+            self.trace.write(record.index, record.source, num_columns=inputs.num_columns)
+        if not self.window.num_passes:
+            self.num_settled = record.index + 1
+        return record, replayed
+
+    def _inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
+        """Lay a micro-batch out on the device, with its loss, and its place in the window. All ranks must call this."""
+        reverses, measure = self.spec.inputs.reverse_rows, self.spec.measure
+        backward = batch.trains and measure.backward
+        ends_window = self.window.is_last(backward=backward)
+        recorded = self._recorded_for_objective(call, batch)
+        fed = inputs_for(with_rows_reversed(batch) if reverses else batch, self.spec.actor, self.source, self.world)
+        fed = replace(fed, is_even=backward and recorded is None)
+        if recorded is not None:
+            fed = replace(fed, kept_logits=self._kept_logits)
+        return PassInputs(
+            fed=fed,
+            loss_of=partial(_stand_in, fed) if recorded is None else self._objective_of(fed, recorded),
+            trains=batch.trains,
+            autograd=batch.trains,
+            backward=backward,
+            weight=self._weight(index, recorded),
+            ends_window=ends_window,
+            steps=ends_window and measure.step,
+            random=call.random if self._is_random else {},
+            num_columns=batch.sequences_BS.shape[1],
+            reverses=reverses,
+        )
+
+    def _recorded_for_objective(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
+        """Return what the job's objective is computed from; None without one. Raises ObjectiveError if it lacks it."""
+        if self._objective is None:
+            return None
+        recorded = RecordedForObjective.of(call, batch)
+        self._objective.check(recorded)
+        return recorded
+
+    def _weight(self, index: int, recorded: RecordedForObjective | None) -> float:
+        """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
+        num_passes = self.window.size * self.world.num_data_ranks
+        if recorded is not None:
+            assert self._objective is not None
+            return num_passes / recorded.num_job_ranks if self._objective.is_share_of_window else 1.0
+        if num_passes == 1 or self.spec.measure.window is not WindowWeights.TOKENS:
+            return 1.0
+        return self.window.token_weight(index, self.world.data_rank)
+
+    def _objective_of(self, fed: ActorInputs, recorded: RecordedForObjective) -> Callable[[Tensor], Tensor]:
+        """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
+        assert self._objective is not None
+        objective, on_device = self._objective, recorded.to(self.world.device)
+        reverses, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
+        counts = self.window.token_counts() or [int(fed.action_mask_BA.sum())]
+
+        def in_captured_order(tensor: Tensor) -> Tensor:
+            return tensor.flip(0) if reverses else tensor
+
+        def loss_of(log_probs_BA: Tensor) -> Tensor:
+            return objective(
+                ObjectiveInputs(
+                    log_probs_BA=in_captured_order(log_probs_BA),
+                    action_mask_BA=in_captured_order(fed.action_mask_BA),
+                    recorded=on_device,
+                    num_window_tokens=sum(counts),
+                    num_window_passes=len(counts),
+                    kept_logits=kept_logits,
+                    is_fed_in_reverse=reverses,
+                )
+            )
+
+        return loss_of
+
+    def _search_before_step(self, inputs: PassInputs) -> str | None:
+        """Search the forward alone: the window's gradient is still to be stepped with."""
+        return self.search.run(self.actor.backend, replace(inputs, backward=False), is_stepped=False)
+
+    def _replayed(self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch) -> Replayed:
+        """Collect the log-probs that the job recorded, or all where they are written down."""
+        own_BA, first = predicts_own_tokens(with_rows_reversed(batch) if inputs.reverses else batch)
+        action_mask_BA, is_reversed = inputs.fed.action_mask_BA, inputs.reverses
+        has_all_tokens = any(name.endswith("_values") for name in call.outputs)
+        return Replayed(
+            token_log_probs=sampled_log_probs(
+                outcome.log_probs_BA,
+                action_mask_BA & own_BA.to(self.world.device),
+                token_places(call, *batch.sequences_BS.shape),
+                first=first,
+                is_reversed=is_reversed,
+            ),
+            action_log_probs=action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
+            if has_all_tokens or self.details_folder is not None
+            else (),
+        )
+
+
+def _stand_in(fed: ActorInputs, log_probs_BA: Tensor) -> Tensor:
+    return negated_mean(log_probs_BA, fed)
