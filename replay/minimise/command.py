@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs, check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def minimise(
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
         others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
         refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
-        return partial(_minimise_cell, parity, cell, run_spec(given).measure.log_folder, limits, redact)
-    spec = run_spec(given)
+        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, limits, redact)
+    spec = replay_spec(given)
 
     def begin() -> int:
         refuse_launcher("minimise")

@@ -10,7 +10,7 @@ import typer
 
 from actor_init.spec import Attention, Dtype, UsageError
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
+from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 
 Word = TypeVar("Word", bound=StrEnum)
@@ -46,7 +46,7 @@ def mismatch(
     The captures need the rollout's log-probs: of a converted dump, or noted by the job as rollout_log_probs. The tokens
     listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
     """
-    run = run_spec(given)
+    run = replay_spec(given)
     dtypes = _words("--dtype", dtype, Dtype, but=(Dtype.AUTO,))
     kernels = _words("--attention", attention, Attention)
     own = ["--dtype", dtype, "--attention", attention, "--worst", str(worst), *(["--json", str(json)] if json else [])]

@@ -7,7 +7,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Asked, Policy, sizes_of
 
@@ -80,7 +80,7 @@ def recompiles(
             *(["--num-passes", str(num_passes)] if num_passes != NUM_PASSES else []),
         ],
     )
-    spec = run_spec(given)
+    spec = replay_spec(given)
 
     def try_policies() -> int:
         refuse_launcher("recompiles")

@@ -33,7 +33,7 @@ from replay.resolved import (
     ResolvedReplay,
     with_kernel,
 )
-from replay.spec import InputsSpec, LossName, Parts, Passes, RunSpec
+from replay.spec import InputsSpec, LossName, Parts, Passes, ReplaySpec
 
 # The settings of torch's optimizers that torch has a default for.
 OPTIMIZER_SETTINGS = {
@@ -44,7 +44,7 @@ OPTIMIZER_SETTINGS = {
 
 
 def resolve(
-    spec: RunSpec, selection: Selection, first: Call | None, world: World, objective: Objective | None
+    spec: ReplaySpec, selection: Selection, first: Call | None, world: World, objective: Objective | None
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
@@ -188,7 +188,7 @@ def _filled(part: PartT, name: str, choices: Sequence[Choice]) -> PartT:
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})
 
 
-def _with_typed(choices: Sequence[Choice], spec: RunSpec) -> list[Choice]:
+def _with_typed(choices: Sequence[Choice], spec: ReplaySpec) -> list[Choice]:
     """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
     by_setting = {choice.setting: choice for choice in choices}
     every: dict[str, Choice] = {}

@@ -8,7 +8,7 @@ import typer
 
 from replay.given_paths import check_inputs, check_left_by
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 
@@ -51,7 +51,7 @@ def scan(
     if go_on is not None:
         refuse_typed({"group": group, **given}, NOT_WITH_CONTINUE)
         return partial(_go_on, go_on, limits, ray)
-    spec = run_spec(given)
+    spec = replay_spec(given)
 
     def begin() -> int:
         refuse_launcher("scan")

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.worst.configuration import parsed
 
@@ -52,7 +52,7 @@ def worst(
     they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
     of a peak or 10 % of a time.
     """
-    spec = run_spec(given)
+    spec = replay_spec(given)
     others = [parsed(text, spec.actor) for text in predict or []]
     typed = ["--measured", str(measured)] if measured != NUM_MEASURED else []
     typed += ["--check"] if check else []

@@ -24,7 +24,7 @@ from replay.resolution.job_defaults import from_job
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
 from replay.resolved import ATTENTION, KERNELS, LOSS_SCALE, ONCE_OPEN, PACKING, TP_PLAN, By, Choice, ResolvedReplay
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 
@@ -95,18 +95,18 @@ def half(**environment: str) -> Call:
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.dtypes_of", lambda call: ["float16"])
-    on_cpu, on_cuda = (from_job(RunSpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
-    assert from_job(RunSpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
+    assert from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
 
 
 def test_a_window_of_the_job_is_told_from_a_default() -> None:
     of_job = replace(SELECTION, grad_accumulation=3, has_job_windows=True)
     for spec, selection, by in (
-        (RunSpec(), of_job, By.JOB),
-        (RunSpec(), SELECTION, By.DEFAULT),
-        (RunSpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
+        (ReplaySpec(), of_job, By.JOB),
+        (ReplaySpec(), SELECTION, By.DEFAULT),
+        (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
     ):
         choice = from_job(spec, None, selection, "cpu")[3]
         assert (choice.value, choice.by) == (selection.grad_accumulation, by)
@@ -114,7 +114,7 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
 
 def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
     choices = [Choice(setting=setting, value=ONCE_OPEN, by=By.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
-    done = MadeReplay.of(RunSpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
+    done = MadeReplay.of(ReplaySpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
     assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
 
 
@@ -200,7 +200,7 @@ from replay.runner.checkpoint import Saver
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.tracing.writer import RunTrace
 from replay.verdict.judge import judge
 from replay.verdict.weight_check import SameWeights
@@ -223,7 +223,7 @@ def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
     """mypy refuses each call, and not one that hands on what was resolved."""
     calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
     file = tmp_path / "handed_on.py"
-    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: RunSpec", *calls]
+    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: ReplaySpec", *calls]
     file.write_text("\n".join(lines) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
@@ -231,7 +231,7 @@ def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
     refused = {
         int(error[1])
         for error in re.finditer(
-            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "RunSpec"', done.stdout
+            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "ReplaySpec"', done.stdout
         )
     }
     assert refused == set(range(len(lines) - len(calls) + 1, len(lines) + 1)), done.stdout
@@ -242,7 +242,7 @@ def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "replay").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunSpec" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "ReplaySpec" for alias in node.names)
     }
     assert len(knowing) < 25
     below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
