@@ -43,7 +43,7 @@ from benchmarks.side_by_side import opened
 from replay.cli import action_of
 from replay.profiling.shares import Interval, seconds_by_work, work_of
 from replay.runlog.summary import peak_bytes
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
 
@@ -171,7 +171,7 @@ def _stand_in_for_what_is_not_used() -> None:
         sys.modules[module] = MagicMock(__spec__=None, StatefulDataLoader=type("StatefulDataLoader", (), {}))
 
 
-def _replay(spec: RunSpec, world: World) -> Side:
+def _replay(spec: ReplaySpec, world: World) -> Side:
     replayer, (path,) = opened(spec, world, Path(tempfile.mkdtemp()))
 
     def run() -> tuple[float, int]:

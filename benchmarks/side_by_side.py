@@ -26,7 +26,7 @@ from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -64,7 +64,7 @@ def main() -> int:
     return 0
 
 
-def opened(spec: RunSpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
+def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
     """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     resolved = resolve(spec, selection, read_call(selection.inputs[0]), world, None)
@@ -76,7 +76,7 @@ def opened(spec: RunSpec, world: World, folder: Path) -> tuple[Replayer, Sequenc
     return replayer, selection.inputs
 
 
-def _block_of(spec: RunSpec, world: World, folder: Path) -> Block:
+def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Block:
     replayer, paths = opened(spec, world, folder)
 
     def block() -> tuple[float, int]:

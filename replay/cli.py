@@ -20,11 +20,11 @@ from typer.core import TyperGroup
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
-from replay.option_parsing import Action, command_line, run_spec, with_options
+from replay.option_parsing import Action, command_line, replay_spec, with_options
 from replay.processes.exit_code import exit_code_of, own_rank, say
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.report.text import one_line
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.subcommands import COMMANDS
 from replay.wording import in_flags
 
@@ -89,11 +89,11 @@ def replay(
             )
         return None
     if (cluster := ray_options(launcher, address, workers)) is not None:
-        return partial(_replay_on_ray, run_spec(given), cluster, show_traceback=traceback, explains=explain)
-    return partial(_replay, run_spec(given), show_traceback=traceback, explains=explain)
+        return partial(_replay_on_ray, replay_spec(given), cluster, show_traceback=traceback, explains=explain)
+    return partial(_replay, replay_spec(given), show_traceback=traceback, explains=explain)
 
 
-def _replay(spec: RunSpec, *, show_traceback: bool, explains: bool) -> int:
+def _replay(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> int:
     check_inputs(spec.inputs)
     if num_processes := num_processes_missing(spec.actor.parallel):
         return relaunch(num_processes, _arguments(spec, show_traceback=show_traceback, explains=explains))
@@ -110,13 +110,15 @@ def _replay(spec: RunSpec, *, show_traceback: bool, explains: bool) -> int:
         gc.enable()
 
 
-def _replay_on_ray(spec: RunSpec, cluster: RayOptions, *, show_traceback: bool, explains: bool) -> int:
+def _replay_on_ray(spec: ReplaySpec, cluster: RayOptions, *, show_traceback: bool, explains: bool) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(spec, main, _arguments(spec, show_traceback=show_traceback, explains=explains), cluster)
+    arguments = _arguments(spec, show_traceback=show_traceback, explains=explains)
+    parallel, log_folder = spec.actor.parallel, spec.measure.log_folder
+    return run_on_ray(main, arguments, cluster, parallel=parallel, log_folder=log_folder)
 
 
-def _arguments(spec: RunSpec, *, show_traceback: bool, explains: bool) -> list[str]:
+def _arguments(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> list[str]:
     """Return the arguments for each rank of a launch."""
     return command_line(spec) + ["--traceback"] * show_traceback + ["--explain"] * explains
 

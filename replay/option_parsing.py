@@ -1,4 +1,4 @@
-"""Turn dataclass fields into command line options, and parsed options back into a RunSpec.
+"""Turn dataclass fields into command line options, and parsed options back into a ReplaySpec.
 
 Every option is None here unless it was given: defaults, help and ranges are declared in the dataclasses only. typer
 passes on text and switches; this module converts the text, so that every error says what was given and what is
@@ -21,11 +21,11 @@ import typer
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.facts import flag_of
-from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, RunSpec, StateSpec
+from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
 
-PARTS: dict[str, type] = {  # parts of a RunSpec by their attribute path
+PARTS: dict[str, type] = {  # parts of a ReplaySpec by their attribute path
     "actor": ActorSpec,
     "actor.parallel": ParallelSpec,
     "inputs": InputsSpec,
@@ -72,7 +72,7 @@ class Toggle:
     def negation(self) -> str:
         return f"--no-{self.flag.removeprefix('--')}"
 
-    def value_in(self, spec: RunSpec) -> Any:
+    def value_in(self, spec: Parts) -> Any:
         return attrgetter(f"{self.part}.{self.field}")(spec)
 
     def as_typed(self, value: Any) -> list[str]:
@@ -165,8 +165,8 @@ def _parameter(toggle: Toggle) -> inspect.Parameter:
     )
 
 
-def run_spec(given: Mapping[str, Any]) -> RunSpec:
-    """Build a RunSpec from the typed options, given by parameter name.
+def replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
+    """Build a ReplaySpec from the typed options, given by parameter name.
 
     Raises UsageError for an invalid value, or for two options that contradict each other.
     """
@@ -183,7 +183,7 @@ def run_spec(given: Mapping[str, Any]) -> RunSpec:
     for part, spec_class in reversed(PARTS.items()):  # nested parts before the part that holds them
         inner = {way.removeprefix(f"{part}."): made.pop(way) for way in list(made) if way.startswith(f"{part}.")}
         made[part] = spec_class(**inner, **{name: value for (of, name), (_, value) in typed.items() if of == part})
-    return RunSpec(**made)
+    return ReplaySpec(**made)
 
 
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:
@@ -223,7 +223,7 @@ def _allowed(toggle: Toggle) -> str:
     return kind if toggle.min is None else f"{kind} of at least {toggle.min}"
 
 
-def command_line(spec: RunSpec) -> list[str]:
+def command_line(spec: ReplaySpec) -> list[str]:
     """Return the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
     arguments: list[str] = []
     done: set[tuple[str, str]] = set()
@@ -240,7 +240,7 @@ def command_line(spec: RunSpec) -> list[str]:
     return arguments
 
 
-def spec_of(arguments: Sequence[str]) -> RunSpec:
+def spec_of(arguments: Sequence[str]) -> ReplaySpec:
     """Return the spec that these arguments, as `command_line` returns them, produce. Of two values the later counts."""
     flags = {toggle.flag: toggle for toggle in toggles()}
     negations = {toggle.negation: toggle for toggle in toggles() if toggle.base is bool and not toggle.is_switch}
@@ -252,21 +252,21 @@ def spec_of(arguments: Sequence[str]) -> RunSpec:
         else:
             toggle = flags[word]
             given[toggle.parameter] = True if toggle.is_switch or toggle.base is bool else next(words)
-    return run_spec(given)
+    return replay_spec(given)
 
 
-def spec_to_dict(spec: RunSpec) -> dict[str, Any]:
+def spec_to_dict(spec: ReplaySpec) -> dict[str, Any]:
     """Return the spec as JSON-ready values: nested by part, enums as their values, paths as text."""
     plain: dict[str, Any] = to_json(spec)
     return plain
 
 
-def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -> RunSpec:
+def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -> ReplaySpec:
     """Read a spec from the values that `spec_to_dict` returned; missing fields get their defaults.
 
     Raises UsageError, with a message that begins with `source`, for invalid values.
     """
-    spec = from_json(RunSpec, values, source=source)
+    spec = from_json(ReplaySpec, values, source=source)
     for toggle in toggles():
         try:
             _check_range(toggle, toggle.value_in(spec))

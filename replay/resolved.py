@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
-from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, RunSpec
+from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
 
 if TYPE_CHECKING:  # a log is read without them
     import torch
@@ -100,7 +100,7 @@ class ResolvedReplay(Parts):
         """Return who chose a setting; a default that nobody had to choose is one."""
         return next((choice.by for choice in self.choices if choice.setting == setting), By.DEFAULT)
 
-    def to_spec(self) -> RunSpec:
+    def to_spec(self) -> ReplaySpec:
         """Return what to type for the same run: with what the job and the model decided, not what a machine did."""
         left = {
             choice.setting
@@ -108,7 +108,7 @@ class ResolvedReplay(Parts):
             if choice.setting in LEFT_OPEN
             and (choice.by is By.MACHINE if choice.setting == ATTENTION else choice.by is not By.TYPED)
         }
-        return RunSpec(
+        return ReplaySpec(
             actor=_with_defaults(self.actor, "actor", left),
             inputs=_with_defaults(self.inputs, "inputs", left),
             measure=self.measure,

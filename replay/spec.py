@@ -322,5 +322,5 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec(Parts):
+class ReplaySpec(Parts):
     """What somebody typed. `auto`, and None where it is no value, is not typed: `resolve` chooses it."""

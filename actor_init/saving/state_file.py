@@ -100,7 +100,7 @@ class SavedState:
         given = Setting("load_state", folder)
         here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
         states = declaration_of(here.backend).states
-        assert states is not None, f"{here.backend} loads no state, and a RunSpec that asks for it is refused"
+        assert states is not None, f"{here.backend} loads no state, and a ReplaySpec that asks for it is refused"
         for name in (*SAME, *states.same):
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:

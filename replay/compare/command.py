@@ -48,12 +48,12 @@ def compare_logs(
 
 def first_differences(reference: PastRun, others: Sequence[PastRun]) -> "Parted":
     """Find the first difference of each run that was traced, if the reference was."""
-    if not reference.spec.measure.trace:
+    if not reference.measure.trace:
         return {}
 
     from replay.tracing.first_difference import first_difference
 
-    traced = {number: other for number, other in enumerate(others) if other.spec.measure.trace}
+    traced = {number: other for number, other in enumerate(others) if other.measure.trace}
     return {number: first_difference(reference.folder, other.folder) for number, other in traced.items()}
 
 

@@ -5,7 +5,8 @@ from dataclasses import fields
 from itertools import takewhile
 from typing import Any
 
-from replay.option_parsing import Toggle, spec_to_dict, toggles
+from actor_init.as_json import to_json
+from replay.option_parsing import Toggle, toggles
 from replay.report.text import counted
 from replay.runlog.matching import Pass, Window
 from replay.runlog.reader import PastRun
@@ -49,7 +50,7 @@ def reasons_to_refuse(
         *_of_model(reference, other),
         *_of_settings(reference, other),
         *_of_inputs(reference, pairs, other),
-        *(_of_steps(pairs, windows, other_windows) if reference.spec.measure.step and other.spec.measure.step else []),
+        *(_of_steps(pairs, windows, other_windows) if reference.measure.step and other.measure.step else []),
     ]
 
 
@@ -59,7 +60,7 @@ def differences_to_tell(reference: PastRun, other: PastRun) -> list[str]:
     Other code has parameters of other names, and so other files of weights; another loss has other settings.
     """
     told = _of_model(reference, other) if _has_other_code(reference, other) else []
-    losses = [run.spec.measure.loss for run in (reference, other)]
+    losses = [run.measure.loss for run in (reference, other)]
     is_users = any(USER_LOSS.fullmatch(loss) for loss in losses)
     of_loss = ("loss", *(one.name for one in fields(ObjectiveSpec))) if is_users and losses[0] != losses[1] else ()
     return [*told, *_of_values(reference, other, ("window", *of_loss)), *_of_loss_file(reference, other)]
@@ -99,24 +100,22 @@ def _digest(run: PastRun) -> str:
 
 
 def _of_settings(reference: PastRun, other: PastRun) -> list[str]:
-    both_step = reference.spec.measure.step and other.spec.measure.step
+    both_step = reference.measure.step and other.measure.step
     names = ALWAYS_SAME + (SAME_UNDER_STEP if both_step else ())
     return [*_of_values(reference, other, names), *_of_loss_file(reference, other)]
 
 
 def _of_values(reference: PastRun, other: PastRun, names: Collection[str]) -> list[str]:
     values = [
-        (toggle, toggle.value_in(other.spec), toggle.value_in(reference.spec))
-        for toggle in toggles()
-        if toggle.field in names
+        (toggle, toggle.value_in(other), toggle.value_in(reference)) for toggle in toggles() if toggle.field in names
     ]
     return [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
 
 
 def _of_loss_file(reference: PastRun, other: PastRun) -> list[str]:
-    loss = other.spec.measure.loss
+    loss = other.measure.loss
     is_same = reference.facts.get("loss_sha256") == other.facts.get("loss_sha256")
-    if is_same or reference.spec.measure.loss != loss:
+    if is_same or reference.measure.loss != loss:
         return []
     return [f"--loss {loss} is other code: its file has changed in between"]
 
@@ -127,7 +126,7 @@ def _typed(toggle: Toggle, value: Any) -> str:
 
 def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: PastRun) -> list[str]:
     if not pairs:
-        ours, theirs = reference.spec.inputs.passes, other.spec.inputs.passes
+        ours, theirs = reference.inputs.passes, other.inputs.passes
         kinds = "" if ours == theirs else f" ({theirs} passes, not {ours})"
         return [f"no input in common{kinds}: {other.records[0].source}, not {reference.records[0].source}"]
     changed = [one.source for one, partner in pairs if one.peers[0].input_digest != partner.peers[0].input_digest]
@@ -158,8 +157,8 @@ def _of_steps(
 def settings(run: PastRun) -> dict[str, str]:
     """Describe how a run was done, by setting; what was resolved replaces what was asked for."""
     asked: dict[str, Any] = {}
-    for part in spec_to_dict(run.spec).values():
-        asked |= {name: value for name, value in _flat(part).items() if name not in MEANS_NOTHING}
+    for part in (run.actor, run.inputs, run.measure, run.state, run.objective):
+        asked |= {name: value for name, value in _flat(to_json(part)).items() if name not in MEANS_NOTHING}
     shown = {name.replace("_", " "): _value_text(value) for name, value in {**asked, **run.facts}.items()}
     devices = [f"{run.devices.count(name)} x {name}" for name in dict.fromkeys(run.devices)]
     return {

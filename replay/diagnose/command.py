@@ -10,9 +10,9 @@ import typer
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
-from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
+from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
-from replay.spec import RunSpec, is_objective
+from replay.spec import ReplaySpec, is_objective
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
@@ -46,7 +46,7 @@ def diagnose(
 
     Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
     """
-    run = run_spec(given)
+    run = replay_spec(given)
     if is_objective(run.measure.loss):
         raise UsageError(
             f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "
@@ -60,14 +60,15 @@ def diagnose(
     return partial(_diagnose, run, steps, learning_rate, json, traceback, command)
 
 
-def _diagnose_on_ray(run: RunSpec, main: Callable[..., int], command: list[str], cluster: RayOptions) -> int:
+def _diagnose_on_ray(run: ReplaySpec, main: Callable[..., int], command: list[str], cluster: RayOptions) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    return run_on_ray(run, main, command, cluster)
+    parallel, log_folder = run.actor.parallel, run.measure.log_folder
+    return run_on_ray(main, command, cluster, parallel=parallel, log_folder=log_folder)
 
 
 def _diagnose(
-    run: RunSpec, steps: int, learning_rate: float | None, json: Path | None, traceback: bool, command: list[str]
+    run: ReplaySpec, steps: int, learning_rate: float | None, json: Path | None, traceback: bool, command: list[str]
 ) -> int:
     check_inputs(run.inputs)
     if num_processes := num_processes_missing(run.actor.parallel):

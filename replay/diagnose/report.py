@@ -38,7 +38,7 @@ from replay.resolution.model_source import find_source
 from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.laying_out import check_vocabulary
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
 
@@ -49,7 +49,7 @@ LEARNT_TOKENS = 16  # fewer tokens are learned by any step
 
 
 def diagnose(
-    run: RunSpec, *, num_steps: int, learning_rate: float | None, json_file: Path | None, show_traceback: bool
+    run: ReplaySpec, *, num_steps: int, learning_rate: float | None, json_file: Path | None, show_traceback: bool
 ) -> int:
     """Print all checks and return 0 if none of those that ran failed, else 1.
 
@@ -68,7 +68,7 @@ def diagnose(
 
 def diagnose_in(
     world: World,
-    run: RunSpec,
+    run: ReplaySpec,
     *,
     num_steps: int,
     learning_rate: float | None = None,
@@ -85,7 +85,8 @@ def diagnose_in(
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
-    run = world.from_first(settled(run, from_job(run, first_call(selection), selection, world.device.type)))
+    chosen = from_job(run, first_call(selection), selection, world.device.type)
+    run = world.from_first(replace(run, actor=settled(run.actor, chosen)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)
@@ -117,7 +118,7 @@ def diagnose_in(
 class Report:
     """Print and write checks on rank 0, and determine every rank's exit code."""
 
-    def __init__(self, world: World, run: RunSpec, files: Sequence[Path]) -> None:
+    def __init__(self, world: World, run: ReplaySpec, files: Sequence[Path]) -> None:
         self._world = world
         self._files = files
         self._checks: list[Check] = []
@@ -188,7 +189,7 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"--json {path}: {error.strerror}. Try: --json diagnose.json") from None
 
 
-def _read(path: Path, *, run: RunSpec, source: ModelSource) -> MicroBatch:
+def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
         read = with_labels_of_own_tokens(read_micro_batch(path))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from replay.option_parsing import Toggle, command_line, spec_of, toggles
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 NAMING = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")  # files and folders
 SET_HERE = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")  # by minimise, in every trial
@@ -30,11 +30,11 @@ class Candidate:
     num_processes: int = 1
 
     @classmethod
-    def of(cls, cuts: Sequence[Cut], spec: RunSpec, num_processes: int) -> "Candidate":
+    def of(cls, cuts: Sequence[Cut], spec: ReplaySpec, num_processes: int) -> "Candidate":
         return cls(cuts=tuple(cuts), arguments=tuple(_words(spec)), num_processes=num_processes)
 
     @property
-    def spec(self) -> RunSpec:
+    def spec(self) -> ReplaySpec:
         """Return the spec of its replay, without inputs. Raises UsageError if the options contradict each other."""
         return spec_of(self.arguments)
 
@@ -63,7 +63,7 @@ class Candidate:
         return replace(self, arguments=tuple(_words(spec_of([*words, *toggle.as_typed(value)]))))
 
 
-def given_in(spec: RunSpec) -> list[Toggle]:
+def given_in(spec: ReplaySpec) -> list[Toggle]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
     given: dict[tuple[str, str], Toggle] = {}
     for toggle in toggles():
@@ -74,11 +74,11 @@ def given_in(spec: RunSpec) -> list[Toggle]:
     return list(given.values())
 
 
-def _words(spec: RunSpec) -> list[str]:
+def _words(spec: ReplaySpec) -> list[str]:
     return command_line(without_inputs(spec))
 
 
-def without_inputs(spec: RunSpec) -> RunSpec:
+def without_inputs(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec with the defaults of what minimise sets in every trial."""
     defaults = {toggle.field: toggle.default for toggle in toggles() if toggle.field in SET_HERE}
     log_folder = defaults.pop("log_folder")

@@ -9,9 +9,8 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs, check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
-from replay.spec import RunSpec
 
 if TYPE_CHECKING:
     from replay.minimise.state import Limits
@@ -73,16 +72,17 @@ def minimise(
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
         others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
         refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
-        return partial(_minimise_cell, parity, cell, run_spec(given).measure.log_folder, limits, redact)
-    return partial(_minimise, run_spec(given), processes, limits, redact)
+        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, limits, redact)
+    spec = replay_spec(given)
 
+    def begin() -> int:
+        refuse_launcher("minimise")
+        check_inputs(spec.inputs)
+        from replay.minimise import runs
 
-def _minimise(spec: RunSpec, processes: int | None, limits: Given, redact: bool) -> int:
-    refuse_launcher("minimise")
-    check_inputs(spec.inputs)
-    from replay.minimise import runs
+        return runs.begin(spec, processes, _bounds(limits), redact=redact)
 
-    return runs.begin(spec, processes, _bounds(limits), redact=redact)
+    return begin
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: bool) -> int:

@@ -32,7 +32,7 @@ from replay.option_parsing import spec_from_dict
 from replay.processes.pool import Child
 from replay.report.text import counted, one_line
 from replay.runlog.writer import versions
-from replay.spec import USER_LOSS, RunSpec
+from replay.spec import USER_LOSS, ReplaySpec
 
 SMALLEST = "smallest"
 INPUTS = "inputs"
@@ -163,7 +163,7 @@ def _with_absolute_paths(best: Candidate) -> Candidate:
     return best
 
 
-def _naming(spec: RunSpec) -> list[tuple[str, str, Path]]:
+def _naming(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     """Return the options that name files: flag, value and path."""
     loss, model = USER_LOSS.fullmatch(spec.measure.loss), spec.actor.custom_model
     named = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
@@ -180,11 +180,11 @@ def _naming(spec: RunSpec) -> list[tuple[str, str, Path]]:
     return named
 
 
-def _paths_of(spec: RunSpec) -> list[Path]:
+def _paths_of(spec: ReplaySpec) -> list[Path]:
     return [path for _, _, path in _naming(spec)]
 
 
-def _files_of(spec: RunSpec) -> list[Path]:
+def _files_of(spec: ReplaySpec) -> list[Path]:
     return [path for flag, _, path in _naming(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))]
 
 

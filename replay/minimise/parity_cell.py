@@ -16,7 +16,7 @@ from replay.parity.results import MatrixJudge
 from replay.parity.state import ParityLog
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +106,8 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     return cell, row.cell.num_processes
 
 
-def _as_typed(spec: RunSpec) -> list[str]:
-    measure = replace(spec.measure, log_folder=RunSpec().measure.log_folder, name=RunSpec().measure.name, quiet=False)
+def _as_typed(spec: ReplaySpec) -> list[str]:
+    measure = replace(
+        spec.measure, log_folder=ReplaySpec().measure.log_folder, name=ReplaySpec().measure.name, quiet=False
+    )
     return command_line(replace(spec, measure=measure))

@@ -27,14 +27,14 @@ from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
 from replay.report.text import counted
 from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 KEPT_CALLS = 16  # captures in memory
 AS_TYPED = "as typed"
 
 
-def begin(spec: RunSpec, num_processes: int | None, limits: Limits, *, redact: bool) -> int:
+def begin(spec: ReplaySpec, num_processes: int | None, limits: Limits, *, redact: bool) -> int:
     """Minimise the failure of a replay, and return the exit code.
 
     0: it failed, and what is smallest was written; 1: it did not fail in `limits.tries` runs. Raises UsageError before
@@ -63,7 +63,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Limits, *, reda
 
 
 def _begin(
-    spec: RunSpec,
+    spec: ReplaySpec,
     num_processes: int,
     limits: Limits,
     *,
@@ -111,7 +111,7 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.parent.is_file()  # in a segment
 
 
-def _sources(spec: RunSpec, num_data_ranks: int) -> list[Path]:
+def _sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
     """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
     of_ranks = [
         select(

@@ -29,7 +29,7 @@ from capture.file_format.micro_batch import CaptureError
 from replay.loss import tokens_for
 from replay.minimise.failure import OF_THE_JOB, Failure, Kind, masked
 from replay.processes.launch import without_launcher
-from replay.spec import USER_LOSS, RunSpec
+from replay.spec import USER_LOSS, ReplaySpec
 from replay.wording import in_flags
 
 SCRIPT, DATA = "repro.py", "repro.pt"
@@ -106,7 +106,9 @@ class Standalone:
     weights: str = ""
 
 
-def write_standalone(home: Path, spec: RunSpec, failure: Failure, *, num_processes: int, seconds: float) -> Standalone:
+def write_standalone(
+    home: Path, spec: ReplaySpec, failure: Failure, *, num_processes: int, seconds: float
+) -> Standalone:
     """Write the script into `home`, beside `inputs`, and run it for at most `seconds`; remove it if it shows nothing.
 
     spec  of the replay that failed, with the dtype and the attention kernel that it had
@@ -145,7 +147,7 @@ def write_standalone(home: Path, spec: RunSpec, failure: Failure, *, num_process
     return Standalone(shows=False, why=f"plain transformers did not show it: {said}")
 
 
-def _why_not(spec: RunSpec, failure: Failure, num_processes: int) -> str:
+def _why_not(spec: ReplaySpec, failure: Failure, num_processes: int) -> str:
     """Return why no such script can show the failure; empty if one may."""
     if num_processes > 1:
         return f"the failure needs {num_processes} processes"
@@ -158,7 +160,7 @@ def _why_not(spec: RunSpec, failure: Failure, num_processes: int) -> str:
     return ""
 
 
-def _passes(inputs: Path, spec: RunSpec, source: ModelSource) -> list[dict[str, Any]]:
+def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[str, Any]]:
     """Prepare the captures as padded rows. Raises CaptureError for rows that hold several documents."""
     passes: list[dict[str, Any]] = []
     for path in capture_files(inputs):
@@ -183,7 +185,7 @@ def _passes(inputs: Path, spec: RunSpec, source: ModelSource) -> list[dict[str, 
     return passes
 
 
-def _script(spec: RunSpec, failure: Failure, *, has_weights: bool) -> str:
+def _script(spec: ReplaySpec, failure: Failure, *, has_weights: bool) -> str:
     own_loss = USER_LOSS.fullmatch(spec.measure.loss)
     is_number = failure.kind in OF_THE_JOB
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]

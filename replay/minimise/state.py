@@ -22,7 +22,7 @@ from replay.minimise.failure import Failure
 from replay.minimise.parity_cell import ParityCell
 from replay.option_parsing import spec_of
 from replay.runlog.writer import versions
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 FORMAT = 1
 FILE = "minimise.json"
@@ -116,7 +116,7 @@ class MinimiseLog:
         write_atomically(self.folder / FILE, json_bytes(values))
 
     @property
-    def spec(self) -> RunSpec:
+    def spec(self) -> ReplaySpec:
         """Return the spec of the replay as it was typed."""
         return spec_of(self.arguments)
 

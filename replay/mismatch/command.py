@@ -10,9 +10,8 @@ import typer
 
 from actor_init.spec import Attention, Dtype, UsageError
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, command_line, run_spec, with_options
+from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
-from replay.spec import RunSpec
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -47,11 +46,20 @@ def mismatch(
     The captures need the rollout's log-probs: of a converted dump, or noted by the job as rollout_log_probs. The tokens
     listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
     """
-    run = run_spec(given)
+    run = replay_spec(given)
     dtypes = _words("--dtype", dtype, Dtype, but=(Dtype.AUTO,))
     kernels = _words("--attention", attention, Attention)
     own = ["--dtype", dtype, "--attention", attention, "--worst", str(worst), *(["--json", str(json)] if json else [])]
-    return partial(_mismatch, run, dtypes, kernels, worst, json, ["mismatch", *own, *command_line(run)])
+
+    def measure() -> int:
+        check_inputs(run.inputs)
+        if num_processes := num_processes_missing(run.actor.parallel):
+            return relaunch(num_processes, ["mismatch", *own, *command_line(run)])
+        from replay.mismatch.report import mismatch
+
+        return mismatch(run, dtypes, kernels, worst, json)
+
+    return measure
 
 
 def _words(flag: str, typed: str, kind: type[Word], but: Sequence[Word] = ()) -> list[Word]:
@@ -60,19 +68,3 @@ def _words(flag: str, typed: str, kind: type[Word], but: Sequence[Word] = ()) ->
     if wrong := [word for word in words if word not in allowed]:
         raise UsageError(f"{flag} {wrong[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between")
     return [kind(word) for word in dict.fromkeys(words)]
-
-
-def _mismatch(
-    run: RunSpec,
-    dtypes: list[Dtype],
-    kernels: list[Attention],
-    num_worst: int,
-    json_file: Path | None,
-    command: list[str],
-) -> int:
-    check_inputs(run.inputs)
-    if num_processes := num_processes_missing(run.actor.parallel):
-        return relaunch(num_processes, command)
-    from replay.mismatch.report import mismatch
-
-    return mismatch(run, dtypes, kernels, num_worst, json_file)

@@ -39,7 +39,7 @@ from replay.runlog.writer import create_folder, versions
 from replay.runner.laying_out import inputs_for
 from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, run_pass
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.watch.progress import Tracker
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
@@ -68,7 +68,7 @@ class Distance:
 
 
 def mismatch(
-    run: RunSpec, dtypes: Sequence[Dtype], kernels: Sequence[Attention], num_worst: int, json_file: Path | None
+    run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[Attention], num_worst: int, json_file: Path | None
 ) -> int:
     """Replay the inputs' forwards under each dtype and kernel, print how far they are from the rollout, return 0.
 
@@ -80,7 +80,7 @@ def mismatch(
 
 def mismatch_in(
     world: World,
-    run: RunSpec,
+    run: ReplaySpec,
     dtypes: Sequence[Dtype],
     kernels: Sequence[Attention],
     num_worst: int,
@@ -130,7 +130,7 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
 
 @torch.no_grad()
 def _replayed(
-    spec: RunSpec,
+    spec: ReplaySpec,
     source: ModelSource,
     world: World,
     tracker: Tracker,
@@ -163,7 +163,7 @@ def _replayed(
 
 def _forward(
     backend: Backend,
-    spec: RunSpec,
+    spec: ReplaySpec,
     source: ModelSource,
     world: World,
     tracker: Tracker,
@@ -256,7 +256,7 @@ def _distance(one: tuple[Cell, list[Tokens]], other: tuple[Cell, list[Tokens]]) 
     )
 
 
-def _header(run: RunSpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
+def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
     layers = source.config.get_text_config().num_hidden_layers
     settled = run.actor.settled()
     return [

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from actor_init.spec import UsageError
+from actor_init.spec import ParallelSpec, UsageError
 from capture.on_ray.node_files import Change
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
@@ -14,36 +14,40 @@ from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
 from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
-from replay.spec import RunSpec
 
 POLL_SECONDS = 0.5
 DIED = 1  # exit code of a run whose ranks left none: they were killed, ended each other, or died with their node
 
 
 def run_on_ray(
-    spec: RunSpec, command: Callable[[Sequence[str]], int], arguments: Sequence[str], options: RayOptions
+    command: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    options: RayOptions,
+    *,
+    parallel: ParallelSpec,
+    log_folder: Path,
 ) -> int:
     """Run a command on a running cluster, or on one that is started here and stopped again. Returns its exit code.
 
-    spec       what the arguments mean: it decides the number of ranks and the log folder
     command    the function of the command line, which each rank calls with `arguments`
+    parallel   what the arguments say of ranks
+    log_folder the folder here for what the ranks log
 
     Raises UsageError without Ray, without a cluster at the address, for more ranks than it has GPUs or CPUs, or for a
     number of them that is no multiple of tp x ring.
     """
-    num_model_ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
+    num_model_ranks = parallel.tp * parallel.ring
     num_ranks = options.num_workers or num_model_ranks
     if num_ranks % num_model_ranks:
         more = (num_ranks // num_model_ranks + 1) * num_model_ranks
         raise UsageError(
-            f"--workers {num_ranks} is no multiple of tp {spec.actor.parallel.tp} x ring {spec.actor.parallel.ring}. "
-            f"Try: --workers {more}"
+            f"--workers {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. Try: --workers {more}"
         )
     with cluster_at(options.address, num_ranks) as cluster:
         cluster.refuse_too_many(num_ranks, "--workers")
         if spill := cluster.spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
-        run = _RayRun(cluster, Path(spec.measure.log_folder))
+        run = _RayRun(cluster, log_folder)
         return run.run(command, arguments, num_ranks)
 
 

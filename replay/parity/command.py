@@ -8,7 +8,7 @@ import typer
 
 from replay.given_paths import check_inputs, check_left_by
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 
@@ -80,7 +80,7 @@ def _parity(
         refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
         check_left_by("parity", go_on)
     elif ray is None:  # else the nodes may have what this machine lacks
-        check_inputs(run_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs)
+        check_inputs(replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs)
     from replay.parity import runs as work
 
     if go_on is not None:

@@ -233,7 +233,7 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
 
 
 def typed(setting: Setting) -> dict[str, Any]:
-    """Return the setting as the command line would give it to `option_parsing.run_spec`.
+    """Return the setting as the command line would give it to `option_parsing.replay_spec`.
 
     Raises UsageError for an invalid value.
     """

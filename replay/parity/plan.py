@@ -17,10 +17,10 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.option_parsing import run_spec, toggles
+from replay.option_parsing import replay_spec, toggles
 from replay.parity.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
 from replay.processes.interpreter import Environment
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
@@ -45,7 +45,7 @@ class Cell:
 
     name: str
     role: Role
-    spec: RunSpec
+    spec: ReplaySpec
     num_processes: int
     reference: str  # name of the cell it is compared with; the reference of a dtype names itself
     varies: str = ""  # what an equivalent varies
@@ -117,7 +117,7 @@ def plan(
 
     `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
     """
-    asked = run_spec(common)
+    asked = replay_spec(common)
     wanted = {
         toggle.field: toggle.value_in(asked)
         for toggle in toggles()
@@ -258,7 +258,7 @@ def _admit(
     cells.setdefault(key, cell)
 
 
-def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any]) -> RunSpec:
+def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any]) -> ReplaySpec:
     """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
     num_data_ranks = setting.get(DATA, 1)
     backend = setting.get("backend", common.get("backend", DEFAULT))
@@ -277,7 +277,7 @@ def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapp
             f"each, and there are {here.num_inputs}"
         )
     always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
-    spec = run_spec({**shared, **own, **always})
+    spec = replay_spec({**shared, **own, **always})
     return replace(spec, actor=spec.actor.settled())
 
 
@@ -294,7 +294,7 @@ def _field_of(parameter: str) -> str:
     return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
 
 
-def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
+def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
     """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
     from actor_init.parallel.tensor_parallel import check_divisible
     from actor_init.probe.layout_choice import why_not_packed
@@ -311,7 +311,7 @@ def _check(spec: RunSpec, num_processes: int, here: Here) -> None:
         raise UsageError(complaint)
 
 
-def _key(spec: RunSpec, num_processes: int, here: Here) -> tuple[Any, ...]:
+def _key(spec: ReplaySpec, num_processes: int, here: Here) -> tuple[Any, ...]:
     """Return a key that is equal for cells that are the same run. Raises UsageError if no attention kernel supports
     it.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
-from replay.option_parsing import command_line, run_spec, toggles
+from replay.option_parsing import command_line, replay_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.parity.plan import Here, Plan, Role, in_environments, plan, together
@@ -27,7 +27,7 @@ from replay.resolution.model_source import inputs_folder
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.shipped_inputs import edge_folder
-from replay.spec import Passes, RunSpec
+from replay.spec import Passes, ReplaySpec
 from replay.wording import in_flags
 
 SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
@@ -52,7 +52,7 @@ def begin(
     empty: this one. Raises UsageError before anything has run.
     """
     _refuse_what_parity_sets(common)
-    spec = run_spec(common)
+    spec = replay_spec(common)
     if ray is not None and pythons:
         raise UsageError(
             "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
@@ -67,7 +67,7 @@ def begin(
 def _planned(
     matrix: str,
     common: Mapping[str, Any],
-    spec: RunSpec,
+    spec: ReplaySpec,
     machine: Machine,
     num_devices: int | None,
     environments: Sequence[Environment],
@@ -92,7 +92,7 @@ def _planned(
     )
 
 
-def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: RunSpec, here: Here) -> Iterator[Plan]:
+def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: Here) -> Iterator[Plan]:
     """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.
 
     Skipped under --step: steps on so few tokens are dominated by rounding.
@@ -160,7 +160,7 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
             raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
 
 
-def _here(spec: RunSpec, machine: Machine) -> Here:
+def _here(spec: ReplaySpec, machine: Machine) -> Here:
     """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch

@@ -7,10 +7,9 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Asked, Policy, sizes_of
-from replay.spec import RunSpec
 
 NUM_PASSES = 1000
 
@@ -81,12 +80,13 @@ def recompiles(
             *(["--num-passes", str(num_passes)] if num_passes != NUM_PASSES else []),
         ],
     )
-    return partial(_recompiles, run_spec(given), asked)
+    spec = replay_spec(given)
 
+    def try_policies() -> int:
+        refuse_launcher("recompiles")
+        check_inputs(spec.inputs)
+        from replay.recompiles import runs
 
-def _recompiles(spec: RunSpec, asked: Asked) -> int:
-    refuse_launcher("recompiles")
-    check_inputs(spec.inputs)
-    from replay.recompiles import runs
+        return runs.try_policies(spec, asked)
 
-    return runs.try_policies(spec, asked)
+    return try_policies

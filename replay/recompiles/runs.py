@@ -20,14 +20,14 @@ from replay.recompiles.result import Result, write
 from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, create_folder, log_below
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 _NUMBER = re.compile(r"\b\d+(/\d+)?\b")
 
 
-def try_policies(spec: RunSpec, asked: Asked) -> int:
+def try_policies(spec: ReplaySpec, asked: Asked) -> int:
     """Run each policy in processes of its own, print what came out, and return the exit code.
 
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
@@ -60,7 +60,7 @@ def try_policies(spec: RunSpec, asked: Asked) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
-    spec: RunSpec
+    spec: ReplaySpec
     asked: Asked
     shapes: Sequence[Shape]
     folder: Path
@@ -147,7 +147,7 @@ def _result(
 def _own_options(actor: ActorSpec) -> list[str]:
     """Return the options that make a policy."""
     own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
-    return command_line(RunSpec(actor=own))
+    return command_line(ReplaySpec(actor=own))
 
 
 @contextmanager

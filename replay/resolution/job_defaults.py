@@ -12,7 +12,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from capture.file_format.capture_file import Call
 from replay.resolution.selection import Selection
 from replay.resolved import KERNELS, PACKING, By, Choice
-from replay.spec import RunSpec, VerdictRule
+from replay.spec import Parts, VerdictRule
 from replay.tolerances.roundoff import roundoff
 from replay.verdict.job_values import dtypes_of
 
@@ -31,7 +31,7 @@ PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
 MASKED = (Attention.SDPA, Attention.EAGER)  # they need a mask of all token pairs to keep packed documents apart
 
 
-def from_job(spec: RunSpec, first: Call | None, selection: Selection, device_type: str) -> list[Choice]:
+def from_job(spec: Parts, first: Call | None, selection: Selection, device_type: str) -> list[Choice]:
     """Choose dtype, packing, kernels and accumulation: as typed, else as `first`, a capture of the job, says.
 
     Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
@@ -45,10 +45,9 @@ def from_job(spec: RunSpec, first: Call | None, selection: Selection, device_typ
     ]
 
 
-def settled(spec: RunSpec, choices: Sequence[Choice]) -> RunSpec:
-    """Return `spec` with these choices for the fields of the actor."""
-    chosen = {choice.setting.removeprefix("actor."): choice.value for choice in choices}
-    return replace(spec, actor=replace(spec.actor, **chosen))
+def settled(actor: ActorSpec, choices: Sequence[Choice]) -> ActorSpec:
+    """Return `actor` with these choices for its fields."""
+    return replace(actor, **{choice.setting.removeprefix("actor."): choice.value for choice in choices})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,7 @@ def _dtype(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
     return choice(dtype, By.JOB, f"it computed in {coarsest}")
 
 
-def _packing(spec: RunSpec, first: Call | None, selection: Selection) -> Choice:
+def _packing(spec: Parts, first: Call | None, selection: Selection) -> Choice:
     """Choose whether rows are packed, as long as the probe has nothing against it."""
 
     def choice(value: bool, by: By, why: str = "") -> Choice:

@@ -33,7 +33,7 @@ from replay.resolved import (
     ResolvedReplay,
     with_kernel,
 )
-from replay.spec import InputsSpec, LossName, Passes, RunSpec
+from replay.spec import InputsSpec, LossName, Parts, Passes, ReplaySpec
 
 # The settings of torch's optimizers that torch has a default for.
 OPTIMIZER_SETTINGS = {
@@ -44,7 +44,7 @@ OPTIMIZER_SETTINGS = {
 
 
 def resolve(
-    spec: RunSpec, selection: Selection, first: Call | None, world: World, objective: Objective | None
+    spec: ReplaySpec, selection: Selection, first: Call | None, world: World, objective: Objective | None
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
@@ -54,7 +54,7 @@ def resolve(
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
     spec, chosen = world.from_first((spec, from_job(spec, first, selection, world.device.type)))
-    run = settled(spec, chosen)
+    run = replace(spec, actor=settled(spec.actor, chosen))
     source = source_of_all(run, world)
     source = replace(source, frozen=world.from_first(frozen_in_job(run, source, first)))
     kernel: ChosenKernel = world.from_first(job_kernel(run.actor, first, world.device, source.config))
@@ -95,7 +95,7 @@ def resolve(
     )
 
 
-def what_wants_logits(spec: RunSpec, objective: Objective | None) -> str:
+def what_wants_logits(spec: Parts, objective: Objective | None) -> str:
     """Return what of a run needs whole logits, whatever --whole-logits says; empty if nothing does."""
     if spec.measure.trace:
         return "the trace holds them"
@@ -118,7 +118,7 @@ def _with_layout(packing: Choice, actor: ActorSpec, layout: Layout) -> Choice:
     return replace(packing, value=actor.packs, by=by, why="" if by is By.TYPED and not layout.why else why)
 
 
-def _of_model(run: RunSpec, source: ModelSource) -> Iterator[Choice]:
+def _of_model(run: Parts, source: ModelSource) -> Iterator[Choice]:
     is_typed = run.actor.model is not None
     by, why = (By.TYPED, "") if is_typed else (By.JOB, "its config lies beside the inputs")
     yield Choice(setting="actor.model", value=source.name, by=by, why=why)
@@ -176,7 +176,7 @@ def _of_inputs(inputs: InputsSpec) -> Iterator[Choice]:
         yield Choice(setting="inputs.inputs", value=inputs_folder(inputs), by=by, why=why)
 
 
-def _of_objective(run: RunSpec) -> Iterator[Choice]:
+def _of_objective(run: Parts) -> Iterator[Choice]:
     objective = run.objective
     if run.measure.loss == LossName.POLICY and objective.clip_high is None:
         value, why = objective.clip_low, "as --clip-low"
@@ -188,7 +188,7 @@ def _filled(part: PartT, name: str, choices: Sequence[Choice]) -> PartT:
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})
 
 
-def _with_typed(choices: Sequence[Choice], spec: RunSpec) -> list[Choice]:
+def _with_typed(choices: Sequence[Choice], spec: ReplaySpec) -> list[Choice]:
     """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
     by_setting = {choice.setting: choice for choice in choices}
     every: dict[str, Choice] = {}

@@ -12,16 +12,15 @@ from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
-from replay.spec import RunSpec
+from replay.spec import Parts
 from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PastRun:
+class PastRun(Parts):
     """A run that finished, with every pass on every rank."""
 
     folder: Path
-    spec: RunSpec
     command: str  # without the launcher
     facts: dict[str, Any]
     weights: str  # digest
@@ -49,7 +48,11 @@ class PastRun:
         spec = spec_from_dict(written.spec, source=f"{path}, spec")
         past_run = cls(
             folder=folder,
-            spec=spec,
+            actor=spec.actor,
+            inputs=spec.inputs,
+            measure=spec.measure,
+            state=spec.state,
+            objective=spec.objective,
             command=command,
             facts=written.facts,
             weights=written.work.weights,
@@ -71,7 +74,7 @@ class PastRun:
 
     @property
     def num_data_ranks(self) -> int:
-        return len(self.devices) // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+        return len(self.devices) // (self.actor.parallel.tp * self.actor.parallel.ring)
 
     def refuse_other_versions(self, going_on_with: Path) -> None:
         """Raise UsageError if the run had other versions than are installed: the two would not be comparable."""

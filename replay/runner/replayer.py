@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actor_init.attention.kernel_choice import kernel_name
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
@@ -83,7 +82,7 @@ class Replayer:
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._clock = MeterClock(meter, world)
-        self._first_uses = FirstUseCounter(world.device, kernel_name(spec.actor, world.device, source.config))
+        self._first_uses = FirstUseCounter(world.device, spec.kernel)
         self._expectations = Expectations()
         self._latest: PassInputs | None = None
         self._broke_off = False

@@ -49,7 +49,7 @@ from replay.runner.replayer import Replayer
 from replay.runner.reruns import Found, Reruns
 from replay.runner.states import Earlier, FolderStates, States
 from replay.runner.text import choice_table
-from replay.spec import RunSpec, VerdictRule
+from replay.spec import ReplaySpec, VerdictRule
 from replay.tolerances.job import Floor
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
@@ -65,7 +65,7 @@ from replay.watch.watcher import Watch, watching
 from replay.wording import in_flags
 
 
-def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) -> int:
+def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> int:
     """Replay as `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
 
     states  where those of --save-every are kept; None: below --save-state
@@ -76,7 +76,7 @@ def run(spec: RunSpec, *, show_traceback: bool, states: States | None = None) ->
         return run_in(world, spec, show_traceback=show_traceback, states=states)
 
 
-def explain(spec: RunSpec) -> int:
+def explain(spec: ReplaySpec) -> int:
     """Print who chose each setting of the replay, and why, and return 0. No actor is opened, nothing is written.
 
     Raises UsageError for options that cannot be satisfied here.
@@ -99,7 +99,7 @@ class _Prepared:
     objective: Objective | None  # None: the loss is the negated mean log-prob
 
     @classmethod
-    def of(cls, spec: RunSpec, world: World) -> Self:
+    def of(cls, spec: ReplaySpec, world: World) -> Self:
         selection = select(
             spec.inputs,
             world.data_rank,
@@ -122,7 +122,7 @@ class _Prepared:
         return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
 
 
-def run_in(world: World, spec: RunSpec, *, show_traceback: bool = False, states: States | None = None) -> int:
+def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> int:
     """Run a replay in a world that is already open, and leave it open."""
     prepared = _Prepared.of(spec, world)
     resolved, selection = prepared.resolved, prepared.selection

@@ -8,10 +8,9 @@ import typer
 
 from replay.given_paths import check_inputs, check_left_by
 from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, run_spec, with_options
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
-from replay.spec import RunSpec
 
 GROUP_SIZE = 8  # inputs
 
@@ -52,16 +51,17 @@ def scan(
     if go_on is not None:
         refuse_typed({"group": group, **given}, NOT_WITH_CONTINUE)
         return partial(_go_on, go_on, limits, ray)
-    return partial(_scan, run_spec(given), group or GROUP_SIZE, limits, ray)
+    spec = replay_spec(given)
 
+    def begin() -> int:
+        refuse_launcher("scan")
+        if ray is None:  # else the nodes may have what this machine lacks
+            check_inputs(spec.inputs)
+        from replay.scan import runs
 
-def _scan(spec: RunSpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
-    refuse_launcher("scan")
-    if ray is None:  # else the nodes may have what this machine lacks
-        check_inputs(spec.inputs)
-    from replay.scan import runs
+        return runs.begin(spec, group or GROUP_SIZE, limits, ray)
 
-    return runs.begin(spec, size, limits, ray)
+    return begin
 
 
 def _go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:

@@ -17,11 +17,11 @@ from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED, create_folder, log_below
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.verdict.judge import Outcome
 
 
-def begin(spec: RunSpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
+def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
     """Scan the inputs of `spec` in groups of `size`, and return the exit code.
 
     A gradient is never split: the size is rounded up to whole accumulation windows. Raises UsageError before anything

@@ -18,7 +18,7 @@ from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.option_parsing import spec_from_dict, spec_to_dict
 from replay.processes.devices import Machine
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 FORMAT = 1
@@ -49,7 +49,7 @@ class ScanLog:
     folder: Path
     command: str
     machine: Machine
-    spec: RunSpec  # of every group, but for its inputs
+    spec: ReplaySpec  # of every group, but for its inputs
     damaged: list[str]
     groups: list[Group]
 

@@ -73,7 +73,7 @@ class Curve:
 
 def curve_of(run: PastRun) -> Curve:
     """Return the steps of a run with --step. An incomplete last window is not a step."""
-    size = run.spec.actor.num_accumulated
+    size = run.actor.num_accumulated
     windows: dict[int, list[PassRecord]] = {}
     for record in run.records:
         windows.setdefault(record.index // size, []).append(record)

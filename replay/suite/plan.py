@@ -12,7 +12,7 @@ from pathlib import Path
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
-from replay.spec import InputsSpec, LossName, MeasureSpec, RunSpec, StateSpec
+from replay.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
 DDP, DEEPSPEED = "ddp", "deepspeed"
@@ -164,7 +164,7 @@ def run_spec_of(
     inputs_a_step: int,
     loss: LossName,
     states: Path | None = None,
-) -> RunSpec:
+) -> ReplaySpec:
     """Return the replay of one configuration.
 
     states  folder for the states of --save-state
@@ -173,7 +173,7 @@ def run_spec_of(
     """
     of, is_custom = one.configuration, _is_custom(spec)
     num_passes = spec.steps * inputs_a_step
-    return RunSpec(
+    return ReplaySpec(
         actor=ActorSpec(
             backend=of.backend,
             model=spec.model if is_custom else spec.init_weights or spec.model,
@@ -197,9 +197,9 @@ def run_spec_of(
     )
 
 
-def spec_of_init_weights(spec: SuiteSpec, *, inputs: Path, loss: LossName, folder: Path) -> RunSpec:
+def spec_of_init_weights(spec: SuiteSpec, *, inputs: Path, loss: LossName, folder: Path) -> ReplaySpec:
     """Return the replay that writes the weights, as all configurations begin, into `folder`: in fp32, as they are."""
-    return RunSpec(
+    return ReplaySpec(
         actor=ActorSpec(backend=DDP, model=spec.model, num_layers=spec.num_layers, dtype=Dtype.FP32),
         inputs=InputsSpec(inputs=inputs, max_inputs=1),
         measure=MeasureSpec(loss=loss, backward=False, name="init-weights"),

@@ -64,7 +64,7 @@ def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
     all_distances = list(_of_tables(reference.parameters, other.parameters, group=0, source=None))
     passes: dict[int, list[Distance]] = {}
     orders: dict[int, list[Key]] = {}
-    steps = reference.run.spec.measure.step
+    steps = reference.run.measure.step
     for one, partner in pairs:
         group = one.num_windows_before if steps else 0
         a, b = reference.traced(one), other.traced(partner)

@@ -146,9 +146,9 @@ def bounds_between(
         [distances(first, run) for run in telling],
         first.layer_of,
         roundoff=coarsest,
-        same_dtype=first.run.spec.actor.dtype == second.run.spec.actor.dtype,
+        same_dtype=first.run.actor.dtype == second.run.actor.dtype,
     )
 
 
 def _coarsest(runs: Sequence[TracedRun]) -> float:
-    return max(roundoff(run.run.spec.actor.dtype) for run in runs)
+    return max(roundoff(run.run.actor.dtype) for run in runs)

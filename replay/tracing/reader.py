@@ -72,7 +72,7 @@ class TracedRun:
     def read(cls, path: Path) -> Self:
         """Read a traced run. Raises UsageError if it was not traced, or its log or trace cannot be used."""
         run = PastRun.read(path)
-        if not run.spec.measure.trace:
+        if not run.measure.trace:
             raise UsageError(f"{run.folder} was not traced. Try: {run.command} --trace")
         folder = run.folder / FOLDER
         passes, windows = passes_and_windows(run.records)

@@ -6,10 +6,9 @@ from typing import Any
 import typer
 
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, run_spec, with_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
-from replay.spec import RunSpec
-from replay.worst.configuration import Configuration, parsed
+from replay.worst.configuration import parsed
 
 NUM_MEASURED = 12  # inputs
 
@@ -53,27 +52,18 @@ def worst(
     they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
     of a peak or 10 % of a time.
     """
-    spec = run_spec(given)
+    spec = replay_spec(given)
     others = [parsed(text, spec.actor) for text in predict or []]
     typed = ["--measured", str(measured)] if measured != NUM_MEASURED else []
     typed += ["--check"] if check else []
     typed += [word for text in predict or [] for word in ("--predict", text)]
-    return partial(_worst, spec, measured, others, show, run_timeout, checks=check, typed=typed)
 
+    def rank_inputs() -> int:
+        refuse_launcher("worst")
+        check_inputs(spec.inputs)
+        from replay.worst import report
 
-def _worst(
-    spec: RunSpec,
-    num_measured: int,
-    others: list[Configuration],
-    num_shown: int,
-    limit: float,
-    *,
-    checks: bool,
-    typed: list[str],
-) -> int:
-    refuse_launcher("worst")
-    check_inputs(spec.inputs)
-    from replay.worst import report
+        settings = report.Settings(num_measured=measured, num_shown=show, limit=run_timeout, checks=check, typed=typed)
+        return report.rank_inputs(spec, settings, others)
 
-    settings = report.Settings(num_measured=num_measured, num_shown=num_shown, limit=limit, checks=checks, typed=typed)
-    return report.rank_inputs(spec, settings, others)
+    return rank_inputs

@@ -20,7 +20,7 @@ from actor_init.spec import ActorSpec, UsageError
 from replay.inspection.shapes import Shape
 from replay.prediction.costs import Cost, Measured, Model
 from replay.resolution.model_source import find_source
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.worst.configuration import Configuration
 
 
@@ -100,7 +100,7 @@ class OtherModel:
 
 
 def predict_configuration(
-    other: Configuration, spec: RunSpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
+    other: Configuration, spec: ReplaySpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
 ) -> OtherModel:
     """Measure as much of another configuration as one rank can run, and return what predicts its passes.
 
@@ -130,7 +130,7 @@ def predict_configuration(
     )
 
 
-def num_layers_of(spec: RunSpec) -> int:
+def num_layers_of(spec: ReplaySpec) -> int:
     return int(find_source(spec).config.get_text_config().num_hidden_layers)
 
 

@@ -10,7 +10,7 @@ from replay.processes.pool import Task, run_child
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
 from replay.runlog.writer import log_below
-from replay.spec import Order, RunSpec
+from replay.spec import Order, ReplaySpec
 
 NUM_COUNTING = 3  # repetitions of an input
 MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does
@@ -29,7 +29,7 @@ class Measuring:
 
 
 def measure(
-    spec: RunSpec, numbers: Sequence[int], home: Path, *, limit: float, num_data_ranks: int = 1, window: int = 1
+    spec: ReplaySpec, numbers: Sequence[int], home: Path, *, limit: float, num_data_ranks: int = 1, window: int = 1
 ) -> Measuring:
     """Replay the inputs with these numbers in this order, each a few times in a row.
 

@@ -16,7 +16,7 @@ from replay.report.text import counted
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED, create_folder
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds, predict_configuration
@@ -38,7 +38,7 @@ class Settings:
     typed: Sequence[str]  # the words of worst's own options
 
 
-def rank_inputs(spec: RunSpec, settings: Settings, others: Sequence[Configuration]) -> int:
+def rank_inputs(spec: ReplaySpec, settings: Settings, others: Sequence[Configuration]) -> int:
     """Rank the inputs of `spec` and return the exit code: 0 if all fit and nothing failed.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
@@ -68,7 +68,7 @@ def rank_inputs(spec: RunSpec, settings: Settings, others: Sequence[Configuratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    spec: RunSpec
+    spec: ReplaySpec
     settings: Settings
     selection: Selection
     shapes: Sequence[Shape]

@@ -9,11 +9,11 @@ from transformers import LlamaConfig
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
-from replay.option_parsing import run_spec
+from replay.option_parsing import replay_spec
 from replay.parity.matrix import Named, edge_settings, settings_of
 from replay.parity.plan import Here, Role, plan
 from replay.report.text import engine_text
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.suite.plan import CONFIGURATIONS, configurations
 from tests.helpers.contract import (
     FEW,
@@ -123,15 +123,15 @@ def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
 )
 def test_what_it_does_not_declare_is_refused(typed: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        run_spec({"backend": "toy", **typed})
+        replay_spec({"backend": "toy", **typed})
 
 
 @pytest.mark.usefixtures("registered")
 def test_texts_and_specs_know_it() -> None:
     assert engine_text("toy", 0) == "toy"
-    assert RunSpec(actor=ActorSpec(backend="toy", dtype=Dtype.FP32)).actor.resolved_zero_stage == 0
+    assert ReplaySpec(actor=ActorSpec(backend="toy", dtype=Dtype.FP32)).actor.resolved_zero_stage == 0
     with pytest.raises(UsageError, match="Give one of deepspeed, fsdp2, ddp, toy"):
-        run_spec({"backend": "zero"})
+        replay_spec({"backend": "zero"})
 
 
 @pytest.mark.usefixtures("registered")
@@ -144,4 +144,4 @@ def test_without_its_entry_nobody_knows_it() -> None:
     with pytest.raises(UsageError, match=r"'toy' is not allowed. Give one of deepspeed, fsdp2, ddp$"):
         ActorSpec(backend="toy")
     with pytest.raises(UsageError, match="--backend 'toy' is not allowed"):
-        run_spec({"backend": "toy"})
+        replay_spec({"backend": "toy"})

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.option_parsing import run_spec
+from replay.option_parsing import replay_spec
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 
@@ -34,7 +34,7 @@ def write_log(
     work: dict[str, Any] | None = None,
     memory_kind: str = "cuda allocator",
     exit_code: int | None = 0,
-    spec: RunSpec | None = None,
+    spec: ReplaySpec | None = None,
 ) -> Path:
     """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end.
 
@@ -44,7 +44,7 @@ def write_log(
     given = {
         name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    spec = spec or run_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
+    spec = spec or replay_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
     folder.mkdir(parents=True)
     ranks = sorted({one.rank for one in records})
     books = [Logbook(folder, rank) for rank in ranks]

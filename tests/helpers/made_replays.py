@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from replay.resolved import Choice, ResolvedReplay
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeReplay(ResolvedReplay):
-    typed: RunSpec
+    typed: ReplaySpec
 
     @classmethod
-    def of(cls, spec: RunSpec, *choices: Choice) -> Self:
+    def of(cls, spec: ReplaySpec, *choices: Choice) -> Self:
         """A replay whose log has the options of `spec`."""
         return cls(
             actor=spec.actor.settled(),
@@ -27,5 +27,5 @@ class MadeReplay(ResolvedReplay):
             typed=spec,
         )
 
-    def to_spec(self) -> RunSpec:
+    def to_spec(self) -> ReplaySpec:
         return self.typed

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.option_parsing import run_spec
+from replay.option_parsing import replay_spec
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.parity.results import MatrixJudge, MatrixResult
 from replay.parity.state import Row, State
 from replay.runlog.records import PassRecord
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.made_logs import passed, write_log
 
 CONFIG = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
@@ -37,11 +37,11 @@ class Made:
         role: Role = Role.CELL,
         num_processes: int = 1,
         records: list[PassRecord] | None = None,
-        spec: RunSpec | None = None,
+        spec: ReplaySpec | None = None,
         **changes: Any,
     ) -> None:
         """A run whose losses are `factor` of the reference's."""
-        spec = spec or run_spec({"dtype": dtype})
+        spec = spec or replay_spec({"dtype": dtype})
         own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
         folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
         role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from actor_init.spec import ParallelSpec
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
-from replay.spec import MeasureSpec, RunSpec
 
 
 def refuse(arguments: Sequence[str]) -> int:
@@ -19,5 +19,5 @@ def refuse(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    spec = RunSpec(measure=MeasureSpec(log_folder=Path(sys.argv[1])))
-    sys.exit(run_on_ray(spec, refuse, ["--this"], RayOptions(address=None)))
+    logs = Path(sys.argv[1])
+    sys.exit(run_on_ray(refuse, ["--this"], RayOptions(address=None), parallel=ParallelSpec(), log_folder=logs))

@@ -124,7 +124,7 @@ def test_other_fields_are_passed_over_where_a_part_is_asked_for() -> None:
 
 def test_an_old_log_is_read() -> None:
     run = PastRun.read(OLD / "replay")
-    assert (run.spec.actor.parallel.tp, run.spec.actor.dtype, run.weights) == (2, Dtype.FP32, "random, seed 0")
+    assert (run.actor.parallel.tp, run.actor.dtype, run.weights) == (2, Dtype.FP32, "random, seed 0")
     assert (run.config["vocab_size"], run.devices) == (264, ["H200", "H200"])
     assert str(read_log(OLD / "replay")[1]) == str(run.records)  # as text: nan is not nan
     first, _, second, last = run.records

@@ -15,7 +15,7 @@ from actor_init.spec import ActorSpec, UsageError
 from replay.cli import main
 from replay.resolution.model_source import source_of_all
 from replay.runlog.writer import read_log
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks
@@ -128,14 +128,14 @@ class OtherRank:
 
 
 def test_a_file_that_one_rank_lacks_is_refused_on_all() -> None:
-    spec = RunSpec(actor=ActorSpec(model=MODEL))
+    spec = ReplaySpec(actor=ActorSpec(model=MODEL))
     world: Any = OtherRank("--model nano.py:build: No such file or directory")
     with pytest.raises(UsageError, match=r"on rank 1: --model nano.py:build: No such file or directory"):
         source_of_all(spec, world)
 
 
 def test_two_ranks_with_other_files_are_refused() -> None:
-    spec = RunSpec(actor=ActorSpec(model=MODEL))
+    spec = ReplaySpec(actor=ActorSpec(model=MODEL))
     world: Any = OtherRank(model_file="/other/nano.py", model_file_sha256="0" * 64)
     with pytest.raises(UsageError, match=r"/other/nano.py is another file on rank 1 than .*nano.py on rank 0"):
         source_of_all(spec, world)

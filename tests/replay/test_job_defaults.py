@@ -18,7 +18,7 @@ from capture.record.job_facts import kernels_of
 from capture.record.recorder import recording
 from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
 from replay.resolution.selection import Selection
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY: dict[str, Any] = {
@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
 
 
 def chosen(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
-    spec = RunSpec(actor=ActorSpec(**given)).actor.settled()
+    spec = ReplaySpec(actor=ActorSpec(**given)).actor.settled()
     return job_kernel(spec, first, where, CONFIG)
 
 
@@ -101,8 +101,8 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
     ],
 )
 def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kernels, expected: Kernels) -> None:
-    spec = RunSpec(actor=ActorSpec(kernels=typed))
-    assert settled(spec, from_job(spec, first, SELECTION, "cpu")).actor.kernels is expected
+    spec = ReplaySpec(actor=ActorSpec(kernels=typed))
+    assert settled(spec.actor, from_job(spec, first, SELECTION, "cpu")).kernels is expected
 
 
 class LigersNorm(nn.Module):

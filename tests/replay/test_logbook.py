@@ -13,14 +13,14 @@ from replay.option_parsing import spec_from_dict
 from replay.resolution.selection import Selection
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, read_log, versions
-from replay.spec import InputsSpec, MeasureSpec, RunSpec
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.watch.blame import failed
 from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 
-SPEC = RunSpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
+SPEC = ReplaySpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
 SELECTION = Selection(
     inputs=[Path("a.pkl")],
     num_left_out_passes=4,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.option_parsing import run_spec
+from replay.option_parsing import replay_spec
 from replay.parity.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
 
 TWO_TABLES = """
@@ -77,12 +77,12 @@ def test_a_word_that_names_no_matrix_is_refused() -> None:
 )
 def test_a_value_of_another_kind_is_refused_for_its_cell(setting: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        run_spec(typed(setting))
+        replay_spec(typed(setting))
 
 
 def test_a_setting_is_what_the_command_line_would_give() -> None:
     setting = {"backend": "fsdp2", "packing": False, "compile": "blocks", "tp": 2, "data": 2, "attention": "eager"}
-    actor = run_spec(typed(setting)).actor
+    actor = replay_spec(typed(setting)).actor
     assert (actor.backend, actor.packing, actor.compile) == ("fsdp2", False, Compile.BLOCKS)
     assert (actor.parallel.tp, actor.attention) == (2, Attention.EAGER)
     assert num_processes_of(setting) == 4

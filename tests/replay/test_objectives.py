@@ -16,7 +16,7 @@ from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded
 from replay.objective.objective import Objective, gain
 from replay.objective.policy import policy_loss
-from replay.option_parsing import run_spec
+from replay.option_parsing import replay_spec
 from replay.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
 from tests.helpers.policy_job import by_sequences, by_tokens, token_losses
@@ -211,8 +211,8 @@ def test_padding_that_is_not_finite_leaves_the_loss_alone() -> None:
 def test_what_is_missing_is_named() -> None:
     inputs = made()
     lacks = Recorded(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
-    policy = Objective.of(run_spec({"loss": "policy"}))
-    dpo = Objective.of(run_spec({"loss": "dpo"}))
+    policy = Objective.of(replay_spec({"loss": "policy"}))
+    dpo = Objective.of(replay_spec({"loss": "dpo"}))
     assert policy is not None
     assert dpo is not None
     with pytest.raises(
@@ -224,7 +224,7 @@ def test_what_is_missing_is_named() -> None:
     refused = Recorded(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
-    by_divisor = Objective.of(run_spec({"loss": "policy", "reduction": "divisor"}))
+    by_divisor = Objective.of(replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
     with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or --divisor X"):
         by_divisor.check(inputs.recorded)
@@ -266,15 +266,15 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
     import hashlib
 
     (tmp_path / "own.py").write_text(LOSS_FILE)
-    objective = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:halved"}))
+    objective = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
     assert objective is not None
     assert objective.sha256 == hashlib.sha256(LOSS_FILE.encode()).hexdigest()
     assert objective.needs_logits
-    wrong = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:wrong"}))
+    wrong = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
     assert wrong is not None
     with pytest.raises(ObjectiveError, match=r"returned a tensor of shape \[4, 7\]; it must return a tensor of one"):
         wrong(made())
-    constant = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:constant"}))
+    constant = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
     assert constant is not None
     with pytest.raises(ObjectiveError, match=r"own.py:constant returned a number without a gradient. Compute it from"):
         constant(made())
@@ -284,7 +284,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_the_loss.py").write_text("factor = 3.0")
     text = "from beside_the_loss import factor\ndef loss(inputs):\n    return factor * inputs.log_probs_BA.sum()\n"
     (tmp_path / "own.py").write_text(text)
-    objective, inputs = Objective.of(run_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
+    objective, inputs = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
     assert objective is not None
     assert objective(inputs).item() == pytest.approx(3 * inputs.log_probs_BA.sum().item())
 
@@ -302,7 +302,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
 )
 def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        run_spec(typed)
+        replay_spec(typed)
 
 
 @pytest.mark.parametrize(
@@ -318,4 +318,4 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
     if text is not None:
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(UsageError, match=said):
-        Objective.of(run_spec({"loss": f"{tmp_path}/own.py:{name}"}))
+        Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))

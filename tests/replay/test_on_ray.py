@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from actor_init.spec import ParallelSpec
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
 from replay.on_ray.cells import Cells
@@ -31,7 +32,6 @@ from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, read_log
 from replay.shipped_inputs import default_folder
-from replay.spec import MeasureSpec, RunSpec
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
@@ -282,12 +282,14 @@ def wait_to_be_ended(arguments: Sequence[str]) -> int:
 
 
 def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path, capfd: Fds) -> None:
-    spec = RunSpec(measure=MeasureSpec(log_folder=tmp_path / "logs"))
     options = RayOptions(address=ray_cluster.address, num_workers=3)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
-        assert run_on_ray(spec, wait_to_be_ended, [str(ranks)], options) == 1
+        ended = run_on_ray(
+            wait_to_be_ended, [str(ranks)], options, parallel=ParallelSpec(), log_folder=tmp_path / "logs"
+        )
+        assert ended == 1
     first, second = [line for line in capfd.readouterr().err.splitlines() if line.startswith("replay: ")]
     assert re.fullmatch(r"replay: node \S+ is lost; what it had not sent yet is lost too", first)
     assert second.startswith("replay: Ray Train: ")

@@ -9,47 +9,47 @@ import pytest
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import action_of
 from replay.option_parsing import command_line, spec_from_dict, spec_of, spec_to_dict, toggles
-from replay.spec import InputsSpec, MeasureSpec, Passes, RunSpec, StateSpec
+from replay.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 
 
-def parsed(*arguments: str) -> RunSpec:
+def parsed(*arguments: str) -> ReplaySpec:
     spec = action_of(list(arguments)).args[0]
-    assert isinstance(spec, RunSpec)
+    assert isinstance(spec, ReplaySpec)
     return spec
 
 
 def test_without_options_the_dataclasses_defaults_hold() -> None:
-    assert parsed() == RunSpec()
+    assert parsed() == ReplaySpec()
 
 
 @pytest.mark.parametrize(
     ("typed", "spec"),
     [
-        ("--backend fsdp2", RunSpec(actor=ActorSpec(backend="fsdp2"))),
-        ("--no-packing", RunSpec(actor=ActorSpec(packing=False))),
-        ("--packing", RunSpec(actor=ActorSpec(packing=True))),
-        ("--compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
-        ("--deepcompile", RunSpec(actor=ActorSpec(compile=Compile.DEEPCOMPILE))),
-        ("--flash-attn", RunSpec(actor=ActorSpec(attention=Attention.FLASH))),
-        ("--no-flash-attn", RunSpec(actor=ActorSpec(attention=Attention.SDPA))),
-        ("--attention sdpa --no-flash-attn", RunSpec(actor=ActorSpec(attention=Attention.SDPA))),
-        ("--compile --compile", RunSpec(actor=ActorSpec(compile=Compile.BLOCKS))),
-        ("--zero-stage 0", RunSpec(actor=ActorSpec(zero_stage=0))),
-        ("--learning-rate 3e-4", RunSpec(actor=ActorSpec(learning_rate=3e-4))),
-        ("--max-norm 1", RunSpec(actor=ActorSpec(max_norm=1.0))),
-        ("--inputs some/folder", RunSpec(inputs=InputsSpec(inputs=Path("some/folder")))),
-        ("--passes all --max-inputs 3", RunSpec(inputs=InputsSpec(passes=Passes.ALL, max_inputs=3))),
-        ("--no-backward --warmup 0", RunSpec(measure=MeasureSpec(backward=False, warmup=0))),
-        ("--save-state runs/a", RunSpec(state=StateSpec(save_state=Path("runs/a")))),
+        ("--backend fsdp2", ReplaySpec(actor=ActorSpec(backend="fsdp2"))),
+        ("--no-packing", ReplaySpec(actor=ActorSpec(packing=False))),
+        ("--packing", ReplaySpec(actor=ActorSpec(packing=True))),
+        ("--compile", ReplaySpec(actor=ActorSpec(compile=Compile.BLOCKS))),
+        ("--deepcompile", ReplaySpec(actor=ActorSpec(compile=Compile.DEEPCOMPILE))),
+        ("--flash-attn", ReplaySpec(actor=ActorSpec(attention=Attention.FLASH))),
+        ("--no-flash-attn", ReplaySpec(actor=ActorSpec(attention=Attention.SDPA))),
+        ("--attention sdpa --no-flash-attn", ReplaySpec(actor=ActorSpec(attention=Attention.SDPA))),
+        ("--compile --compile", ReplaySpec(actor=ActorSpec(compile=Compile.BLOCKS))),
+        ("--zero-stage 0", ReplaySpec(actor=ActorSpec(zero_stage=0))),
+        ("--learning-rate 3e-4", ReplaySpec(actor=ActorSpec(learning_rate=3e-4))),
+        ("--max-norm 1", ReplaySpec(actor=ActorSpec(max_norm=1.0))),
+        ("--inputs some/folder", ReplaySpec(inputs=InputsSpec(inputs=Path("some/folder")))),
+        ("--passes all --max-inputs 3", ReplaySpec(inputs=InputsSpec(passes=Passes.ALL, max_inputs=3))),
+        ("--no-backward --warmup 0", ReplaySpec(measure=MeasureSpec(backward=False, warmup=0))),
+        ("--save-state runs/a", ReplaySpec(state=StateSpec(save_state=Path("runs/a")))),
         (
             "--skip-inputs 3 --load-state a",
-            RunSpec(inputs=InputsSpec(skip_inputs=3), state=StateSpec(load_state=Path("a"))),
+            ReplaySpec(inputs=InputsSpec(skip_inputs=3), state=StateSpec(load_state=Path("a"))),
         ),
-        ("--local_rank=1 --max-inputs 3", RunSpec(inputs=InputsSpec(max_inputs=3))),
-        ("--local-rank 1", RunSpec()),
+        ("--local_rank=1 --max-inputs 3", ReplaySpec(inputs=InputsSpec(max_inputs=3))),
+        ("--local-rank 1", ReplaySpec()),
     ],
 )
-def test_what_is_typed_arrives_in_its_field(typed: str, spec: RunSpec) -> None:
+def test_what_is_typed_arrives_in_its_field(typed: str, spec: ReplaySpec) -> None:
     assert parsed(*typed.split()) == spec
 
 
@@ -98,7 +98,7 @@ def test_a_field_without_help_is_no_option() -> None:
     assert "parallel" not in {toggle.field for toggle in toggles()}
 
 
-FULL = RunSpec(
+FULL = ReplaySpec(
     actor=ActorSpec(
         backend="fsdp2",
         compile=Compile.BLOCKS,
@@ -113,20 +113,20 @@ FULL = RunSpec(
 )
 
 
-@pytest.mark.parametrize("spec", [RunSpec(), FULL, RunSpec(actor=ActorSpec(attention=Attention.FLASH))])
-def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: RunSpec) -> None:
+@pytest.mark.parametrize("spec", [ReplaySpec(), FULL, ReplaySpec(actor=ActorSpec(attention=Attention.FLASH))])
+def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: ReplaySpec) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
     assert parsed(*command_line(spec)) == spec
     assert spec_of(command_line(spec)) == spec
 
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:
-    assert command_line(RunSpec()) == []
+    assert command_line(ReplaySpec()) == []
     assert command_line(parsed("--compile", "--tp", "1", "--max-inputs", "5")) == ["--compile", "--max-inputs", "5"]
 
 
 def test_a_saved_spec_keeps_what_is_no_option() -> None:
-    spec = RunSpec(actor=ActorSpec(parallel=ParallelSpec(ring=2)))
+    spec = ReplaySpec(actor=ActorSpec(parallel=ParallelSpec(ring=2)))
     assert spec_from_dict(spec_to_dict(spec)) == spec
 
 

@@ -20,7 +20,7 @@ from replay.resolution.model_source import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runlog.writer import read_log
 from replay.runner.out_of_memory import Known, OutOfMemory
-from replay.spec import InputsSpec, RunSpec
+from replay.spec import InputsSpec, ReplaySpec
 from replay.watch.shutdown import Ending
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
@@ -75,7 +75,7 @@ class OneRank:
 def known(
     folder: Path, lengths: Sequence[int], records: Sequence[PassRecord], actor: ActorSpec, *, has_adapter: bool = False
 ) -> OutOfMemory:
-    spec = RunSpec(actor=replace(actor, dtype=Dtype.BF16), inputs=InputsSpec(inputs=folder))
+    spec = ReplaySpec(actor=replace(actor, dtype=Dtype.BF16), inputs=InputsSpec(inputs=folder))
     paths = made(folder, lengths)
     source = find_source(spec)
     model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it

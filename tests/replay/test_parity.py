@@ -24,7 +24,7 @@ from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
 from replay.runner.session import run_in
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.sharded import SIZES
@@ -89,7 +89,7 @@ class Runs:
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
         return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 
-    def place_of(self, spec: RunSpec) -> int:
+    def place_of(self, spec: ReplaySpec) -> int:
         actor = spec.actor
         if actor.backend == "deepspeed":
             return 5 if actor.packing else 6
@@ -257,7 +257,7 @@ def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_ca
     windows: set[tuple[bool, int, int | None]] = set()
 
     def first_difference(reference: Path, other: Path, equivalents: Sequence[Path]) -> None:
-        specs = [PastRun.read(folder).spec for folder in (reference, other, *equivalents)]
+        specs = [PastRun.read(folder) for folder in (reference, other, *equivalents)]
         windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
         asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
 

@@ -1,5 +1,9 @@
 """What a run does is chosen once: each choice has who made it and why, and nothing below knows what was left open."""
 
+import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +24,11 @@ from replay.resolution.job_defaults import from_job
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
 from replay.resolved import ATTENTION, KERNELS, LOSS_SCALE, ONCE_OPEN, PACKING, TP_PLAN, By, Choice, ResolvedReplay
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 
+ROOT = Path(__file__).resolve().parents[2]
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
@@ -90,18 +95,18 @@ def half(**environment: str) -> Call:
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.dtypes_of", lambda call: ["float16"])
-    on_cpu, on_cuda = (from_job(RunSpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
-    assert from_job(RunSpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
+    assert from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
 
 
 def test_a_window_of_the_job_is_told_from_a_default() -> None:
     of_job = replace(SELECTION, grad_accumulation=3, has_job_windows=True)
     for spec, selection, by in (
-        (RunSpec(), of_job, By.JOB),
-        (RunSpec(), SELECTION, By.DEFAULT),
-        (RunSpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
+        (ReplaySpec(), of_job, By.JOB),
+        (ReplaySpec(), SELECTION, By.DEFAULT),
+        (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
     ):
         choice = from_job(spec, None, selection, "cpu")[3]
         assert (choice.value, choice.by) == (selection.grad_accumulation, by)
@@ -109,7 +114,7 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
 
 def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
     choices = [Choice(setting=setting, value=ONCE_OPEN, by=By.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
-    done = MadeReplay.of(RunSpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
+    done = MadeReplay.of(ReplaySpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
     assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
 
 
@@ -169,3 +174,77 @@ def test_explain_prints_the_table_and_opens_no_actor(
 def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--explain", "inspect", "x"]) == 2
     assert "--explain belongs to a replay, not to `inspect`" in capsys.readouterr().err
+
+
+# A call a line. Each hands on what was typed where a room wants what was resolved.
+ROOMS_BELOW = """
+runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
+runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
+runner: rounding_floor.in_fp32(spec)
+runner: Saver(spec=spec, source=source, world=world, logs=path, states=None)
+tracing: RunTrace.of(path, spec, source, world, backend)
+profiling: profiled(lambda: True, backend.model, spec, world.device, path)
+verdict: judge([], spec)
+watch: Tracker(path, spec)
+"""
+IMPORTS = """
+from pathlib import Path
+from actor_init.backends.protocol import Backend
+from actor_init.model import ModelSource
+from actor_init.world import World
+from replay.profiling.profiler import profiled
+from replay.runlog.writer import Logbook
+from replay.resolved import ResolvedReplay
+from replay.runner import rounding_floor
+from replay.runner.checkpoint import Saver
+from replay.runner.meter import Meter
+from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import Replayer
+from replay.spec import ReplaySpec
+from replay.tracing.writer import RunTrace
+from replay.verdict.judge import judge
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+book: Logbook
+world: World
+source: ModelSource
+actor: ReopenedActor
+backend: Backend
+meter: Meter
+tracker: Tracker
+same_weights: SameWeights
+path: Path
+resolved: ResolvedReplay
+"""
+
+
+def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
+    """mypy refuses each call, and not one that hands on what was resolved."""
+    calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
+    file = tmp_path / "handed_on.py"
+    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: ReplaySpec", *calls]
+    file.write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+    )
+    refused = {
+        int(error[1])
+        for error in re.finditer(
+            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "ReplaySpec"', done.stdout
+        )
+    }
+    assert refused == set(range(len(lines) - len(calls) + 1, len(lines) + 1)), done.stdout
+
+
+def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "replay").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "ReplaySpec" for alias in node.names)
+    }
+    assert len(knowing) < 25
+    below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
+    assert not [name for name in knowing if name.startswith(tuple(f"replay/{room}/" for room in below))]
+    assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/session.py"}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from replay.on_ray.training import Trainings
 from replay.option_parsing import command_line
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun
-from replay.spec import StateSpec
+from replay.spec import ReplaySpec, StateSpec
 from tests.helpers import doomed_training
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import warm_cluster
@@ -107,8 +106,9 @@ def task_of(root: Path, arguments: list[str], name: str = "ddp") -> Task:
 def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number(
     nodes: TwoNodes, whole: Path, tmp_path: Path
 ) -> None:
-    spec = PastRun.read(whole / "runs" / "ddp").spec
-    spec = replace(spec, state=StateSpec(save_state=tmp_path / "none", save_every=2, resume=True))
+    past = PastRun.read(whole / "runs" / "ddp")
+    state = StateSpec(save_state=tmp_path / "none", save_every=2, resume=True)
+    spec = ReplaySpec(actor=past.actor, inputs=past.inputs, measure=past.measure, objective=past.objective, state=state)
     may_go = (tmp_path / doomed_training.NODE_MAY_GO).exists
     with cluster_at(nodes.address) as cluster:
         when(cluster, may_go, nodes.lose, nodes.add)

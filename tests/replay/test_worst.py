@@ -33,7 +33,7 @@ from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
 from replay.runner.laying_out import inputs_for
 from replay.shipped_inputs import default_folder
-from replay.spec import RunSpec
+from replay.spec import ReplaySpec
 from replay.worst.memory import Memory, memory_here
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
@@ -46,7 +46,7 @@ MIB = 2**20
 @cache
 def size_of_model(num_layers: int | None) -> tuple[int, int]:
     """Layers and elements of the sample's model."""
-    config = find_source(RunSpec(actor=ActorSpec(num_layers=num_layers))).config
+    config = find_source(ReplaySpec(actor=ActorSpec(num_layers=num_layers))).config
     return config.num_hidden_layers, count_parameters(config)
 
 
@@ -57,7 +57,7 @@ class Law:
     fails: Callable[[int], bool] = lambda tokens: False
     slower: dict[str, float] = field(default_factory=dict)  # by source, how much
     after: int = 10**9  # records that are written before the process is killed
-    runs: list[RunSpec] = field(default_factory=list)
+    runs: list[ReplaySpec] = field(default_factory=list)
 
     def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
@@ -82,7 +82,7 @@ class Law:
         write_log(log, records[: self.after], spec=spec, exit_code=0 if is_whole else None)
         return Child(exit_code=0 if is_whole else -9, seconds=1.0, output=task.output, logs=task.logs)
 
-    def passed(self, spec: RunSpec, index: int, rank: int, path: Path, num_data_ranks: int) -> Any:
+    def passed(self, spec: ReplaySpec, index: int, rank: int, path: Path, num_data_ranks: int) -> Any:
         batch = read_call(path).micro_batch()
         lengths = batch.attention_mask_BS.sum(1).tolist()
         tokens, squares = sum(lengths), sum(length**2 for length in lengths)
