@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.declarations.attention import KERNELS, WORDS, kernel_of
 from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.declarations.backends.declaration import Declaration
 from actor_init.toggles import (
@@ -143,12 +144,13 @@ class ActorSpec:
         "Pad each row, packed or not, to a multiple of N tokens, or to the next of several lengths.",
         metavar="N|N,N,...",
     )
-    attention: Attention = option(
+    attention: str = option(
         Attention.AUTO,
         "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
         "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
         "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
+        choices=WORDS,
     )
     whole_logits: bool = option(
         False,
@@ -212,9 +214,11 @@ class ActorSpec:
                 f"--ring {self.parallel.ring} slices packed rows, and --no-packing leaves none. "
                 f"Try: --ring {self.parallel.ring} --packing, or --no-packing without --ring"
             )
-        if self.parallel.ring > 1 and self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
+        kernel = None if self.attention == Attention.AUTO else kernel_of(self.attention)
+        if self.parallel.ring > 1 and kernel is not None and kernel.slices is None:
+            others = ", or ".join(other.word for other in KERNELS.values() if other.slices is not None)
             raise UsageError(
-                f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention flash, or sdpa"
+                f"--attention {self.attention} has no ring. Try: --ring {self.parallel.ring} --attention {others}"
             )
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
             raise UsageError(
@@ -223,15 +227,15 @@ class ActorSpec:
             )
         if self.compile_lengths is not CompileLengths.DYNAMIC:
             self._refuse_compile_lengths()
-        if self.attention is Attention.VARLEN and self.packing is False:
-            raise UsageError("--attention varlen reads packed rows. Try: --packing, or --attention sdpa")
+        if kernel is not None and kernel.padded is None and self.packing is False:
+            raise UsageError(f"--attention {self.attention} reads packed rows. Try: --packing, or --attention sdpa")
 
     def settled(
         self,
         *,
         dtype: Dtype = Dtype.BF16,
         packing: bool = True,
-        attention: Attention = Attention.AUTO,
+        attention: str = Attention.AUTO,
         kernels: Kernels = Kernels.MODEL,
         grad_accumulation: int = 1,
     ) -> Self:
@@ -240,7 +244,7 @@ class ActorSpec:
             self,
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
             packing=packing and not self.is_custom if self.packing is None else self.packing,
-            attention=attention if self.attention is Attention.AUTO and not self.is_custom else self.attention,
+            attention=attention if self.attention == Attention.AUTO and not self.is_custom else self.attention,
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
@@ -307,7 +311,7 @@ class ActorSpec:
             ("--packing", self.packing is True, "needs attention that stays within a document, not known about"),
             (
                 f"--attention {self.attention}",
-                self.attention is not Attention.AUTO,
+                self.attention != Attention.AUTO,
                 "chooses transformers' kernels, and there are none in",
             ),
             (f"--adapter {self.adapter}", self.adapter is not None, "goes into transformers' models, not into"),

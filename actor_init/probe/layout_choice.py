@@ -8,8 +8,8 @@ from torch import device
 from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import kernel_name, plain_kernel
-from actor_init.attention.kernels import RING_FA2
 from actor_init.custom.config import CustomConfig
+from actor_init.declarations.attention import form_of, kernel_of
 from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
 from actor_init.spec import ActorSpec, Attention, UsageError
@@ -25,7 +25,7 @@ _not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
 class Choice:
     """How rows are fed, with which attention kernel; or why not."""
 
-    attention: Attention
+    attention: str
     layout: Layout
     refusal: str = ""
 
@@ -59,7 +59,7 @@ def why_not_packed(config: PretrainedConfig) -> str:
         return _CUSTOM
     key = str(config.model_type), config.to_json_string(use_diff=False)
     if key not in _not_packed:
-        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config).value
+        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config)
         is_right = any(search.is_right(kernel, layout) for layout in _packed_layouts())
         _not_packed[key] = "" if is_right else search.why(kernel)
     return _not_packed[key]
@@ -111,8 +111,9 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         why = "" if is_right else f"{config.model_type} sees padding on the left"
         return Choice(attention=spec.attention, layout=replace(PADDED, why=why))
     kernels = {kernel: spec.attention}
-    if spec.attention is Attention.AUTO:
-        kernels.setdefault(plain_kernel(config).value, plain_kernel(config))
+    is_chosen = spec.attention == Attention.AUTO
+    if is_chosen:
+        kernels.setdefault(plain_kernel(config), plain_kernel(config))
     for name, attention in kernels.items():
         for layout in _packed_layouts():
             if search.is_right(name, layout):
@@ -122,8 +123,9 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         "" if search.is_right(_masked(kernel, config), A_DOCUMENT_A_ROW) else ", and padded rows are not right either"
     )
     padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
-    if spec.attention is Attention.VARLEN:
-        return replace(padded, refusal=f"--attention varlen reads packed rows, and {why}. Try: --attention sdpa")
+    if not is_chosen and kernel_of(spec.attention).padded is None:
+        refusal = f"--attention {spec.attention} reads packed rows, and {why}. Try: --attention sdpa"
+        return replace(padded, refusal=refusal)
     if is_given:
         return replace(
             padded, refusal=f"--packing: {why}. Try: --no-packing, or neither: rows are padded by themselves"
@@ -133,7 +135,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
 
 def _masked(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
-    return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
+    return kernel if form_of(kernel).reads_mask else plain_kernel(config)
 
 
 def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
@@ -156,7 +158,7 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
             why = why_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
-            if trains and kernel != RING_FA2 and probe.has_dropout(kernel):
+            if trains and "dropout" in form_of(kernel).limits.lacks and probe.has_dropout(kernel):
                 raise UsageError(
                     f"--ring {ring}: {config.model_type}'s attention has dropout in training, and {kernel} has none. "
                     "Try: no --ring"

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.kernels import CUDNN_PADDED, cudnn_calls
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.compiling import num_graphs
+from actor_init.declarations.attention import form_of
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, predicts_own_tokens, sliced
@@ -213,12 +213,12 @@ class PassRunner:
 
     def _cudnn_calls(self, inputs: ActorInputs, *, backward: bool) -> set[tuple[int, int, bool]]:
         """Return what tells the calls of cuDNN's attention in a pass from each other."""
-        if "cudnn" not in self._kernel:
+        planned = form_of(self._kernel).planned
+        if planned is None:
             return set()
         lengths = [] if inputs.cu_seq_lens is None else inputs.cu_seq_lens.diff().tolist()
         rows, num_tokens = inputs.input_ids.shape
-        calls = cudnn_calls(self._kernel, rows, num_tokens, lengths)
-        return {(*call, backward) for call in calls}
+        return {(*call, backward) for call in planned(rows, num_tokens, lengths)}
 
     def replay(self, index: int, path: Path) -> tuple[PassRecord, Exception | None]:
         """Run forward, and backward and step if enabled, on one input. An error is recorded and returned."""
@@ -454,7 +454,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
     inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
-    if inputs.attention_mask_BS is not None and kernel_name(spec, world.device, source.config) == CUDNN_PADDED:
+    if inputs.attention_mask_BS is not None and not form_of(kernel_name(spec, world.device, source.config)).takes_holes:
         refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))

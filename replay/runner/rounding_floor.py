@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.as_json import from_json, to_json
-from actor_init.attention.kernel_choice import has_sdpa
 from actor_init.backends.protocol import free_closed
+from actor_init.declarations.attention import kernel_of
+from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -61,7 +62,7 @@ class Again:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
         if self.selection.padding_predicts and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
-        if self.spec.actor.attention is Attention.EAGER and not has_sdpa(self.source.config):
+        if self.spec.actor.attention == Attention.EAGER and not has_sdpa(self.source.config):
             return "the model has no other attention kernel"
         return None
 
@@ -103,7 +104,7 @@ def other_order(spec: RunSpec, passes: Sequence[Pass], *, has_dropout: bool, kee
     is_plain = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     kernel = Attention.EAGER if actor.attention in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
     other = replace(
-        actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel is Attention.EAGER
+        actor, attention=kernel if is_plain else actor.attention, gradient_checkpointing=kernel == Attention.EAGER
     )
     measure = replace(spec.measure, trace=False, details=False)
     return replace(spec, actor=other, inputs=replace(spec.inputs, reverse_rows=not has_dropout), measure=measure)
@@ -198,7 +199,9 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
 
 def in_fp32(spec: RunSpec) -> RunSpec:
     measure = replace(spec.measure, trace=False, details=False)
-    attention = spec.actor.attention if spec.actor.attention in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
+    attention = spec.actor.attention
+    if attention != Attention.AUTO and not kernel_of(attention).packed.limits.has_fp32:
+        attention = Attention.AUTO
     return replace(spec, actor=replace(spec.actor, dtype=Dtype.FP32, attention=attention), measure=measure)
 
 

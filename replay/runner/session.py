@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from actor_init.attention.kernels import described
 from actor_init.backends.protocol import free_closed
+from actor_init.declarations.attention import form_of
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, find_model, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -292,7 +292,7 @@ class Session:
             )
             header = _header(spec, source, facts, self.selection, devices, num_inputs)
             if kernel_reason:
-                header["attention"] = f"{described(str(facts['attention_kernel']))}: {kernel_reason}"
+                header["attention"] = f"{form_of(str(facts['attention_kernel'])).describe()}: {kernel_reason}"
             header["loss"] = described_loss(self.objective, spec, first)
             header |= header_line(other_config)
             header |= _adapter(source, spec) | _named(source.frozen)
