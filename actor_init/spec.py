@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.declarations.attention import KERNELS, WORDS, kernel_of
+from actor_init.declarations.attention.declaration import Kernel
 from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of, names_of
 from actor_init.declarations.backends.declaration import Declaration
 from actor_init.toggles import (
@@ -151,12 +153,13 @@ class ActorSpec:
         "Pad each row, packed or not, to a multiple of N tokens, or to the next of several lengths.",
         metavar="N|N,N,...",
     )
-    attention: Attention = option(
+    attention: str = option(
         Attention.AUTO,
         "Attention kernel. auto: the job's, if the captures name it and it can be had; else on CUDA flash-attn if "
         "installed, torch's varlen for packed rows, and cuDNN for a row of one document of 4,096 tokens or more; else, "
         "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
+        choices=WORDS,
     )
     whole_logits: bool = option(
         False,
@@ -215,14 +218,15 @@ class ActorSpec:
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
         self._refuse_what_the_backend_lacks(declaration_of(self.backend))
-        self._refuse_what_has_no_ring()
+        kernel = None if self.attention == Attention.AUTO else kernel_of(self.attention)
+        self._refuse_what_has_no_ring(kernel)
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
             one_number, several = Setting("pad_tokens", "128"), Setting("pad_tokens", "512,1024,2048")
             advice = f"Give a number above 0, or several with commas between. Try: {one_number}, or {several}"
             raise UsageError(NotAllowed("pad_tokens", self.pad_tokens, advice))
         if self.compile_lengths is not CompileLengths.DYNAMIC:
             self._refuse_compile_lengths()
-        if self.attention is Attention.VARLEN and self.packing is False:
+        if kernel is not None and kernel.padded is None and self.packing is False:
             advice = f"Try: {PACKED}, or {Setting('attention', Attention.SDPA)}"
             raise UsageError(Unsupported(Setting("attention", self.attention), "reads packed rows", advice))
 
@@ -231,7 +235,7 @@ class ActorSpec:
         *,
         dtype: Dtype = Dtype.BF16,
         packing: bool = True,
-        attention: Attention = Attention.AUTO,
+        attention: str = Attention.AUTO,
         kernels: Kernels = Kernels.MODEL,
         grad_accumulation: int = 1,
     ) -> Self:
@@ -240,7 +244,7 @@ class ActorSpec:
             self,
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
             packing=packing and not self.is_custom if self.packing is None else self.packing,
-            attention=attention if self.attention is Attention.AUTO and not self.is_custom else self.attention,
+            attention=attention if self.attention == Attention.AUTO and not self.is_custom else self.attention,
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
@@ -287,16 +291,17 @@ class ActorSpec:
             "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
         }
 
-    def _refuse_what_has_no_ring(self) -> None:
+    def _refuse_what_has_no_ring(self, kernel: Kernel | None) -> None:
         if self.parallel.ring == 1:
             return
-        ring, kernel = Setting("ring", self.parallel.ring), Setting("attention", self.attention)
+        ring, attention = Setting("ring", self.parallel.ring), Setting("attention", self.attention)
         if self.packing is False:
             advice = f"Try: {ring} {PACKED}, or {PADDED} without {Setting('ring')}"
             raise UsageError(Unsupported(ring, f"slices packed rows, and {PADDED} leaves none", advice))
-        if self.attention not in (Attention.AUTO, Attention.FLASH, Attention.SDPA):
-            advice = f"Try: {ring} {kernel.of(Attention.FLASH)}, or {Attention.SDPA}"
-            raise UsageError(Unsupported(kernel, "has no ring", advice))
+        if kernel is not None and kernel.slices is None:
+            first, *others = (other.word for other in KERNELS.values() if other.slices is not None)
+            advice = f"Try: {', or '.join([f'{ring} {attention.of(first)}', *others])}"
+            raise UsageError(Unsupported(attention, "has no ring", advice))
 
     def _refuse_what_a_custom_model_lacks(self) -> None:
         model = Setting("model", self.model)
@@ -319,7 +324,7 @@ class ActorSpec:
             (PACKED, self.packing is True, "needs attention that stays within a document, not known about"),
             (
                 Setting("attention", self.attention),
-                self.attention is not Attention.AUTO,
+                self.attention != Attention.AUTO,
                 "chooses transformers' kernels, and there are none in",
             ),
             (Setting("adapter", self.adapter), self.adapter is not None, "goes into transformers' models, not into"),

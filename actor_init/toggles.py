@@ -42,6 +42,8 @@ def option(
 
 
 class Attention(StrEnum):
+    """Words of --attention that the code names; `declarations/attention` has what each chooses, and may have others."""
+
     AUTO = "auto"
     FLASH = "flash"
     FLASH3 = "flash3"

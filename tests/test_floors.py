@@ -29,7 +29,7 @@ ROOMS = {
     ),
     "actor_init": (
         ("toggles", "layout", "head_form", "presets"),
-        ("declarations",),  # of backends: what each can do
+        ("declarations",),  # of backends and attention kernels: what each is, needs and refuses
         ("spec", "as_json", "checkpoint_names", "name_hash", "read_ahead"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),

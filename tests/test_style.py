@@ -51,3 +51,17 @@ def first_lines_of_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             docstring = ast.get_docstring(node)
             if docstring:
                 yield node.body[0].lineno, docstring.splitlines()[0]
+
+
+def test_words_of_attention_are_compared_by_value() -> None:
+    """A word that was typed or read is text; `is` with a member of the enumeration would be False for it."""
+    offenders = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for folder in ("actor_init", "replay")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops)
+        and "Attention." in ast.unparse(node)
+    ]
+    assert not offenders, "compare with == and !=:\n" + "\n".join(offenders)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from actor_init.attention.signature import Asked, asked_of
+from actor_init.attention.signature import asked_of, refuser
+from actor_init.declarations.attention.cudnn import LIMITS
 from actor_init.spec import UsageError
 
-MAX_HEAD_DIM = 128  # of cuDNN's backward on every device that it has kernels for
 BACKEND = SDPBackend.CUDNN_ATTENTION
+refuse_what_cudnn_lacks = refuser(LIMITS)
 
 
 def cudnn_dense(
@@ -32,7 +33,7 @@ def cudnn_dense(
     padding token sees is of no matter, as no other token sees it. Raises UsageError for what the kernel lacks.
     """
     asked = asked_of(**more)
-    refuse_what_cudnn_lacks(asked, longest=query.shape[2], head_dim=query.shape[3])
+    refuse_what_cudnn_lacks(asked, query.shape[2], query.shape[3])
     return _causal(query, key, value, asked.scaling).transpose(1, 2).contiguous(), None
 
 
@@ -85,11 +86,10 @@ def cudnn_packed(
     """Run cuDNN on one packed row, a call a document, with transformers' attention signature.
 
     query is [1, H, T, D], key and value are [1, K, T, D]. Returns [1, T, H, D]. A compiled block's graph breaks here
-    for a row of several documents. Raises UsageError for what the kernel lacks: dropout, softcap, attention sinks, and
-    a sliding window shorter than the longest document.
+    for a row of several documents. Raises UsageError for what the kernel lacks.
     """
     asked = asked_of(**more)
-    refuse_what_cudnn_lacks(asked, longest=max_length_q, head_dim=query.shape[3])
+    refuse_what_cudnn_lacks(asked, max_length_q, query.shape[3])
     is_one = cu_seq_lens_q.shape[0] == 2
     out = (
         _causal(query, key, value, asked.scaling) if is_one else _each(query, key, value, cu_seq_lens_q, asked.scaling)
@@ -175,18 +175,3 @@ class CudnnBlocks:
             scale=scale,
         )
         return gradients
-
-
-def refuse_what_cudnn_lacks(asked: Asked, *, longest: int, head_dim: int) -> None:
-    """Raise UsageError for what a model asks and the kernel has not, in rows of at most `longest` tokens."""
-    lacking = [name for name, given in (("dropout", asked.dropout), ("softcap", asked.softcap)) if given]
-    lacking += ["attention sinks"] if asked.s_aux is not None else []
-    if asked.sliding_window is not None and asked.sliding_window < longest:
-        lacking.append(f"sliding window (here {asked.sliding_window} of {longest} tokens)")
-    if head_dim > MAX_HEAD_DIM:
-        lacking.append(f"heads of more than {MAX_HEAD_DIM} (here {head_dim})")
-    if lacking:
-        raise UsageError(
-            f"cuDNN's attention has no {' and no '.join(lacking)}, which this model needs. "
-            "Try: --attention flash, or --attention sdpa"
-        )

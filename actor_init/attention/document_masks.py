@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-KERNELS = ("sdpa", "eager")  # those that read a mask
+from actor_init.declarations.attention import forms
+
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
 
@@ -37,9 +38,9 @@ def documents_masked(document_1T: Tensor) -> Iterator[None]:
 def _register() -> None:
     """Wrap transformers' makers of masks, which do as before outside of `documents_masked`."""
     makers = AttentionMaskInterface()
-    for kernel in KERNELS:
-        if not getattr(makers[kernel], "_masks_documents", False):
-            AttentionMaskInterface.register(kernel, _with_documents(makers[kernel]))
+    for form in forms():
+        if form.reads_mask and not getattr(makers[form.name], "_masks_documents", False):
+            AttentionMaskInterface.register(form.name, _with_documents(makers[form.name]))
 
 
 def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, device
 from transformers import AttentionInterface
 
-from actor_init.attention.kernels import CUDNN_PADDED, NAMES, register
-from actor_init.spec import Attention
+from actor_init.attention.kernels import register
+from actor_init.declarations.attention import kernel_of
+from actor_init.declarations.attention.declaration import Kernel
 
-KERNELS = tuple(one.value for one in (Attention.SDPA, *NAMES) if one is not Attention.EAGER)
 # Relative to the reference's norm. bf16 has 8 bits; rounding probabilities and results gives about 0.004 here; a
 # mask that is off by one token, or a missed document boundary, gives more than 0.2.
 BOUND = 0.02
@@ -27,26 +27,27 @@ H, K = 4, 2
 
 
 @cache
-def is_right(attention: Attention, where: device) -> bool:
+def is_right(attention: str, where: device) -> bool:
     """Does the kernel run on `where`, and give the right numbers?"""
     try:
-        return error_of(attention.value, where) <= BOUND
+        return error_of(attention, where) <= BOUND
     except Exception:  # of a package or a driver, of any type
         return False
 
 
-def error_of(kernel: str, where: device) -> float:
+def error_of(attention: str, where: device) -> float:
     """Return the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
-    Computed in bf16, on the packed ROWS, with grouped queries; cuDNN's on padded rows too. Raises what the kernel
-    raises.
+    Computed in bf16, on the packed ROWS, with grouped queries, and on padded rows where the form for them is not
+    transformers' own. Raises what the kernel raises.
     """
     register()
+    kernel = kernel_of(attention)
     errors = [_error_of_row(kernel, where, lengths, head_dim) for lengths, head_dim in ROWS]
     return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
 
 
-def _error_of_row(kernel: str, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
+def _error_of_row(kernel: Kernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
     num_tokens = sum(lengths)
     shapes = [(1, heads, num_tokens, head_dim) for heads in (H, K, K)] + [(1, num_tokens, H, head_dim)]
@@ -55,20 +56,23 @@ def _error_of_row(kernel: str, where: device, lengths: tuple[int, ...], head_dim
     visible_TT = (document_T[:, None] == document_T) & torch.ones_like(document_T).expand(num_tokens, -1).tril().bool()
     borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
     packed: dict[str, Any] = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
-    call = AttentionInterface()[NAMES[Attention(kernel)].packed]
+    call = AttentionInterface()[kernel.packed.name]
     module = SimpleNamespace(num_key_value_groups=H // K, is_causal=True, training=True)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask, more = (visible_TT[None, None], {}) if kernel == "sdpa" else (None, packed)
+        mask, more = (visible_TT[None, None], {}) if kernel.packed.reads_mask else (None, packed)
         out: Tensor = call(module, query, key, value, mask, scaling=head_dim**-0.5, **more)[0]
         return out
 
     def in_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert kernel.padded is not None
         rows = (_in_rows(tensor, document_T) for tensor in (query, key, value))
-        out_NSHD: Tensor = AttentionInterface()[CUDNN_PADDED](module, *rows, _is_real(where), scaling=head_dim**-0.5)[0]
+        padded = AttentionInterface()[kernel.padded.name]
+        out_NSHD: Tensor = padded(module, *rows, _is_real(where), scaling=head_dim**-0.5)[0]
         return out_NSHD.flatten(0, 1)[_places(document_T)][None]
 
-    forms = [ours, in_rows] if kernel == Attention.CUDNN and lengths == PADDED else [ours]
+    has_padded = kernel.padded is not None and kernel.padded.function and not kernel.padded.reads_mask
+    forms = [ours, in_rows] if has_padded and lengths == PADDED else [ours]
     wanted = _with_gradients(
         lambda query, key, value: _plain_attention(query, key, value, visible_TT),
         [tensor.float() for tensor in inputs],

@@ -4,7 +4,6 @@ Shape letters as in `actor_init.attention.ring`, and H query heads, K key-value 
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,11 +13,14 @@ from torch import Tensor, nn
 
 from actor_init.attention.cudnn import CudnnBlocks, refuse_what_cudnn_lacks
 from actor_init.attention.ring import RingSlice
-from actor_init.attention.signature import Asked, Kernel, asked_of, named_like
+from actor_init.attention.signature import Asked, AttentionFunction, asked_of, named_like, refuser, window
 from actor_init.attention.zigzag import zigzag_attention
-from actor_init.spec import UsageError
+from actor_init.declarations.attention.flash import RING_FLASH_ATTN
+from actor_init.declarations.attention.plain import GATHERED
 
 POSITIONS = {"position_ids", "cache_position"}  # given along, and no part of the scores
+_refuse_what_ring_flash_attn_lacks = refuser(RING_FLASH_ATTN)
+_refuse_what_gathering_lacks = refuser(GATHERED)
 
 
 class EachAlone:
@@ -50,11 +52,7 @@ class EachAlone:
         return heads.transpose(1, 2).contiguous(), None
 
 
-def has_ring_flash() -> bool:
-    return find_spec("ring_flash_attn") is not None and find_spec("flash_attn") is not None
-
-
-def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Tensor]) -> Kernel:
+def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Tensor]) -> AttentionFunction:
     """Give `attend` transformers' attention signature, which makes it a kernel for slices.
 
     Both take query [1, H, L, D], key and value [1, K, L, D], and return [1, L, H, D].
@@ -75,14 +73,14 @@ def _for_slices(attend: Callable[[Tensor, Tensor, Tensor, RingSlice, Asked], Ten
         return attend(query, key, value, ring, asked_of(**more)), None
 
     # collectives, and lengths as ints: a compiled block's graph breaks here
-    disabled: Kernel = torch.compiler.disable(named_like(kernel, attend))
+    disabled: AttentionFunction = torch.compiler.disable(named_like(kernel, attend))
     return disabled
 
 
 @_for_slices
 def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
     """Run ring-flash-attn on this rank's slice. Raises UsageError for what it lacks."""
-    _refuse(softcap=bool(asked.softcap), sinks=asked.s_aux is not None)
+    _refuse_what_ring_flash_attn_lacks(asked, 0, 0)
     functions = ring_flash_attn_package()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if ring.is_zigzag:
@@ -103,7 +101,7 @@ def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, 
         dropout_p=asked.dropout,
         softmax_scale=asked.scaling,
         causal=True,
-        window_size=((asked.sliding_window or 0) - 1, 0),
+        window_size=window(asked),
         group=ring.group,
     )
     return out.unsqueeze(0)
@@ -112,7 +110,7 @@ def ring_flash_attn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, 
 @_for_slices
 def ring_cudnn(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked: Asked) -> Tensor:
     """Run cuDNN on this rank's slice of a row of one document. Raises UsageError for what the kernel lacks."""
-    refuse_what_cudnn_lacks(asked, longest=ring.end_key, head_dim=query.shape[3])
+    refuse_what_cudnn_lacks(asked, ring.end_key, query.shape[3])
     return zigzag_attention(query, key, value, ring, asked.scaling, CudnnBlocks())
 
 
@@ -160,7 +158,7 @@ def ring_sdpa(query: Tensor, key: Tensor, value: Tensor, ring: RingSlice, asked:
 
     Scores with softcap or sinks are computed in full, as SDPA cannot. Raises UsageError for dropout.
     """
-    _refuse(dropout=bool(asked.dropout))
+    _refuse_what_gathering_lacks(asked, 0, 0)
     visible_LT = _visible_zigzag(ring) if ring.is_zigzag else _visible_llama3(ring, asked.sliding_window)
     group_size = query.shape[1] // key.shape[1]
     outs = []
@@ -212,8 +210,3 @@ def _visible_llama3(ring: RingSlice, sliding_window: int | None) -> Tensor:
     query, key = ring.own_index_L[:, None], torch.arange(ring.first_key, ring.end_key, device=ring.index_T.device)
     visible = (document_q[:, None] == document_k) & (key <= query)
     return visible & (key > query - sliding_window) if sliding_window else visible
-
-
-def _refuse(**asked: bool) -> None:
-    if given := [name for name, is_asked in asked.items() if is_asked]:
-        raise UsageError(f"ring attention has no {' and no '.join(given)}, which this model needs. Try: --ring 1")

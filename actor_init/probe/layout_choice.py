@@ -8,8 +8,8 @@ from torch import device
 from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import kernel_name, plain_kernel
-from actor_init.attention.kernels import RING_FA2
 from actor_init.custom.config import CustomConfig
+from actor_init.declarations.attention import form_of, kernel_of
 from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
@@ -26,7 +26,7 @@ _not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
 class Choice:
     """How rows are fed, with which attention kernel; or why not."""
 
-    attention: Attention
+    attention: str
     layout: Layout
     refusal: Fact | str | None = None
 
@@ -60,7 +60,7 @@ def why_not_packed(config: PretrainedConfig) -> str:
         return _CUSTOM
     key = str(config.model_type), config.to_json_string(use_diff=False)
     if key not in _not_packed:
-        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config).value
+        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config)
         is_right = any(search.is_right(kernel, layout) for layout in _packed_layouts())
         _not_packed[key] = "" if is_right else search.why(kernel)
     return _not_packed[key]
@@ -120,8 +120,9 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         why = "" if is_right else f"{config.model_type} sees padding on the left"
         return Choice(attention=spec.attention, layout=replace(PADDED, why=why))
     kernels = {kernel: spec.attention}
-    if spec.attention is Attention.AUTO:
-        kernels.setdefault(plain_kernel(config).value, plain_kernel(config))
+    is_chosen = spec.attention == Attention.AUTO
+    if is_chosen:
+        kernels.setdefault(plain_kernel(config), plain_kernel(config))
     for name, attention in kernels.items():
         for layout in _packed_layouts():
             if search.is_right(name, layout):
@@ -131,7 +132,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         "" if search.is_right(_masked(kernel, config), A_DOCUMENT_A_ROW) else ", and padded rows are not right either"
     )
     padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
-    if spec.attention is Attention.VARLEN:
+    if not is_chosen and kernel_of(spec.attention).padded is None:
         given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
         return replace(padded, refusal=Unsupported(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
@@ -142,7 +143,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
 
 def _masked(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
-    return kernel if kernel in ("sdpa", "eager") else plain_kernel(config).value
+    return kernel if form_of(kernel).reads_mask else plain_kernel(config)
 
 
 def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
@@ -166,7 +167,7 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
             why = why_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
-            if trains and kernel != RING_FA2 and probe.has_dropout(kernel):
+            if trains and "dropout" in form_of(kernel).limits.lacks and probe.has_dropout(kernel):
                 why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
                 raise UsageError(Unsupported(given, why, advice))
             return Layout(packs=True)

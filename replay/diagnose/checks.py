@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
+from actor_init.declarations.attention import form_of
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -124,8 +125,8 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
 
 def _kernel(kernel: str, case: Case) -> Check:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
-    is_chosen = case.spec.attention is not Attention.AUTO or case.spec.is_custom
-    if is_chosen or any(word in kernel for word in ("fa2", "fa3", "flash", "packed_cudnn", "padded_cudnn")):
+    is_chosen = case.spec.attention != Attention.AUTO or case.spec.is_custom
+    if is_chosen or form_of(kernel).is_expected:
         return Check(name="attention kernel", status=Status.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"

@@ -86,7 +86,7 @@ def plain_answer(
 
 def _plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
-    kernel = "eager" if spec.attention is Attention.EAGER else "sdpa"
+    kernel = "eager" if spec.attention == Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
     add_adapter(model, source.adapter)
     materialise(model, source.weights, device, on_progress=on_progress)

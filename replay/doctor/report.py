@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actor_init.as_json import json_bytes
+from actor_init.declarations.attention import KERNELS
 from actor_init.spec import UsageError
 from replay.doctor.environment import variables
 from replay.doctor.hardware import devices, limits, log_folder, shared_memory
@@ -24,14 +25,6 @@ from replay.doctor.toolchain import compilers, launcher
 from replay.report.check import Check, Status, line
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: a probe that hangs uses none
-KERNELS_ON_CUDA = {  # and the package that brings each
-    "sdpa": None,
-    "cudnn": None,
-    "flash": "flash-attn",
-    "flash3": "flash_attn_3",
-    "flash4": "flash-attn-4",
-    "varlen": None,
-}
 
 Group = tuple[str, list[Check]]
 
@@ -130,8 +123,16 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
 
 def _kernels(num_gpus: int) -> tuple[str, ...]:
     """Return the kernels that are tried besides sdpa."""
-    there = [name for name, brings in KERNELS_ON_CUDA.items() if brings is None or is_installed(_package(brings))]
+    packages = {name: KERNELS[name].packed.limits.package for name in _checked()}
+    there = [name for name, brings in packages.items() if not brings or is_installed(_package(brings))]
     return tuple(name for name in there if num_gpus and name != "sdpa")
+
+
+def _checked() -> list[str]:
+    """Return the kernels in the order in which they are printed."""
+    return sorted(
+        (name for name, kernel in KERNELS.items() if kernel.is_checked), key=lambda name: (name != "sdpa", name)
+    )
 
 
 def _package(name: str) -> Package:
@@ -141,7 +142,7 @@ def _package(name: str) -> Package:
 def _kernel_checks(
     sdpa: Future[Answer], others: dict[str, Future[Answer]], num_gpus: int, default_kernel: str
 ) -> Iterator[Check]:
-    for name in KERNELS_ON_CUDA:
+    for name in _checked():
         asked = sdpa if name == "sdpa" else others.get(name)
         if asked is None:
             is_missing = num_gpus and name == "flash"
@@ -149,8 +150,7 @@ def _kernel_checks(
             text = "for CUDA machines" if not num_gpus else "not installed"
             yield Check(name=name, status=status, found=text)
             continue
-        others_than_this = "eager" if name == "sdpa" else "varlen or sdpa" if name == "flash" else "flash or sdpa"
-        cost = f"Try: replay --attention {others_than_this}"
+        cost = f"Try: replay --attention {KERNELS[name].instead}"
         yield tried(
             name, asked.result(), works="as plain fp32", cost=cost, needed=name == default_kernel, has_error=True
         )

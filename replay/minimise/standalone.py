@@ -189,7 +189,7 @@ def _script(spec: ReplaySpec, failure: Failure, *, has_weights: bool) -> str:
     own_loss = USER_LOSS.fullmatch(spec.measure.loss)
     is_number = failure.kind in OF_THE_JOB
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
-    attention = "eager" if spec.actor.attention is Attention.EAGER else "sdpa"
+    attention = "eager" if spec.actor.attention == Attention.EAGER else "sdpa"
     head = _HEAD.format(
         text=failure.text.replace("\\", "/").replace('"', "'")[:400],
         imports="\n".join(imports) + "\n",

@@ -1,19 +1,19 @@
 """Declare the options of `replay mismatch`: its own, and those of a replay that it does not set itself."""
 
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 
-from actor_init.spec import Attention, Dtype, UsageError
+from actor_init.declarations.attention import WORDS
+from actor_init.spec import Dtype, UsageError
 from replay.given_paths import check_inputs
 from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 
-Word = TypeVar("Word", bound=StrEnum)
+Word = TypeVar("Word", bound=str)
 
 
 def _serves_mismatch(toggle: Toggle) -> bool:
@@ -47,8 +47,8 @@ def mismatch(
     listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
     """
     run = replay_spec(given)
-    dtypes = _words("--dtype", dtype, Dtype, but=(Dtype.AUTO,))
-    kernels = _words("--attention", attention, Attention)
+    dtypes: list[Dtype] = _words("--dtype", dtype, [one for one in Dtype if one is not Dtype.AUTO])
+    kernels = _words("--attention", attention, WORDS)
     own = ["--dtype", dtype, "--attention", attention, "--worst", str(worst), *(["--json", str(json)] if json else [])]
 
     def measure() -> int:
@@ -62,9 +62,8 @@ def mismatch(
     return measure
 
 
-def _words(flag: str, typed: str, kind: type[Word], but: Sequence[Word] = ()) -> list[Word]:
-    allowed = [one for one in kind if one not in but]
+def _words(flag: str, typed: str, allowed: Collection[Word]) -> list[Word]:
     words = typed.split(",")
     if wrong := [word for word in words if word not in allowed]:
         raise UsageError(f"{flag} {wrong[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between")
-    return [kind(word) for word in dict.fromkeys(words)]
+    return [next(one for one in allowed if one == word) for word in dict.fromkeys(words)]

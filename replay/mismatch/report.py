@@ -19,7 +19,7 @@ from actor_init.as_json import json_bytes
 from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
-from actor_init.spec import Attention, Dtype, UsageError
+from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
@@ -68,7 +68,7 @@ class Distance:
 
 
 def mismatch(
-    run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[Attention], num_worst: int, json_file: Path | None
+    run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[str], num_worst: int, json_file: Path | None
 ) -> int:
     """Replay the inputs' forwards under each dtype and kernel, print how far they are from the rollout, return 0.
 
@@ -82,7 +82,7 @@ def mismatch_in(
     world: World,
     run: ReplaySpec,
     dtypes: Sequence[Dtype],
-    kernels: Sequence[Attention],
+    kernels: Sequence[str],
     num_worst: int,
     json_file: Path | None = None,
 ) -> int:

@@ -36,7 +36,7 @@ DTYPES = [Dtype.FP32, Dtype.BF16]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.CUDNN, Attention.VARLEN]
 
 
-def quick(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return the tables of the quick matrix. `kernel` is one that every device supports for the model."""
     # a wrong number of ranks or a wrong shard is clearest where rounding is smallest
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
@@ -69,7 +69,7 @@ def staged() -> list[Table]:
     return [{"backend": [name], "zero_stage": [*one.stages]} for name, one in BACKENDS.items() if one.shards]
 
 
-def edges(group: str, num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+def edges(group: str, num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return the runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
     packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
@@ -86,7 +86,7 @@ class Named(StrEnum):
     FULL = "full"
 
 
-def full(num_devices: int, kernel: Attention) -> tuple[Table, ...]:
+def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return every stage, split, kernel, dtype and compiler, then the options that are not multiplied with the rest.
 
     Those are a backend's own compiler, on one process only, gradient accumulation, gradient checkpointing and fused
@@ -128,7 +128,7 @@ def _splits(backend: str, sizes: Sequence[int]) -> Table:
     return {axis: sizes for axis, is_there in (("ring", one.ring), ("tp", one.tp), (DATA, True)) if is_there}
 
 
-def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDPA) -> list[Setting]:
+def settings_of(matrix: str, num_devices: int, kernel: str = Attention.SDPA) -> list[Setting]:
     """Return the settings of `--matrix` (for `pairs` those of `full`); of the full matrix, those that fit
     `num_devices`.
 
@@ -141,7 +141,7 @@ def settings_of(matrix: str, num_devices: int, kernel: Attention = Attention.SDP
     return [one for one in _distinct(full(num_devices, kernel)) if num_processes_of(one) <= num_devices]
 
 
-def edge_settings(matrix: str, num_devices: int, kernel: Attention) -> dict[str, list[Setting]]:
+def edge_settings(matrix: str, num_devices: int, kernel: str) -> dict[str, list[Setting]]:
     """Return, by group, the edge-shape runs that a built-in matrix adds to its own."""
     if matrix not in list(Named):
         return {}

@@ -74,7 +74,7 @@ class Here:
     group: str = ""
 
     @property
-    def kernel(self) -> Attention:
+    def kernel(self) -> str:
         """The attention kernel that every device supports for this model."""
         from actor_init.attention.kernel_choice import plain_kernel
 
@@ -205,9 +205,9 @@ def _add_ground(
     admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
     admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed", more={"reverse_rows": True})
     kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
-    for kernel in (one for one in kernels if one is not here.kernel):
+    for kernel in (one for one in kernels if one != here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
-        eager = {"gradient_checkpointing": True} if kernel is Attention.EAGER else {}
+        eager = {"gradient_checkpointing": True} if kernel == Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
     if here.is_custom:  # which has one kernel: compiled, its sums are rounded in other places
         admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import has_sdpa, lacks
+from actor_init.attention.kernel_choice import lacks
+from actor_init.declarations.attention import kernel_of_job
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from capture.file_format.capture_file import Call
@@ -17,18 +18,7 @@ from replay.tolerances.roundoff import roundoff
 from replay.verdict.job_values import dtypes_of
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
-ATTENTIONS = {
-    "sdpa": Attention.SDPA,
-    "eager": Attention.EAGER,
-    "flash_attention_2": Attention.FLASH,
-    "flash_attention_3": Attention.FLASH3,
-    "flash_attention_4": Attention.FLASH4,
-    "kernels-community/flash-attn2": Attention.FLASH,
-    "kernels-community/flash-attn3": Attention.FLASH3,
-    "kernels-community/flash-attn4": Attention.FLASH4,
-}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
-MASKED = (Attention.SDPA, Attention.EAGER)  # they need a mask of all token pairs to keep packed documents apart
 
 
 def from_job(spec: Parts, first: Call | None, selection: Selection, device_type: str) -> list[Choice]:
@@ -54,13 +44,13 @@ def settled(actor: ActorSpec, choices: Sequence[Choice]) -> ActorSpec:
 class ChosenKernel:
     """The attention kernel of --attention auto: the job's, or auto where another has to be found, and why."""
 
-    attention: Attention
+    attention: str
     why: str = ""  # for the header; empty: nothing that a reader would not expect
 
 
 def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config: PretrainedConfig) -> ChosenKernel:
     """Return the kernel that the job had, if it can be had here, for a settled spec; what was typed stays."""
-    if spec.attention is not Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
+    if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
         return ChosenKernel(attention=spec.attention)
     on_cuda = where.type == "cuda"
     asked = None if first is None else first.environment.get("attention")
@@ -68,20 +58,20 @@ def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config:
     if asked is None:
         why = f"{instead}; the captures do not name the job's" if on_cuda else ""
         return ChosenKernel(attention=Attention.AUTO, why=why)
-    kernel = ATTENTIONS.get(asked)
+    kernel = kernel_of_job(asked)
     if kernel is None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {asked} is not known here")
-    lack = lacks(kernel, where, spec.dtype)
+    lack = lacks(kernel.word, where, spec.dtype)
     if lack is not None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {asked}: {lack.text}")
-    if kernel is Attention.SDPA and not has_sdpa(config):
+    if kernel.complaint(config):
         return ChosenKernel(
             attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {asked}"
         )
-    if on_cuda and kernel in MASKED and spec.packs and _is_padded(first):
+    if on_cuda and kernel.packed.reads_mask and spec.packs and _is_padded(first):
         why = f"{instead}; the job's {asked} had padded rows, and packed ones need a mask of all pairs of tokens"
         return ChosenKernel(attention=Attention.AUTO, why=why)
-    return ChosenKernel(attention=kernel, why=f"as the job's {asked}" if on_cuda else "")
+    return ChosenKernel(attention=kernel.word, why=f"as the job's {asked}" if on_cuda else "")
 
 
 def _dtype(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:

@@ -104,11 +104,11 @@ def what_wants_logits(spec: Parts, objective: Objective | None) -> str:
 
 def _by_whom(typed: ActorSpec, asked: ActorSpec, chosen: ActorSpec) -> By:
     """Tell who chose the attention kernel: `asked` has the job's, and `chosen` the one that is right for the layout."""
-    if typed.attention is not Attention.AUTO:
+    if typed.attention != Attention.AUTO:
         return By.TYPED
     if typed.is_custom or chosen.attention is not asked.attention:
         return By.MODEL
-    return By.MACHINE if asked.attention is Attention.AUTO else By.JOB
+    return By.MACHINE if asked.attention == Attention.AUTO else By.JOB
 
 
 def _with_layout(packing: Choice, actor: ActorSpec, layout: Layout) -> Choice:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actor_init.attention.kernels import described
+from actor_init.declarations.attention import form_of
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
 from capture.file_format.actor_config import read_adapter_configs
@@ -77,7 +77,7 @@ class Header:
             "inputs": self._inputs(),
         }
         if resolved.attention_reason:
-            kernel = described(str(self.facts["attention_kernel"]))
+            kernel = form_of(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
         lines["loss"] = described_loss(self.objective, resolved, self.first)
         lines |= header_line(self.other_config)

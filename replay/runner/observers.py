@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actor_init.attention.kernels import cudnn_calls
 from actor_init.backends.protocol import Backend
 from actor_init.compiling import num_graphs
+from actor_init.declarations.attention import form_of
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.parameter_samples import Sample
@@ -64,11 +64,12 @@ class FirstUseCounter(PassObserver):
 
     def _cudnn_calls(self, fed: ActorInputs, *, backward: bool) -> set[Hashable]:
         """Return what tells the calls of cuDNN's attention in a pass from each other."""
-        if "cudnn" not in self._kernel:
+        planned = form_of(self._kernel).planned
+        if planned is None:
             return set()
         lengths = [] if fed.cu_seq_lens is None else fed.cu_seq_lens.diff().tolist()
         rows, num_tokens = fed.input_ids.shape
-        return {(*call, backward) for call in cudnn_calls(self._kernel, rows, num_tokens, lengths)}
+        return {(*call, backward) for call in planned(rows, num_tokens, lengths)}
 
 
 class TraceObserver(PassObserver):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.as_json import from_json, to_json
-from actor_init.attention.kernel_choice import has_sdpa
 from actor_init.backends.protocol import free_closed
+from actor_init.declarations.attention import kernel_of
+from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -62,7 +63,7 @@ class Again:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
         if self.selection.padding_predicts and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
-        if _asked(self.spec) is Attention.EAGER and not has_sdpa(self.source.config):
+        if _asked(self.spec) == Attention.EAGER and not has_sdpa(self.source.config):
             return "the model has no other attention kernel"
         return None
 
@@ -106,13 +107,13 @@ def other_order(
     is_plain = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     asked = _asked(spec)
     kernel = Attention.EAGER if asked in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
-    other = replace(actor, attention=kernel if is_plain else asked, gradient_checkpointing=kernel is Attention.EAGER)
+    other = replace(actor, attention=kernel if is_plain else asked, gradient_checkpointing=kernel == Attention.EAGER)
     measure = replace(spec.measure, trace=False, details=False)
     inputs = replace(spec.inputs, reverse_rows=not has_dropout)
     return spec.variant(why="rounding alone is to be other", actor=other, inputs=inputs, measure=measure)
 
 
-def _asked(spec: ResolvedReplay) -> Attention:
+def _asked(spec: ResolvedReplay) -> str:
     """Return the kernel that was typed, or the job's or the model's; auto where this machine chose it."""
     return Attention.AUTO if spec.chosen_by(ATTENTION) is By.MACHINE else spec.actor.attention
 
@@ -206,7 +207,9 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
 
 def in_fp32(spec: ResolvedReplay) -> ResolvedReplay:
     measure = replace(spec.measure, trace=False, details=False)
-    attention = asked if (asked := _asked(spec)) in (Attention.SDPA, Attention.EAGER) else Attention.AUTO
+    attention = _asked(spec)
+    if attention != Attention.AUTO and not kernel_of(attention).packed.limits.has_fp32:
+        attention = Attention.AUTO
     actor = replace(spec.actor, dtype=Dtype.FP32, attention=attention)
     return spec.variant(why="--second-opinion", actor=actor, measure=measure)
 

@@ -14,11 +14,12 @@ from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralCon
 
 from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
+from actor_init.attention.flash import flash_attn_3_varlen
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
-from actor_init.attention.kernels import CUDNN_PADDED, NAMES, flash_attn_3_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import num_graphs
+from actor_init.declarations.attention import KERNELS, form_of
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -137,7 +138,7 @@ def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
     factor: float, longest: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.register()
-    name = NAMES[Attention.CUDNN].packed
+    name = KERNELS[Attention.CUDNN].packed.name
     right = AttentionInterface()[name]
 
     def kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
@@ -334,11 +335,11 @@ def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
 
 
 def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
-    assert kernels.described("packed_fa2_or_cudnn") == (
+    assert form_of("packed_fa2_or_cudnn").describe() == (
         "packed_fa2, packed_cudnn for rows of one document of 4,096 tokens or more"
     )
-    assert kernels.described("packed_fa2") == "packed_fa2"
-    assert kernels.described("ring_fa2_or_cudnn") == (
+    assert form_of("packed_fa2").describe() == "packed_fa2"
+    assert form_of("ring_fa2_or_cudnn").describe() == (
         "ring_fa2, ring_cudnn for rows of one document of 8,192 tokens a rank or more"
     )
 
@@ -359,7 +360,7 @@ def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
 def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
     config: PretrainedConfig, attention: Attention, has_flash: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "has_ring_flash", lambda: has_flash)
+    monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: has_flash or None)
     spec = ActorSpec(attention=attention, parallel=ParallelSpec(ring=2))
     assert kernel_name(spec, CUDA, config) == kernel
     in_fp32 = ActorSpec(dtype=Dtype.FP32, parallel=ParallelSpec(ring=2))
@@ -385,7 +386,7 @@ def test_auto_takes_what_knows_all_that_the_model_needs(config: PretrainedConfig
 def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> None:
     assert kernel_name(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
     assert kernel_name(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
-    assert kernel_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == CUDNN_PADDED
+    assert kernel_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == "padded_cudnn"
 
 
 @pytest.mark.usefixtures("hopper")

@@ -102,7 +102,7 @@ def test_rows_of_a_user_s_model_stay_padded() -> None:
     spec = ActorSpec(model="mine.py:build")
     assert not spec.packs
     assert spec.settled(attention=Attention.EAGER).packing is False
-    assert spec.settled(attention=Attention.EAGER).attention is Attention.AUTO
+    assert spec.settled(attention=Attention.EAGER).attention == Attention.AUTO
 
 
 def test_the_function_is_given_the_captured_config() -> None:

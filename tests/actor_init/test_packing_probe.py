@@ -155,7 +155,7 @@ def test_a_ring_refuses_dropout_that_its_kernel_lacks_before_the_actor_opens(tmp
 
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
     spec, _ = choose_layout(spec_of(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
-    assert spec.attention is Attention.EAGER
+    assert spec.attention == Attention.EAGER
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.attention import kernels
+from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
 from replay.loss import negated_mean
@@ -201,7 +202,7 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
 def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.replayer.kernel_name", lambda *_: kernels.CUDNN_PACKED)
+    monkeypatch.setattr("replay.runner.replayer.kernel_name", lambda *_: "packed_cudnn")
     folder = captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor")
     marked = [one.index for one in records if FirstUse.PLAN in one.first_uses]
@@ -212,25 +213,34 @@ def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
 @pytest.mark.parametrize(
     ("kernel", "lengths", "calls"),
     [
-        (kernels.CUDNN_PACKED, [5, 1, 7, 5], {(1, 5), (1, 7)}),
-        (kernels.CUDNN_PADDED, [], {(2, 5000)}),
-        (kernels.FLASH_OR_CUDNN, [5000], {(1, 5000)}),
-        (kernels.FLASH_OR_CUDNN, [2500, 2500], set()),
-        (kernels.RING_FA2_OR_CUDNN, [5000], set()),
-        (kernels.FLASH_PACKED, [5000], set()),
-        ("sdpa", [], set()),
+        ("packed_cudnn", [5, 1, 7, 5], {(1, 5), (1, 7)}),
+        ("padded_cudnn", [], {(2, 5000)}),
+        ("packed_fa2_or_cudnn", [5000], {(1, 5000)}),
+        ("packed_fa2_or_cudnn", [2500, 2500], set()),
+        ("ring_fa2_or_cudnn", [5000], set()),
     ],
 )
 def test_what_cudnns_attention_is_called_for(kernel: str, lengths: list[int], calls: set[tuple[int, int]]) -> None:
-    assert kernels.cudnn_calls(kernel, 1 if lengths else 2, 5000, lengths) == calls
+    planned = form_of(kernel).planned
+    assert planned is not None
+    assert planned(1 if lengths else 2, 5000, lengths) == calls
+
+
+@pytest.mark.parametrize("kernel", ["packed_fa2", "sdpa"])
+def test_other_kernels_plan_nothing(kernel: str) -> None:
+    assert form_of(kernel).planned is None
 
 
 def test_a_short_row_of_one_document_is_not_for_cudnn() -> None:
-    assert kernels.cudnn_calls(kernels.FLASH_OR_CUDNN, 1, kernels.LONG - 1, [kernels.LONG - 1]) == set()
+    planned = form_of("packed_fa2_or_cudnn").planned
+    assert planned is not None
+    assert planned(1, LONG - 1, [LONG - 1]) == set()
 
 
 def test_a_ring_calls_cudnn_for_what_is_long_on_each_rank() -> None:
-    assert kernels.cudnn_calls(kernels.RING_FA2_OR_CUDNN, 1, 9000, [18000]) == {(1, 9000)}
+    planned = form_of("ring_fa2_or_cudnn").planned
+    assert planned is not None
+    assert planned(1, 9000, [18000]) == {(1, 9000)}
 
 
 def test_a_pass_that_failed_leaves_its_plan_to_the_next() -> None:

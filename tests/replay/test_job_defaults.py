@@ -55,7 +55,7 @@ def test_auto_takes_the_job_s_kernel() -> None:
     flash = job(attention="flash_attention_2")
     assert chosen(flash, CUDA) == ChosenKernel(attention=Attention.FLASH, why="as the job's flash_attention_2")
     assert chosen(job(attention="eager"), CPU) == ChosenKernel(attention=Attention.EAGER)
-    assert chosen(job(packed=True, attention="sdpa"), CUDA).attention is Attention.SDPA
+    assert chosen(job(packed=True, attention="sdpa"), CUDA).attention == Attention.SDPA
 
 
 def test_what_was_typed_stays() -> None:
@@ -78,7 +78,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
     first: Call | None, where: torch.device, why: str
 ) -> None:
     found = chosen(first, where)
-    assert found.attention is Attention.AUTO
+    assert found.attention == Attention.AUTO
     assert why in found.why
     if where is CUDA:
         assert found.why.startswith("the fastest here that the kernel check finds right; ")

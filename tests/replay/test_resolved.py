@@ -84,8 +84,8 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
     assert spec_to_dict(replay.to_spec()) == spec_to_dict(replace(typed, actor=job_s))
     by_machine = [replace(choice, by=By.MACHINE) for choice in replay.choices if choice.setting == ATTENTION]
     elsewhere = replace(replay, choices=tuple(by_machine))
-    assert elsewhere.actor.attention is Attention.SDPA
-    assert elsewhere.to_spec().actor.attention is Attention.AUTO
+    assert elsewhere.actor.attention == Attention.SDPA
+    assert elsewhere.to_spec().actor.attention == Attention.AUTO
 
 
 def half(**environment: str) -> Call:

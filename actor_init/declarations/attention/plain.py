@@ -1,0 +1,41 @@
+"""Declare the kernels that every device has in every dtype: transformers' sdpa and eager, and a user's model's own."""
+
+from typing import Any
+
+from actor_init.declarations.attention.declaration import Form, Kernel, Limits
+from actor_init.toggles import Attention
+
+
+def has_sdpa(config: Any) -> bool:
+    """Can the model's class compute its attention through torch's SDPA? Softcapped scores and sinks cannot."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or bool(
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False)
+    )
+
+
+def why_no_sdpa(config: Any) -> str:
+    if has_sdpa(config):
+        return ""
+    return f"transformers has no sdpa attention for {config.model_type}. Try: --attention eager"
+
+
+IN_TRANSFORMERS = Limits()
+GATHERED = Limits(
+    lacks={"dropout": "dropout"}, refusal="ring attention has no {lacking}, which this model needs. Try: --ring 1"
+)
+SDPA_FORM = Form(name="sdpa", limits=IN_TRANSFORMERS, reads_mask=True)
+EAGER_FORM = Form(name="eager", limits=IN_TRANSFORMERS, reads_mask=True)
+
+SDPA = Kernel(
+    word=Attention.SDPA,
+    packed=SDPA_FORM,
+    padded=SDPA_FORM,
+    slices=Form(name="ring_gathered", limits=GATHERED, function="actor_init.attention.ring_attention:ring_sdpa"),
+    job_names=("sdpa",),
+    complaint=why_no_sdpa,
+    instead="eager",
+)
+EAGER = Kernel(word=Attention.EAGER, packed=EAGER_FORM, padded=EAGER_FORM, job_names=("eager",), is_checked=False)
+OWN = Form(name="of its own", limits=IN_TRANSFORMERS)  # of a model that a user's function builds
