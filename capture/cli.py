@@ -200,15 +200,15 @@ def _wrong_usage(error: Exception) -> int:
     return 2
 
 
-def in_flags(said: Exception | str) -> str:
-    """Return an error's sentence, or one from `FactError.text`, with settings as they are typed here."""
+def in_flags(error: Exception) -> str:
+    """Return an error's sentence with settings as they are typed here."""
     flags = dict(_flags(_parser()))
 
     def as_typed(setting: Setting) -> str:
         flag = flags.get(setting.name, flag_of(setting.name))
         return f"{flag} {setting.value}" if setting.has_value else flag
 
-    return worded(said.text if isinstance(said, FactError) else str(said), as_typed)
+    return worded(error.text if isinstance(error, FactError) else str(error), as_typed)
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -244,7 +244,7 @@ def _check(parsed: argparse.Namespace) -> int:
     if missing := result.missing_ranks:
         print(f"no pass    of rank{'s' * (len(missing) > 1)} {ranges_of(missing)} of the job's {result.world_size}")
     for reason in result.damaged.values():
-        print(f"damaged    {in_flags(reason)}")
+        print(f"damaged    {reason}")
     for name in result.missing:
         print(f"missing    {name}")
     return 0 if result.is_whole else 1
@@ -336,7 +336,7 @@ def _segment(typed: str | None) -> int | None:
         raise CaptureError(str(error)) from None
 
 
-def _refused(refused: Mapping[str, str]) -> int:
-    for reason in refused.values():
-        print(f"refused    {in_flags(reason)}")
+def _refused(refused: Mapping[str, CaptureError]) -> int:
+    for error in refused.values():
+        print(f"refused    {in_flags(error)}")
     return 1 if refused else 0

@@ -166,3 +166,24 @@ def makes_an_error(function: ast.FunctionDef) -> bool:
         isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"))
         for node in ast.walk(function)
     )
+
+
+def test_the_command_line_words_each_error_that_it_puts_into_a_text() -> None:
+    kinds = {"UsageError", "CaptureError", "NotReplayableError"}
+    unworded = [
+        f"{path.relative_to(ROOT)}:{handler.lineno}"
+        for path in sorted((ROOT / "replay").rglob("*.py"))
+        for handler in ast.walk(ast.parse(path.read_text()))
+        if isinstance(handler, ast.ExceptHandler) and handler.type is not None and handler.name
+        if kinds & {name.id for name in ast.walk(handler.type) if isinstance(name, ast.Name)}
+        for node in ast.walk(handler)
+        if is_text_of(node, handler.name)
+    ]
+    assert unworded == []
+
+
+def is_text_of(node: ast.AST, name: str) -> bool:
+    """Is it `str(error)`, or `{error}` in an f-string?"""
+    if isinstance(node, ast.FormattedValue):
+        return ast.unparse(node.value) == name
+    return isinstance(node, ast.Call) and ast.unparse(node) == f"str({name})"
