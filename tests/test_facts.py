@@ -32,6 +32,11 @@ FACTS: list[tuple[Fact, str, str]] = [
         "attention='varlen' reads packed rows. Try: packing=True, ring=2",
     ),
     (
+        Unsupported(Setting("rows"), "must be 1 or more, not 0"),
+        "--rows must be 1 or more, not 0",
+        "rows must be 1 or more, not 0",
+    ),
+    (
         NotAllowed("pad_tokens", "x", f"Try: {Setting('pad_tokens', '128')}"),
         "--pad-tokens 'x' is not allowed. Try: --pad-tokens 128",
         "pad_tokens 'x' is not allowed. Try: pad_tokens='128'",
