@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from capture.facts import FactError, Setting, flag_of, worded
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
@@ -195,8 +196,29 @@ def _refusing(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
 
 def _wrong_usage(error: Exception) -> int:
-    print(f"capture: {error}", file=sys.stderr)
+    print(f"capture: {in_flags(error)}", file=sys.stderr)
     return 2
+
+
+def in_flags(error: Exception) -> str:
+    """Return an error's sentence with settings as they are typed here."""
+    flags = dict(_flags(_parser()))
+
+    def as_typed(setting: Setting) -> str:
+        flag = flags.get(setting.name, flag_of(setting.name))
+        return f"{flag} {setting.value}" if setting.has_value else flag
+
+    return worded(error.text if isinstance(error, FactError) else str(error), as_typed)
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Yield the name and the flag of each option of a parser, and of the commands below it."""
+    for option in parser._actions:
+        if isinstance(option, argparse._SubParsersAction):
+            for command in option.choices.values():
+                yield from _flags(command)
+        elif option.option_strings:
+            yield option.dest, option.option_strings[-1]
 
 
 def _check(parsed: argparse.Namespace) -> int:
@@ -314,7 +336,7 @@ def _segment(typed: str | None) -> int | None:
         raise CaptureError(str(error)) from None
 
 
-def _refused(refused: Mapping[str, str]) -> int:
-    for reason in refused.values():
-        print(f"refused    {reason}")
+def _refused(refused: Mapping[str, CaptureError]) -> int:
+    for error in refused.values():
+        print(f"refused    {in_flags(error)}")
     return 1 if refused else 0

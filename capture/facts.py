@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NO_VALUE = object()
 MARK = re.compile("⟨([a-z0-9_]+)(?:=([^⟩]*))?⟩")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting by the name of the field that declares it, and a value of it where one is meant."""
+    """A setting by the name of the field that declares it, and a value of it; None where none is meant."""
 
     name: str
-    value: Any = NO_VALUE
+    value: Any = None
 
     def __str__(self) -> str:
         """Return the mark that a sentence names the setting by. It is ASCII between its brackets."""
-        if self.value is NO_VALUE:
+        if not self.has_value:
             return f"⟨{self.name}⟩"
         plain = self.value if isinstance(self.value, (bool, int, float)) else str(self.value)
         return f"⟨{self.name}={plain!a}⟩"
@@ -37,7 +36,7 @@ class Setting:
 
     @property
     def has_value(self) -> bool:
-        return self.value is not NO_VALUE
+        return self.value is not None
 
     @property
     def in_python(self) -> str:

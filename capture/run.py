@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from capture.child_processes import leave_mark, marks_folder, recorded_children, take_marks
+from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
 from capture.record.child_end import at_end_of_child
 from capture.record.job_facts import rank_and_world_size
@@ -236,10 +237,8 @@ def _start_of(process: int) -> datetime:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     except (OSError, StopIteration):
-        raise CaptureError(
-            "several ranks need one folder, and here they cannot tell when their launcher was started. "
-            "Try: capture run --to inputs/my-run ..."
-        ) from None
+        why = "several ranks need one folder, and here they cannot tell when their launcher was started"
+        raise CaptureError(f"{why}. Try: capture run {Setting('to', 'inputs/my-run')} ...") from None
     return datetime.fromtimestamp(int(booted.split()[1]), timezone.utc) + timedelta(
         seconds=ticks / os.sysconf("SC_CLK_TCK")
     )

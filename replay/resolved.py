@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from actor_init.declarations.attention import KERNELS as declared_kernels
+from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
 from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
 
@@ -173,7 +173,7 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
 
     kernel = kernel_name(actor, where, config)
     if actor.attention == Attention.AUTO and not actor.is_custom:
-        for word in declared_kernels:
+        for word in ATTENTION_KERNELS:
             try:
                 named = replace(actor, attention=word)
                 if kernel_name(named, where, config) == kernel:

@@ -2,12 +2,15 @@
 
 import ast
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
 from actor_init.spec import ActorSpec, Compile, UsageError
 from capture import CaptureError
+from capture.cli import _flags, _parser
+from capture.cli import in_flags as in_flags_of_capture
 from capture.facts import Fact, MissingPackage, NotAllowed, Setting, Unsupported, UnsupportedModel, UnusableFile
 from replay.option_parsing import toggles
 from replay.wording import in_flags
@@ -27,6 +30,11 @@ FACTS: list[tuple[Fact, str, str]] = [
         ),
         "--attention varlen reads packed rows. Try: --packing --ring 2",
         "attention='varlen' reads packed rows. Try: packing=True, ring=2",
+    ),
+    (
+        Unsupported(Setting("rows"), "must be 1 or more, not 0"),
+        "--rows must be 1 or more, not 0",
+        "rows must be 1 or more, not 0",
     ),
     (
         NotAllowed("pad_tokens", "x", f"Try: {Setting('pad_tokens', '128')}"),
@@ -92,7 +100,7 @@ def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
     assert str(outer).startswith("run.json: compile='deepcompile' belongs to deepspeed. Try: backend='deepspeed', ")
 
 
-def test_each_setting_that_an_error_names_is_a_field_with_an_option() -> None:
+def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
     declared = {toggle.field for toggle in toggles()}
     assert len(declared) == len({(toggle.part, toggle.field) for toggle in toggles()}), "two fields have one name"
     named = {
@@ -102,5 +110,85 @@ def test_each_setting_that_an_error_names_is_a_field_with_an_option() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Setting", "NotAllowed")
         if node.args and isinstance(node.args[0], ast.Constant)
     }
-    assert named
+    assert {path.split("/")[0] for path, _ in named} == {"actor_init", "capture"}
+    of_capture = {name for name, _ in _flags(_parser())}
     assert [(path, name) for path, name in named if path.startswith("actor_init/") and name not in declared] == []
+    assert [name for _, name in named if name not in declared | of_capture] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "typed"),
+    [
+        (Setting("project"), "--from"),
+        (Setting("rows", 4), "--rows 4"),
+        (Setting("max_bytes"), "--max-bytes"),
+        (Setting("model"), "--model"),  # of replay
+    ],
+)
+def test_the_capture_command_types_a_setting_as_its_parser_declares_it(setting: Setting, typed: str) -> None:
+    assert in_flags_of_capture(CaptureError(f"no. Try: {setting}")) == f"no. Try: {typed}"
+
+
+# The flags that are left in texts of errors, file by file. Take out what is moved to facts; put nothing in.
+FLAGS_LEFT = {
+    "actor_init/custom/user_file.py": ["--traceback"],  # no setting: how much is printed
+    "actor_init/inputs/kept_logits.py": ["--ring", "--tp"],  # for a user's objective, which may catch a ValueError
+    "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],  # of launchers
+    "capture/file_format/micro_batch.py": ["--arguments"],  # said in a job, too, and in both words
+    "capture/on_ray/cluster.py": ["--head"],  # of Ray
+}
+NOT_MOVED = ("actor_init/attention/", "actor_init/backends/")  # kernels and backends
+COMMAND_LINE = "capture/cli.py"
+
+
+def test_no_error_below_the_command_line_names_a_flag() -> None:
+    left = {}
+    for path in BELOW:
+        name = path.relative_to(ROOT).as_posix()
+        flags = [flag for text in texts_of_errors(path) for flag in re.findall(r"--[a-z][\w-]*", text)]
+        if flags and name != COMMAND_LINE and not name.startswith(NOT_MOVED):
+            left[name] = sorted(flags)
+    assert left == FLAGS_LEFT
+
+
+def texts_of_errors(path: Path) -> list[str]:
+    """Return the literals of functions that make an error, and of constants that these may put into it, in order."""
+    module = ast.parse(path.read_text())
+    parts: list[ast.stmt] = [node for node in module.body if isinstance(node, ast.Assign)]
+    parts += [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and makes_an_error(node)]
+    literals = {
+        (node.lineno, node.col_offset, node.value)
+        for part in parts
+        for node in ast.walk(part)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if not (isinstance(part, ast.FunctionDef) and node.value == ast.get_docstring(part, clean=False))
+    }
+    return [text for _, _, text in sorted(literals)]
+
+
+def makes_an_error(function: ast.FunctionDef) -> bool:
+    return any(
+        isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"))
+        for node in ast.walk(function)
+    )
+
+
+def test_the_command_line_words_each_error_that_it_puts_into_a_text() -> None:
+    kinds = {"UsageError", "CaptureError", "NotReplayableError"}
+    unworded = [
+        f"{path.relative_to(ROOT)}:{handler.lineno}"
+        for path in sorted((ROOT / "replay").rglob("*.py"))
+        for handler in ast.walk(ast.parse(path.read_text()))
+        if isinstance(handler, ast.ExceptHandler) and handler.type is not None and handler.name
+        if kinds & {name.id for name in ast.walk(handler.type) if isinstance(name, ast.Name)}
+        for node in ast.walk(handler)
+        if is_text_of(node, handler.name)
+    ]
+    assert unworded == []
+
+
+def is_text_of(node: ast.AST, name: str) -> bool:
+    """Is it `str(error)`, or `{error}` in an f-string?"""
+    if isinstance(node, ast.FormattedValue):
+        return ast.unparse(node.value) == name
+    return isinstance(node, ast.Call) and ast.unparse(node) == f"str({name})"

@@ -23,6 +23,7 @@ from replay.cli import action_of
 from replay.runlog.writer import read_log
 from replay.runner.session import run_in
 from replay.watch.watcher import Watch
+from replay.wording import in_flags
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
             run, records = read_log(log)
             facts = run["facts"]
         except UsageError as refusal:
-            return {"refused": str(refusal)}
+            return {"refused": in_flags(refusal)}
         except Exception as error:  # whatever it was, it is the finding
             if "--traceback" in sys.argv:
                 raise

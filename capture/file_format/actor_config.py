@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from capture.facts import Setting, UnusableFile
 from capture.file_format.atomic_write import read_bytes, write_atomically
 from capture.file_format.capture_file import FORMAT, other_format
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, top_of
@@ -72,14 +73,15 @@ def _read(folder: str | Path) -> dict[str, Any] | None:
     path = top_of(Path(folder)) / ACTOR_CONFIG_NAME
     if not path.exists():
         return None
+    advice = f"Name the model instead, with {Setting('model')}"
     try:
         content = json.loads(read_bytes(path, MAX_ACTOR_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         if isinstance(error, CaptureError):
             raise
-        raise CaptureError(f"{path}: not JSON ({error}). Name the model instead, with --model") from None
+        raise CaptureError(UnusableFile(path, f": not JSON ({error})", advice)) from None
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-        raise CaptureError(f"{path}: no object with a `config`. Name the model instead, with --model")
+        raise CaptureError(UnusableFile(path, ": no object with a `config`", advice))
     if content.get("format") != FORMAT:
         raise CaptureError(other_format(str(path), content.get("format")))
     return content

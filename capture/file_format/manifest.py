@@ -149,7 +149,7 @@ def check_folder(folder: Path) -> FolderCheck:
         try:
             entries |= {path.with_name(entry.name): entry for entry in read_manifest(path)}
         except CaptureError as error:
-            result.damaged[path.name] = error.text
+            result.damaged[path.name] = str(error)
     for path in present:
         try:
             call = read_call(path)
@@ -180,7 +180,7 @@ def _check_segment(path: Path, result: FolderCheck) -> None:
     try:
         segment = Segment.open(path)
     except CaptureError as error:
-        result.damaged[path.name] = error.text
+        result.damaged[path.name] = str(error)
         return
     if segment.num_torn_bytes:
         result.torn[path.name] = segment.num_torn_bytes

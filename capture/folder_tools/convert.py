@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from capture.facts import Setting, Unsupported
 from capture.file_format.actor_config import (
     read_actor_config,
     read_adapter_configs,
@@ -29,7 +30,7 @@ class Conversion:
     """What `convert_folder` wrote, and what it refused."""
 
     num_written: int
-    refused: Mapping[str, str] = field(default_factory=dict)  # file name: why
+    refused: Mapping[str, CaptureError] = field(default_factory=dict)  # file name: why
     num_bytes_before: int
     num_bytes_after: int
 
@@ -57,14 +58,14 @@ def convert_folder(
     for a target that holds something already; OSError.
     """
     if num_rows is not None and num_rows < 1:
-        raise CaptureError(f"--rows must be 1 or more, not {num_rows}")
+        raise CaptureError(Unsupported(Setting("rows"), f"must be 1 or more, not {num_rows}"))
     paths = dump_files(source)
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
         write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
     now = utc_time()
-    refused: dict[str, str] = {}
+    refused: dict[str, CaptureError] = {}
     num_of_rank: Counter[int] = Counter()
     before = 0
     with FolderWriter(target, segment=segment) as writer:
@@ -79,7 +80,7 @@ def convert_folder(
                     _refuse_other(converted, read_call(copy), copy)
                     num_of_rank[rank] += 1
             except CaptureError as error:
-                refused[name] = error.text
+                refused[name] = error
                 continue
             before += len(read_capture_bytes(path)) if is_in_segment(path) else path.stat().st_size
     return Conversion(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from capture.facts import Setting
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, SEGMENT_SUFFIX, homes_in, rank_in_name
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
@@ -63,7 +64,8 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
                     break
         num_bytes = os.stat(temporary).st_size
         if not num_packed:
-            raise CaptureError(f"not one capture of {folder} fits into {max_bytes} bytes. Try: a larger --max-bytes")
+            advice = f"Try: a larger {Setting('max_bytes')}"
+            raise CaptureError(f"not one capture of {folder} fits into {max_bytes} bytes. {advice}")
         assert num_bytes <= max_bytes
         os.replace(temporary, target)
     except BaseException:

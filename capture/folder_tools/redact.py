@@ -45,7 +45,7 @@ class Redaction:
     """What `redact_folder` wrote, refused and blanked."""
 
     num_written: int
-    refused: dict[str, str] = field(default_factory=dict)  # capture: why
+    refused: dict[str, CaptureError] = field(default_factory=dict)  # capture: why
     blanked: set[str] = field(default_factory=set)  # arguments whose values are all 0 now
 
 
@@ -72,14 +72,14 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
     if config is not None:
         adapters = _without_paths(read_adapter_configs(source))
         write_actor_config(target, _without_paths(config), None, adapters, read_frozen_names(source))
-    num_written, refused, blanked = 0, dict[str, str](), set[str]()
+    num_written, refused, blanked = 0, dict[str, CaptureError](), set[str]()
     with FolderWriter(target, segment=segment) as writer:
         for one in captures:
             try:
                 writer.write(_redacted(read_call(one.path), tokens, config, blanked))
                 num_written += 1
             except CaptureError as error:
-                refused[one.path.name] = error.text
+                refused[one.path.name] = error
     return Redaction(num_written=num_written, refused=refused, blanked=blanked)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
+from capture.facts import Setting, UnusableFile
 from capture.file_format.atomic_write import read_bytes
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment
@@ -99,7 +100,8 @@ def _told_from(start: bytes, path: Path) -> Project:
     if start.startswith(b"\x80"):
         return Project.OPENRLHF
     allowed = ", ".join(project.value for project in Project)
-    raise CaptureError(f"{path.name}: cannot be told whose dump it is. Try: --from with one of {allowed}")
+    advice = f"Try: {Setting('project')} with one of {allowed}"
+    raise CaptureError(UnusableFile(path.name, ": cannot be told whose dump it is", advice))
 
 
 def _step_of(path: Path) -> int | None:

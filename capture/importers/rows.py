@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from capture.facts import Setting, UnusableFile
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES
@@ -55,10 +56,7 @@ class Dump:
             rows = slice(start, start + (num_rows or len(batch)))
             cut = {name: tensor[rows] for name, tensor in kept.items()}
             if sum(tensor.numel() * tensor.itemsize for tensor in cut.values()) > MAX_TENSOR_BYTES:
-                raise CaptureError(
-                    f"{self.source}: {len(cut['sequences'])} rows hold more than the {MAX_TENSOR_BYTES} bytes that a "
-                    f"micro-batch may have. Try: --rows {max(1, len(cut['sequences']) // 8)}"
-                )
+                raise _too_large(self.source, len(cut["sequences"]), "")
             yield Call(
                 tensors=cut,
                 call_facts={**self.facts, "first_row": start},
@@ -102,10 +100,12 @@ def padded_left(rows: Sequence[Tensor], width: int) -> Tensor:
 def fits(num_rows: int, widths: Sequence[int], source: str) -> None:
     """Check that tensors of these widths, at eight bytes an element, fit into a micro-batch. Raises CaptureError."""
     if 8 * num_rows * math.fsum(widths) > MAX_TENSOR_BYTES:
-        raise CaptureError(
-            f"{source}: {num_rows} rows of {len(widths)} tensors, padded, hold more than the {MAX_TENSOR_BYTES} bytes "
-            f"that a micro-batch may have. Try: --rows {max(1, num_rows // 8)}"
-        )
+        raise _too_large(source, num_rows, f" of {len(widths)} tensors, padded,")
+
+
+def _too_large(source: str, num_rows: int, what: str) -> CaptureError:
+    why = f": {num_rows} rows{what} hold more than the {MAX_TENSOR_BYTES} bytes that a micro-batch may have"
+    return CaptureError(UnusableFile(source, why, f"Try: {Setting('rows', max(1, num_rows // 8))}"))
 
 
 def _is_of_rows(tensor: Tensor, num_rows: int) -> bool:

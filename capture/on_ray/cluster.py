@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from capture.facts import MissingPackage, Setting, Unsupported
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray import node_files
 from capture.on_ray.node_files import NodeFiles
 
+TRY_ANOTHER = f"Try: ray status, or another {Setting('address')}"
 CONNECT_SECONDS = 5.0
 _HTTP_2_BEGINS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
 _SETTINGS = 4  # type of the frame with which each HTTP/2 server answers
@@ -37,7 +39,8 @@ def connected(address: str | None) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise CaptureError("a Ray cluster needs Ray here too. Try: pip install 'micro-replay[ray]'") from None
+        needs = MissingPackage("a Ray cluster", "needs Ray here too", "Try: pip install 'micro-replay[ray]'")
+        raise CaptureError(needs) from None
     if address is None and ray.is_initialized():
         yield ray
         return
@@ -48,9 +51,8 @@ def connected(address: str | None) -> Iterator[Any]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
-        raise CaptureError(
-            f"--address {address}: {' '.join(str(error).split())} Try: ray status, or another --address"
-        ) from None
+        why = f": {' '.join(str(error).split())} {TRY_ANOTHER}"
+        raise CaptureError(Unsupported(Setting("address", address), why)) from None
     try:
         yield ray
     finally:
@@ -72,10 +74,13 @@ def refuse_silent(address: str, *, typed: str | None = None) -> None:
 
     typed  what was given for it
     """
-    said = f"--address {address}" if typed in (None, address) else f"--address {typed}, which is {address}"
+    given, meant = Setting("address", address if typed is None else typed), ""
+    if typed not in (None, address):
+        meant = f", which is {address}"
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
-        raise CaptureError(f"{said} is not allowed. Give auto, or HOST:PORT as `ray start --head` prints it")
+        advice = "Give auto, or HOST:PORT as `ray start --head` prints it"
+        raise CaptureError(Unsupported(given, f"{meant} is not allowed".strip(), advice))
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") != "1":
@@ -84,7 +89,8 @@ def refuse_silent(address: str, *, typed: str | None = None) -> None:
                 if len(answer) < 4 or answer[3] != _SETTINGS:
                     raise ConnectionError("what listens there is something else")
     except (OSError, OverflowError) as error:
-        raise CaptureError(f"{said}: no Ray cluster there: {error}. Try: ray status, or another --address") from None
+        why = f"{meant}: no Ray cluster there: {error}"
+        raise CaptureError(Unsupported(given, why, TRY_ANOTHER)) from None
 
 
 def nodes(ray: Any) -> list[Node]:

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
+from capture.facts import Setting, Unsupported, UnusableFile
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import Node, connected, nodes, reading
@@ -101,18 +102,20 @@ def collect_folder(
     """
     folder, target = str(folder), Path(target).absolute()
     if not folder.startswith(("/", "~", "$")):
-        raise CaptureError(
-            f"{folder} is no absolute path, and workers of a Ray job have working folders of their own. "
-            f"Try: capture collect {Path(folder).absolute()} --to {target}"
-        )
+        why = "is no absolute path, and workers of a Ray job have working folders of their own"
+        advice = f"Try: capture collect {Path(folder).absolute()} {Setting('to', target)}"
+        raise CaptureError(UnusableFile(folder, why, advice))
     if Path(folder) in target.parents:
-        raise CaptureError(f"{target} lies in {folder}, whose files would be brought there. Give --to another folder")
+        why = f"lies in {folder}, whose files would be brought there"
+        raise CaptureError(UnusableFile(target, why, f"Give {Setting('to')} another folder"))
     with _writable(target), connected(address) as ray:
         known = nodes(ray)
         asked = [one for one in known if one.is_alive and (node is None or one.id.startswith(node) or one.host == node)]
         if not asked:
             listed = ", ".join(str(one) for one in known if one.is_alive)
-            raise CaptureError(f"--node {node}: no such node. Give an id or a host of {listed}")
+            raise CaptureError(
+                Unsupported(Setting("node", node), ": no such node", f"Give an id or a host of {listed}")
+            )
         home = _Home(target)
         with reading(ray, asked, folder) as actors:
             saved = [actor.salvage.remote() for actor in actors]
@@ -187,9 +190,8 @@ def _writable(target: Path) -> Iterator[None]:
             pass
         _remove_stale(target)
     except OSError as error:
-        raise CaptureError(
-            f"{target}: cannot be written to: {error.strerror}. Give --to a folder where you may write"
-        ) from None
+        advice = f"Give {Setting('to')} a folder where you may write"
+        raise CaptureError(UnusableFile(target, f": cannot be written to: {error.strerror}", advice)) from None
     try:
         yield
     except OSError as error:

@@ -70,7 +70,7 @@ def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type IA3, which is not built here; LoRA and DoRA are. Try: --adapter none"),
+        ({"peft_type": "IA3"}, "peft_type IA3, which is not built here; LoRA and DoRA are. Try: adapter='none'"),
         ({"peft_type": "LORA", "r": 4, "bias": "all"}, "an adapter with bias, which is not built here"),
     ],
 )

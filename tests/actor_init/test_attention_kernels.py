@@ -194,7 +194,7 @@ def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
 
 @pytest.mark.parametrize("typed", [one for one in Attention if one not in ("auto", "flash", "sdpa")])
 def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
-    with pytest.raises(UsageError, match=f"^--attention {typed} has no ring. Try: --ring 2 --attention flash, or sdpa"):
+    with pytest.raises(UsageError, match=f"^attention='{typed}' has no ring. Try: ring=2, attention='flash', or sdpa"):
         ActorSpec(attention=typed, parallel=ParallelSpec(ring=2))
 
 

@@ -37,7 +37,7 @@ def built(source: ModelSource) -> Any:
         ("raises", "raises raised RuntimeError: no such model, at {file}:"),
         ("leaves", "leaves raised SystemExit: 3, at {file}:"),
         ("nothing", "nothing returned None. It has to return the torch.nn.Module"),
-        ("Sequence", "Sequence has no nn.ModuleList of layers, .* Try: --blocks layers"),
+        ("Sequence", "Sequence has no nn.ModuleList of layers, .* Try: blocks='layers'"),
         ("Pixels", "takes no token ids: allowed are input_ids, idx, tokens, or a first argument"),
         ("Needs", "the forward of Needs needs rope, which a replay does not have"),
         ("Hidden", r"returned float32 \[2, 5\] for token ids \[2, 5\]. Allowed are logits"),
@@ -45,7 +45,7 @@ def built(source: ModelSource) -> Any:
         ("LastToken", r"returned float32 \[2, 1, 64\] for token ids \[2, 5\], those of the last token alone"),
         ("needs_one", "needs_one needs config, and there is no actor.json"),
         ("needs_two", "needs_two needs config, other, and is called with the captured config at most"),
-        ("loads", "loads loads weights, and those would be lost: .* --weights FILE"),
+        ("loads", "loads loads weights, and those would be lost: .* weights='FILE'"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(function: str, said: str) -> None:
@@ -57,7 +57,7 @@ def test_a_mistake_in_the_file_is_one_line(function: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "No such file or directory. Try: --model FILE.py:function"),
+        (None, "No such file or directory. Try: model='FILE.py:function'"),
         ("def broken(:", "it raised SyntaxError: .*, at {file}:1"),
         ("\nimport nothing_there", "it raised ModuleNotFoundError: No module named 'nothing_there', at {file}:2"),
     ],
@@ -73,12 +73,15 @@ def test_a_file_that_does_not_run_is_one_line(text: str | None, said: str, tmp_p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"parallel": ParallelSpec(tp=2)}, "--tp 2 needs a plan"),
-        ({"parallel": ParallelSpec(ring=2)}, "--ring 2 slices attention"),
-        ({"packing": True}, "--packing needs attention that stays within a document"),
-        ({"attention": Attention.SDPA}, "--attention sdpa chooses transformers' kernels"),
-        ({"adapter": "x"}, "--adapter x goes into transformers' models, not into --model mine.py:build. Leave it out"),
-        ({"weights": Path("x.pt"), "random_weights": True}, "--weights x.pt and --random-weights exclude each other"),
+        ({"parallel": ParallelSpec(tp=2)}, "tp=2 needs a plan"),
+        ({"parallel": ParallelSpec(ring=2)}, "ring=2 slices attention"),
+        ({"packing": True}, "packing=True needs attention that stays within a document"),
+        ({"attention": Attention.SDPA}, "attention='sdpa' chooses transformers' kernels"),
+        ({"adapter": "x"}, "adapter='x' goes into transformers' models, not into model='mine.py:build'. Leave it out"),
+        (
+            {"weights": Path("x.pt"), "random_weights": True},
+            "weights='x.pt' and random_weights=True exclude each other",
+        ),
     ],
 )
 def test_what_only_transformers_models_can_do_is_refused(options: dict[str, Any], said: str) -> None:
@@ -88,13 +91,13 @@ def test_what_only_transformers_models_can_do_is_refused(options: dict[str, Any]
 
 @pytest.mark.parametrize("model", ["mine.py", "mine.py:"])
 def test_a_file_without_a_function_is_refused(model: str) -> None:
-    with pytest.raises(UsageError, match=f"--model {model} names no function. Try: --model mine.py:FUNCTION"):
+    with pytest.raises(UsageError, match=f"model='{model}' names no function. Try: model='mine.py:FUNCTION'"):
         ActorSpec(model=model)
 
 
 @pytest.mark.parametrize("options", [{"weights": Path("x")}, {"blocks": "x"}])
 def test_options_of_a_user_s_model_are_for_no_other(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"x is for --model FILE.py:function"):
+    with pytest.raises(UsageError, match=r"x' is for model='FILE.py:function'"):
         ActorSpec(model="llama-3.1-8b", **options)
 
 
@@ -116,9 +119,9 @@ def test_layers_are_cut_and_named() -> None:
     assert [name for name, _ in blocks_of(model)] == ["layers.0", "layers.1"]
     named = source_of("Sequence", blocks="layers").config
     assert (named.num_hidden_layers, named.vocab_size, named.hidden_size) == (3, 64, 8)
-    with pytest.raises(UsageError, match=r"--num-layers 4, but layers has 3. Allowed: 1 to 3"):
+    with pytest.raises(UsageError, match=r"num_layers=4, but layers has 3. Allowed: 1 to 3"):
         source_of("Tiny", num_layers=4)
-    with pytest.raises(UsageError, match=r"--blocks head is no list of layers in the Tiny of odd.py:Tiny"):
+    with pytest.raises(UsageError, match=r"blocks='head' is no list of layers in the Tiny of odd.py:Tiny"):
         source_of("Tiny", blocks="head")
 
 
@@ -182,7 +185,7 @@ def test_remote_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
     config["auto_map"] = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "odd.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w').close()\n{REMOTE}")
-    with pytest.raises(UsageError, match=r"Try: --model FILE.py:build --weights FOLDER"):
+    with pytest.raises(UsageError, match=r"Try: model='FILE.py:build', weights='FOLDER'"):
         find_model(ActorSpec(model=str(folder)), None, "captured")
     assert not (tmp_path / "has-run").exists()
     file = tmp_path / "mine.py"
@@ -237,7 +240,7 @@ def written(module: nn.Module, kind: str, home: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("none.pt", None, "none.pt: does not exist. Give a safetensors or torch file"),
+        ("none.pt", None, "none.pt': does not exist. Give a safetensors or torch file"),
         ("some.txt", b"", "is no checkpoint, by its name"),
         ("torn.safetensors", b"torn", "torn.safetensors cannot be read"),
         ("torn.pt", b"torn", "torn.pt cannot be read"),

@@ -70,7 +70,7 @@ def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path,
 
 
 def test_other_backends_have_no_such_file() -> None:
-    with pytest.raises(UsageError, match=r"--deepspeed-config ds.json is deepspeed's, and the backend is fsdp2"):
+    with pytest.raises(UsageError, match=r"deepspeed_config='ds.json' is deepspeed's, and the backend is fsdp2"):
         ActorSpec(deepspeed_config=Path("ds.json"), backend="fsdp2")
 
 

@@ -99,7 +99,7 @@ def test_one_text_is_one_document_and_keeps_its_positions(position_ids: Any, mas
 def test_positions_that_jump_within_a_text_are_replayed_in_padded_rows_alone() -> None:
     batch = batch_of(1, 6, mask=[[1, 1, 0, 0, 1, 1]], position_ids=[[0, 1, 2, 3, 4, 5]])
     assert actor_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 1, 1, 4, 5]]
-    with pytest.raises(CaptureError, match=r"jump within a text, .* Try: --no-packing"):
+    with pytest.raises(CaptureError, match=r"jump within a text, .* Try: packing=False"):
         actor_inputs(batch, packing=True)
 
 
@@ -111,7 +111,7 @@ def test_a_row_of_padding_has_no_document() -> None:
 
 
 def test_padded_rows_of_several_documents_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"several packed documents, .* Try: --packing"):
+    with pytest.raises(CaptureError, match=r"several packed documents, .* Try: packing=True"):
         actor_inputs(batch_of(position_ids=[POSITIONS]), packing=False)
 
 

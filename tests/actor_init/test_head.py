@@ -256,7 +256,7 @@ def test_chunks_with_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch)
 def test_a_model_that_differs_from_its_small_copy_is_refused() -> None:
     model: PreTrainedModel = small_model(config_of("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU)
     inputs = replace(actor_inputs(one_document(), packing=False), head=HeadForm())
-    with pytest.raises(UsageError, match=r"does something else .* Try: --whole-logits"):
+    with pytest.raises(UsageError, match=r"does something else .* Try: whole_logits=True"):
         action_log_probs(model, inputs)
     assert "forward" not in vars(model.get_output_embeddings())
 

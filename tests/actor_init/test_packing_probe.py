@@ -65,7 +65,7 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
 
 
 def test_packing_that_was_typed_is_refused_where_it_is_wrong(world: World) -> None:
-    with pytest.raises(UsageError, match=r"--packing: packed documents of mamba see each other.* Try: --no-packing"):
+    with pytest.raises(UsageError, match=r"packed documents of mamba see each other.* Try: packing=False"):
         choose_layout(spec_of(packing=True), tiny_config("mamba"), world, is_given=True)
 
 

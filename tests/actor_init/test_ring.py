@@ -157,9 +157,9 @@ def test_padding_to_more_tokens_keeps_what_predicts_what(packing: bool) -> None:
 
 
 def test_what_the_ring_cannot_do_is_refused() -> None:
-    with pytest.raises(UsageError, match="Try: --ring 2 --packing"):
+    with pytest.raises(UsageError, match="Try: ring=2, packing=True"):
         ActorSpec(parallel=ParallelSpec(ring=2), packing=False)
-    with pytest.raises(UsageError, match="--attention flash, or sdpa"):
+    with pytest.raises(UsageError, match="attention='flash', or sdpa"):
         ActorSpec(parallel=ParallelSpec(ring=2), attention=Attention.EAGER)
     config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=4)
     check_head_stride(config, ParallelSpec(ring=2, ring_head_stride=4))

@@ -43,7 +43,7 @@ def test_our_plan_and_the_model_s_own_split_the_same(model_type: str) -> None:
 def test_an_incomplete_plan_of_the_model_gives_way_to_ours(missing: str) -> None:
     model = without(model_of("qwen3"), missing)
     assert find_plan(model, TpPlan.AUTO) == find_plan(model, TpPlan.BUILTIN)
-    with pytest.raises(UsageError, match=rf"leaves out .*{missing}.*Try: --tp-plan builtin"):
+    with pytest.raises(UsageError, match=rf"leaves out .*{missing}.*Try: tp_plan='builtin'"):
         find_plan(model, TpPlan.MODEL)
 
 
@@ -69,7 +69,7 @@ def test_a_model_built_like_llama_gets_the_fallback_which_says_so(wanted: TpPlan
 def test_a_plan_that_does_not_fit_is_refused_where_it_was_asked_for(
     model_type: str, expected: str, wanted: TpPlan
 ) -> None:
-    with pytest.raises(UsageError, match="Try: --tp-plan auto") as refusal:
+    with pytest.raises(UsageError, match="Try: tp_plan='auto'") as refusal:
         find_plan(model_of(model_type), wanted)
     if wanted is not TpPlan.MODEL:
         refusal.match(expected)
@@ -112,14 +112,14 @@ def test_a_head_that_is_no_linear_is_refused() -> None:
     [({}, 4, "1, 2"), ({"num_key_value_heads": 1}, 2, "1"), ({"intermediate_size": 49}, 2, "1")],
 )
 def test_sizes_that_tp_does_not_divide_are_refused(sizes: dict[str, int], tp: int, ways_out: str) -> None:
-    with pytest.raises(UsageError, match=f"Try: --tp with one of {ways_out}$"):
+    with pytest.raises(UsageError, match=f"Try: tp with one of {ways_out}$"):
         check_divisible(model_of("llama", **sizes).config, tp)
 
 
 def test_a_norm_inside_attention_is_no_part_of_the_residual_stream() -> None:
     model = model_of("llama")
     model.model.layers[1].self_attn.sub_norm = nn.LayerNorm(SIZES["hidden_size"])
-    with pytest.raises(UsageError, match=r"needs a plan that splits all of a layer.*Try: --no-sequence-parallel"):
+    with pytest.raises(UsageError, match=r"needs a plan that splits all of a layer.*Try: sequence_parallel=False"):
         check_sequence(model, find_plan(model, TpPlan.AUTO), packing=True)
 
 
@@ -130,7 +130,7 @@ def test_several_rows_along_the_sequence_need_a_torch_that_gathers_them_in_one_p
     plan = find_plan(model, TpPlan.AUTO)
     monkeypatch.setattr("torch.__version__", "2.12.1")
     check_sequence(model, plan, packing=True)
-    with pytest.raises(UsageError, match=r"needs torch 2.13, and this is 2.12.1. Try: --packing"):
+    with pytest.raises(UsageError, match=r"needs torch 2.13, and this is 2.12.1. Try: packing=True"):
         check_sequence(model, plan, packing=False)
     monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
     check_sequence(model, plan, packing=False)

@@ -180,7 +180,7 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
     yield "a list in itself.pt", zipped(pickled(b"]q\0h\0a")), "a saved list"
     in_itself = pickled(b"}q\0" + text("samples") + b"]h\0as")
     yield "samples in themselves.pt", zipped(in_itself), "a sample without tokens"
-    yield "one sample, a hundred thousand times.pt", zipped(repeated), "Try: --rows"
+    yield "one sample, a hundred thousand times.pt", zipped(repeated), "Try: rows="
     yield "one shard, a hundred thousand times.pt", zipped(a_shard_often), "the same samples"
     for what, described, why in (
         ("beyond the flat one", leaf("torch.int64", b"]K\5a", 0, 40), "not within"),

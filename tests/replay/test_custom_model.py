@@ -130,7 +130,7 @@ class OtherRank:
 def test_a_file_that_one_rank_lacks_is_refused_on_all() -> None:
     spec = ReplaySpec(actor=ActorSpec(model=MODEL))
     world: Any = OtherRank("--model nano.py:build: No such file or directory")
-    with pytest.raises(UsageError, match=r"on rank 1: --model nano.py:build: No such file or directory"):
+    with pytest.raises(UsageError, match=r"on rank 1: model='nano.py:build': No such file or directory"):
         source_of_all(spec, world)
 
 
