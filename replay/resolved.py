@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
 from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
 
@@ -148,7 +149,7 @@ class ResolvedReplay(Parts):
             for field in fields(spec)
             if getattr(spec, field.name) != getattr(getattr(self, part), field.name)
         }
-        is_open = parts["actor"].attention is Attention.AUTO
+        is_open = parts["actor"].attention == Attention.AUTO
         parts["actor"], kernel = with_kernel(parts["actor"], self.device, self.source.config)
         if kernel != self.kernel:  # also where another dtype has another one
             changed[ATTENTION] = kernel
@@ -173,11 +174,11 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
     from actor_init.attention.kernel_choice import kernel_name
 
     kernel = kernel_name(actor, where, config)
-    if actor.attention is Attention.AUTO and not actor.is_custom:
-        for word in Attention:
+    if actor.attention == Attention.AUTO and not actor.is_custom:
+        for word in ATTENTION_KERNELS:
             try:
                 named = replace(actor, attention=word)
-                if word is not Attention.AUTO and kernel_name(named, where, config) == kernel:
+                if kernel_name(named, where, config) == kernel:
                     return named, kernel
             except UsageError:  # a kernel that is not there is not the one
                 continue
