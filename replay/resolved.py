@@ -149,9 +149,11 @@ class ResolvedReplay(Parts):
             for field in fields(spec)
             if getattr(spec, field.name) != getattr(getattr(self, part), field.name)
         }
-        kept = [choice for choice in self.choices if choice.setting not in changed]
         is_open = parts["actor"].attention == Attention.AUTO
         parts["actor"], kernel = with_kernel(parts["actor"], self.device, self.source.config)
+        if kernel != self.kernel:  # also where another dtype has another one
+            changed[ATTENTION] = kernel
+        kept = [choice for choice in self.choices if choice.setting not in changed]
         new = [
             Choice(
                 setting=setting,

@@ -106,7 +106,7 @@ def _by_whom(typed: ActorSpec, asked: ActorSpec, chosen: ActorSpec) -> By:
     """Tell who chose the attention kernel: `asked` has the job's, and `chosen` the one that is right for the layout."""
     if typed.attention != Attention.AUTO:
         return By.TYPED
-    if typed.is_custom or chosen.attention is not asked.attention:
+    if typed.is_custom or chosen.attention != asked.attention:
         return By.MODEL
     return By.MACHINE if asked.attention == Attention.AUTO else By.JOB
 

@@ -84,8 +84,8 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
     assert spec_to_dict(replay.to_spec()) == spec_to_dict(replace(typed, actor=job_s))
     by_machine = [replace(choice, by=By.MACHINE) for choice in replay.choices if choice.setting == ATTENTION]
     elsewhere = replace(replay, choices=tuple(by_machine))
-    assert elsewhere.actor.attention == Attention.SDPA
-    assert elsewhere.to_spec().actor.attention == Attention.AUTO
+    assert elsewhere.actor.attention is Attention.SDPA
+    assert elsewhere.to_spec().actor.attention is Attention.AUTO
 
 
 def half(**environment: str) -> Call:
@@ -127,6 +127,11 @@ def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
     ]
     auto = eager.variant(why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16))
     assert (auto.kernel, auto.actor.attention, auto.chosen_by(ATTENTION)) == ("sdpa", Attention.SDPA, By.MACHINE)
+    mixed = Choice(setting=ATTENTION, value="packed_fa2_or_cudnn", by=By.MACHINE)
+    actor = replace(replay.actor, attention=Attention.AUTO)
+    elsewhere = replace(replay, actor=actor, kernel=mixed.value, choices=(mixed,))
+    in_fp32 = elsewhere.variant(why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
+    assert [choice.value for choice in in_fp32.choices if choice.setting == ATTENTION] == ["sdpa"]
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
         replay.variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
     without = replace(replay.actor, optimizer=OptimizerName.NONE, weight_decay=None, beta1=None, beta2=None, eps=None)
