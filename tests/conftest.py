@@ -6,15 +6,20 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partialmethod
+from pathlib import Path
 
 import pytest
 import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from replay.spec import MeasureSpec
+from replay.watch.watcher import Watch
 from tests import warm
+from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
@@ -142,6 +147,12 @@ def world() -> Iterator[World]:
 def one_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps its process groups for good, so a second group in one process would be none of its own."""
     monkeypatch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
+    monkeypatch.setattr(Watch, "__init__", partialmethod(_begin_patiently, Watch.__init__))
+
+
+def _begin_patiently(watch: Watch, begin: Callable[..., None], world: World, folder: Path, timeout: float) -> None:
+    """Begin a watch. On a busy machine compiling takes longer than --timeout usually is, and the process would end."""
+    begin(watch, world, folder, LIMIT if timeout == MeasureSpec().timeout else timeout)
 
 
 @pytest.fixture(scope="module")
