@@ -6,7 +6,7 @@ A sentence names a setting by a mark, which is put into words where the sentence
 (replay/wording.py, capture/cli.py), `tp=3` in Python.
 """
 
-import ast
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Setting:
     value: Any = None
 
     def __str__(self) -> str:
-        """Return the mark that a sentence names the setting by. It is ASCII between its brackets."""
+        """Return the mark that a sentence names the setting by. Its value is JSON in ASCII, so the mark ends once."""
         if not self.has_value:
             return f"⟨{self.name}⟩"
         plain = self.value if isinstance(self.value, (bool, int, float)) else str(self.value)
-        return f"⟨{self.name}={plain!a}⟩"
+        return f"⟨{self.name}={json.dumps(plain)}⟩"
 
     def of(self, value: Any) -> "Setting":
         """Return the setting with another value."""
@@ -45,7 +45,7 @@ class Setting:
 
 def worded(text: str, words: Callable[[Setting], str]) -> str:
     """Return a sentence in which `words` names the settings."""
-    return MARK.sub(lambda mark: words(_setting(mark)), text)
+    return MARK.sub(lambda mark: _in_words(mark, words), text)
 
 
 def flag_of(name: str) -> str:
@@ -53,12 +53,12 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _setting(mark: re.Match[str]) -> Setting:
+def _in_words(mark: re.Match[str], words: Callable[[Setting], str]) -> str:
     name, value = mark.groups()
-    if value is None:
-        return Setting(name)
-    # infinity is no literal of Python
-    return Setting(name, float(value) if value in ("inf", "-inf", "nan") else ast.literal_eval(value))
+    try:
+        return words(Setting(name, None if value is None else json.loads(value)))
+    except (ValueError, RecursionError):  # no mark of ours, but what a file or a library wrote
+        return mark[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,11 @@ def test_a_setting_is_typed_as_the_field_that_declares_it(setting: Setting, type
     assert in_flags(f"Try: {setting}") == f"Try: {typed}"
 
 
+@pytest.mark.parametrize("written", ["⟨tp=)⟩", "⟨", "⟨tp=" + "[" * 100_000 + "⟩", "⟨A b⟩ and ⟨tp=3"])
+def test_what_a_file_has_between_such_brackets_stays_as_it_is(written: str) -> None:
+    assert in_flags(UsageError(written)) == str(UsageError(written)) == written
+
+
 def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
     with pytest.raises(UsageError) as refused:
         ActorSpec(compile=Compile.DEEPCOMPILE, backend="ddp")

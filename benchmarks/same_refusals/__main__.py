@@ -1,7 +1,7 @@
 """Say whether a change of the code left every word of wrong command lines as it was.
 
     python -m benchmarks.same_refusals main                   # some minutes
-    python -m benchmarks.same_refusals HEAD --only 'inspect' '--tp 3'
+    python -m benchmarks.same_refusals HEAD --only 'inspect' 'tp 3'
     python -m benchmarks.same_refusals HEAD --list
 
 It takes the tree of the commit BASE out of git as `python -m benchmarks.same_numbers` does, and types the lines of

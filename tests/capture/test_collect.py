@@ -328,13 +328,13 @@ def test_a_listener_that_is_no_cluster_is_refused_at_once() -> None:
         threading.Thread(target=answer).start()
         address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(
-            CaptureError, match=f"{address}: no Ray cluster there: what listens there is something else"
+            CaptureError, match=f"address='{address}': no Ray cluster there: what listens there is something else"
         ):
             refuse_silent(address)
     with socket.socket() as deaf:
         deaf.bind(("localhost", 0))  # held, or another process may listen there by then
         address = f"localhost:{deaf.getsockname()[1]}"
-        with pytest.raises(CaptureError, match=f"{address}: no Ray cluster there: .*refused"):
+        with pytest.raises(CaptureError, match=f"address='{address}': no Ray cluster there: .*refused"):
             refuse_silent(address)
-    with pytest.raises(CaptureError, match="ray://host:1 is not allowed"):
+    with pytest.raises(CaptureError, match="ray://host:1' is not allowed"):
         refuse_silent("ray://host:1")
