@@ -1,4 +1,4 @@
-"""Hold each number that the job recorded of a pass against the replay's; `tolerances.py` has the bounds."""
+"""Hold each number that the job recorded of a pass against the replay's; `replay/tolerances/job.py` has the bounds."""
 
 import math
 from collections.abc import Mapping, Sequence
