@@ -142,7 +142,7 @@ FLAGS_LEFT = {
     "capture/file_format/micro_batch.py": ["--arguments"],  # said in a job, too, and in both words
     "capture/on_ray/cluster.py": ["--head"],  # of Ray
 }
-NOT_MOVED = ("actor_init/attention/", "actor_init/backends/")  # kernels and backends
+NOT_MOVED = ("actor_init/attention/", "actor_init/backends/", "actor_init/declarations/")  # kernels and backends
 COMMAND_LINE = "capture/cli.py"
 
 

@@ -13,6 +13,7 @@ from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
+from replay.wording import in_flags
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_NORM_BOUND,
@@ -138,7 +139,7 @@ def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any],
     whole = AutoConfig.for_model(config["model_type"], **rest)
     with pytest.raises(UsageError) as refusal:
         check_autotp(build_on_meta(whole, attention="sdpa", dtype=torch.float32), tp)
-    assert complaint in str(refusal.value)
+    assert complaint in in_flags(refusal.value)
 
 
 @pytest.mark.parametrize(

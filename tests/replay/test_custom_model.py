@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
 from replay.cli import main
 from replay.resolution.model_source import source_of_all
 from replay.runlog.writer import read_log
@@ -129,7 +130,7 @@ class OtherRank:
 
 def test_a_file_that_one_rank_lacks_is_refused_on_all() -> None:
     spec = ReplaySpec(actor=ActorSpec(model=MODEL))
-    world: Any = OtherRank("--model nano.py:build: No such file or directory")
+    world: Any = OtherRank(f"{Setting('model', 'nano.py:build')}: No such file or directory")
     with pytest.raises(UsageError, match=r"on rank 1: model='nano.py:build': No such file or directory"):
         source_of_all(spec, world)
 

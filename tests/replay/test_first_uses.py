@@ -22,6 +22,7 @@ from replay.runlog.writer import read_log
 from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
+from replay.runner.observers import FirstUseCounter
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 from tests.helpers.made_time import Clock, at_the_meter
@@ -202,7 +203,8 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
 def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.replayer.kernel_name", lambda *_: "packed_cudnn")
+    counter = partial(FirstUseCounter, kernel="packed_cudnn")
+    monkeypatch.setattr("replay.runner.replayer.FirstUseCounter", lambda device, _: counter(device))
     folder = captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor")
     marked = [one.index for one in records if FirstUse.PLAN in one.first_uses]

@@ -26,6 +26,7 @@ from replay.option_parsing import command_line
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun
 from replay.spec import ReplaySpec, StateSpec
+from replay.wording import in_flags
 from tests.helpers import doomed_training
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import warm_cluster
@@ -209,7 +210,7 @@ def test_a_storage_that_cannot_be_used_is_one_line(nodes: TwoNodes, tmp_path: Pa
     (tmp_path / "file").touch()
     with cluster_at(nodes.address) as cluster, pytest.raises(UsageError) as caught:
         Trainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
-    assert str(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
+    assert in_flags(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
     assert str(caught.value).endswith("Give a folder where you may write")
     agent = NodeAgent(str(tmp_path))
     (tmp_path / "mark").touch()
