@@ -36,6 +36,7 @@ class Mask(NamedTuple):
 
 MASKS = (
     Mask(r"(?m)^replay: rank [1-9]: .*\n", "", "rank 0 speaks for all; its launcher may end another before it does"),
+    Mask(r"(?m)^\[transformers\] .*\n", "", "a warning of transformers', which several ranks write in any order"),
     Mask(r"\d{8}-\d{6}(?=-)", "TIME", "when it was, in the name of a log's folder"),
     Mask(r"\d+(\.\d+)? (ms|s|min|MiB|GiB)\b", "SOME", "time and memory that something took on this machine"),
     Mask(r"\bpid \d+", "pid N", "number of a process"),
