@@ -7,7 +7,8 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.utils import counters
 
-from actor_init.toggles import CompileLengths
+from actor_init.toggles import Compile, CompileLengths, UsageError
+from capture.facts import MissingPackage, Setting
 
 ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
 MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
@@ -22,7 +23,14 @@ def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = Com
     It compiles `forward` rather than the module, so that hooks (FSDP2's, ZeRO-3's) and gradient checkpointing stay
     outside the graph and parameter names do not change. It does not use `dynamic=True`, which under FSDP2 also makes
     symbols of the head sizes that a block keeps as attributes: they are constants in the graph that a job compiles.
+
+    Raises UsageError if this torch has no way to say which lengths are dynamic.
     """
+    if not hasattr(torch.compiler.config, "dynamic_sources"):
+        given = Setting("compile", Compile.BLOCKS)
+        raise UsageError(
+            MissingPackage(str(given), f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
+        )
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
     torch.compiler.config.dynamic_sources = ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
     if lengths is CompileLengths.DYNAMIC:

@@ -1,6 +1,7 @@
 """What of a compiled block is a symbol: how long its inputs are and what else it is given, and nothing of its own."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actor_init.compiling import compile_blocks
-from actor_init.toggles import CompileLengths
+from actor_init.toggles import CompileLengths, UsageError
+from replay.wording import in_flags
 
 
 class Block(nn.Module):
@@ -59,3 +61,10 @@ def test_inductor_puts_no_condition_on_the_number_of_tokens_into_a_graph(monkeyp
     assert not triton.mix_order_reduction_non_strict_mode
     compile_blocks([])
     assert triton.mix_order_reduction_non_strict_mode
+
+
+def test_a_torch_without_dynamic_lengths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.compiler.config", SimpleNamespace())
+    with pytest.raises(UsageError) as refusal:
+        compile_blocks([nn.Linear(2, 2)])
+    assert in_flags(refusal.value) == f"--compile needs a later torch than {torch.__version__}, as 2.8. Leave it out"
