@@ -42,6 +42,7 @@ class By(StrEnum):
     """Who made a choice."""
 
     TYPED = "typed"
+    OPTION = "another option"
     JOB = "the job"
     MODEL = "the model"
     MACHINE = "the machine"

@@ -101,7 +101,7 @@ def _packing(spec: Parts, first: Call | None, selection: Selection) -> Choice:
     if actor.is_custom:
         return choice(False, By.MODEL)
     if actor.parallel.ring > 1:
-        return choice(True, By.TYPED, f"--ring {actor.parallel.ring} slices packed rows")
+        return choice(True, By.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
     if selection.padding_predicts:
         return choice(False, By.JOB, PADDING_PREDICTS)
     if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first):

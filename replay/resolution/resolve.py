@@ -140,7 +140,7 @@ def _of_head(actor: ActorSpec, source: ModelSource, wants_logits: str) -> Choice
     is_whole_for_options = actor.compile is Compile.DEEPCOMPILE or (
         actor.parallel.tp > 1 and not declaration_of(actor.backend).splits_head
     )
-    by = By.TYPED if actor.whole_logits or wants_logits or is_whole_for_options else By.MODEL
+    by = By.TYPED if actor.whole_logits else By.OPTION if wants_logits or is_whole_for_options else By.MODEL
     why = source.head.why_whole or "its head's logits are the same in chunks of tokens"
     return Choice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
 
