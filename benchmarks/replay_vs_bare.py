@@ -22,18 +22,12 @@ from actor_init.backends.deepspeed.engine import DeepSpeedBackend
 from actor_init.backends.fsdp2.engine import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from benchmarks.side_by_side import opened
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
 from replay.cli import action_of
-from replay.resolution.model_source import find_source
-from replay.resolution.selection import select
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
-from replay.runner.meter import Meter
-from replay.runner.reopened_actor import ReopenedActor
-from replay.runner.replayer import Replayer
-from replay.verdict.weight_check import SameWeights
-from replay.watch.progress import Tracker
 
 MAX_LENGTH = 2048  # of a packed row; the replay rounds to it too
 
@@ -45,11 +39,8 @@ def main() -> int:
     spec = action_of(replay_arguments).args[0]
     assert spec.actor.packing, "the bare loop packs its rows"
     with World.from_env(ParallelSpec()) as world:
-        source = find_source(spec)
-        actor = ReopenedActor(spec.actor, source, world)
-        tracker = Tracker(Path(tempfile.mkdtemp()), world.rank)
-        replayer = Replayer(spec, world, source, actor, Meter.for_device(world.device), tracker, SameWeights(source))
-        paths = select(spec.inputs, 0, 1).inputs
+        replayer, paths = opened(spec, world, Path(tempfile.mkdtemp()))
+        actor = replayer.actor
         batches = [read_micro_batch(path) for path in paths]
         series: dict[str, list[tuple[float, int]]] = {"replay": [], "bare": [], "bare again": []}
         for round_index in range(arguments.rounds + 1):

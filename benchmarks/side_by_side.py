@@ -71,7 +71,7 @@ def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequ
     source = resolved.source
     actor = ReopenedActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
-    replayer = Replayer(resolved, world, source, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    replayer = Replayer(resolved, world, actor, meter, Tracker(folder, world.rank), SameWeights(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)
     return replayer, selection.inputs
 

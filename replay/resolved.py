@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from replay.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
 
 if TYPE_CHECKING:  # a log is read without them
@@ -176,13 +176,9 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
 
     kernel = kernel_name(actor, where, config)
     if actor.attention == Attention.AUTO and not actor.is_custom:
-        for word in ATTENTION_KERNELS:
-            try:
-                named = replace(actor, attention=word)
-                if kernel_name(named, where, config) == kernel:
-                    return named, kernel
-            except UsageError:  # a kernel that is not there is not the one
-                continue
+        for declared in ATTENTION_KERNELS.values():
+            if kernel in {form.name for form in declared.forms()}:
+                return replace(actor, attention=declared.word), kernel
     return actor, kernel
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
-from actor_init.model import ModelSource, lasting_config
+from actor_init.model import lasting_config
 from actor_init.own_positions import with_own_positions
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
@@ -61,7 +61,6 @@ class Replayer:
         self,
         spec: ResolvedReplay,
         world: World,
-        source: ModelSource,
         actor: ReopenedActor,
         meter: Meter,
         tracker: Tracker,
@@ -72,7 +71,7 @@ class Replayer:
     ) -> None:
         self.spec = spec
         self.world = world
-        self.source = source
+        self.source = spec.source
         self.actor = actor
         self.tracker = tracker
         self.same_weights = same_weights
@@ -88,8 +87,8 @@ class Replayer:
         self._broke_off = False
         self._objective = Objective.of(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
-        self._is_random = bool(acting_dropouts(lasting_config(source.config)))
-        self._padding_predicts = may_count_after_padding(spec) and not source.layout_under(spec.actor).joins
+        self._is_random = bool(acting_dropouts(lasting_config(self.source.config)))
+        self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
 
     def mend(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""

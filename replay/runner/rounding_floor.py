@@ -16,7 +16,7 @@ from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed
 from actor_init.declarations.attention import kernel_of
 from actor_init.declarations.attention.plain import has_sdpa
-from actor_init.model import ModelSource, lasting_config
+from actor_init.model import lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -50,7 +50,6 @@ class Again:
 
     world: World
     spec: ResolvedReplay
-    source: ModelSource
     selection: Selection
     tracker: Tracker
     has_dropout: bool
@@ -63,7 +62,7 @@ class Again:
         """Say why each replay has to have one attention kernel; None if another one changes rounding alone."""
         if self.selection.padding_predicts and not self.spec.actor.packs:
             return "another attention kernel computes other logits at the padding that predicts a label"
-        if _asked(self.spec) == Attention.EAGER and not has_sdpa(self.source.config):
+        if _asked(self.spec) == Attention.EAGER and not has_sdpa(self.spec.source.config):
             return "the model has no other attention kernel"
         return None
 
@@ -75,11 +74,11 @@ class Again:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what their forward or backward
         raises.
         """
-        actor = ReopenedActor(spec.actor, self.source, self.world)
+        actor = ReopenedActor(spec.actor, spec.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
-        same_weights = SameWeights(self.source)
-        replayer = Replayer(spec, self.world, self.source, actor, meter, self.tracker, same_weights, rounds=rounds)
+        same_weights = SameWeights(spec.source)
+        replayer = Replayer(spec, self.world, actor, meter, self.tracker, same_weights, rounds=rounds)
         replayed: list[Pass] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
@@ -234,8 +233,8 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     world, spec = again.world, again.spec.to_spec()
     actors = [spec.actor, again.other_order(passes).to_spec().actor]
     measured = [
-        digest_of_weights(again.source.weights),
-        lasting_config(again.source.config),
+        digest_of_weights(again.spec.source.weights),
+        lasting_config(again.spec.source.config),
         str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
         str(again.has_dropout),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),

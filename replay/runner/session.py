@@ -298,7 +298,6 @@ class Session:
         replayer = Replayer(
             spec,
             world,
-            self.source,
             actor,
             self.meter,
             tracker,
@@ -397,7 +396,6 @@ class Session:
         again = rounding_floor.Again(
             world=self.world,
             spec=self.spec,
-            source=self.source,
             selection=self.selection,
             tracker=self.watch.tracker,
             has_dropout=bool(setting.dropout),
