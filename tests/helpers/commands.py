@@ -20,9 +20,10 @@ LIMIT = 1800  # seconds; a run takes about ten, where nothing else runs
 
 
 def run(command: str, log_folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """As it is typed, but for deepspeed's port and --timeout; unless it is `cold`, all imports are there already."""
+    """As it is typed, but for the launcher's port and --timeout; unless it is `cold`, all imports are there already."""
     program, *arguments = shlex.split(command)
-    if program == "deepspeed":  # tests run side by side
+    # Tests run side by side, and both launchers would take port 29500 for each (torchrun before torch 2.13).
+    if program in ("deepspeed", "torchrun"):
         arguments = ["--master_port", str(free_port()), *arguments]
     return subprocess.run(
         [program, *arguments, "--log-folder", str(log_folder), *PATIENCE],

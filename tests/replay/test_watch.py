@@ -155,7 +155,8 @@ def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
     launcher = (
-        f"torchrun --nproc-per-node 2 -m tests.helpers.faulty_replay blocked forward {faulty_rank} --backend fsdp2"
+        f"torchrun --master-port {free_port()} --nproc-per-node 2 -m tests.helpers.faulty_replay "
+        f"blocked forward {faulty_rank} --backend fsdp2"
     )
     with start(tmp_path, launcher) as process:
         until_the_fault(process)
