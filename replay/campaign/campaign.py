@@ -14,6 +14,7 @@ the result; it is written when the command begins and when it ends:
 """
 
 import json
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,8 +171,11 @@ class Campaign(Generic[Plan]):
         child = Child(exit_code=entry.exit_code, seconds=entry.seconds, output=home / OUTPUT, logs=home)
         return child if entry.ran_alone or not self._has_failed(child) else None
 
-    def settle(self, jobs: Iterable[Job]) -> Generator[Settled]:
-        """Yield each job when it is over, first those that are known; after the time limit none of the others runs."""
+    def settle(self, jobs: Iterable[Job], *, until: float | None = None) -> Generator[Settled]:
+        """Yield each job when it is over, first those that are known.
+
+        until  monotonic time, after which none of the others starts; None: that of the limits
+        """
         assert self._run_tasks is not None, "open() says where jobs run"
         unknown = {}
         for place, job in enumerate(jobs):
@@ -180,13 +184,14 @@ class Campaign(Generic[Plan]):
             else:
                 unknown[place] = job
         tasks = ((place, self._task(job)) for place, job in unknown.items())
-        for place, child in self._run_tasks(tasks, until=self._until):
+        for place, child in self._run_tasks(tasks, until=self._until if until is None else until):
             self._note(unknown[place], child)
             yield Settled(place, unknown[place], child, is_new=True)
 
-    def run(self, job: Job) -> Child | None:
-        """Run one job, unless it is known; None where the time limit has passed."""
-        return next((settled.child for settled in self.settle([job])), None)
+    def run(self, job: Job) -> Child:
+        """Run one job, unless it is known, whatever time is left."""
+        [settled] = self.settle([job], until=math.inf)
+        return settled.child
 
     def _task(self, job: Job) -> Task:
         return Task.attempt(

@@ -38,7 +38,7 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         for key, task in given:
             torch.compiler.reset()
             tasks.append(task)
-            task.output.parent.mkdir(parents=True)
+            task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("")
             code = main([*task.arguments, "--quiet", "--log-folder", str(task.logs)])
             yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
@@ -52,7 +52,7 @@ def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]
     own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
     code = main(["recompiles", *typed, *own])
     (path,) = logs.glob("*-recompiles/recompiles.json")
-    return code, {one["policy"]: one for one in json.loads(path.read_text())["policies"]}
+    return code, {one["policy"]: one for one in json.loads(path.read_text())["result"]["policies"]}
 
 
 def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
@@ -97,6 +97,19 @@ def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     assert found["buckets"]["error"].startswith("--buckets 8,16 holds no row of ")
     assert found["dynamic"]["pass_seconds"] > 0
     assert "failed     buckets: --buckets 8,16 holds no row of " in capsys.readouterr().out
+
+
+def test_policies_that_have_run_are_not_run_again(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
+    code, found = recompiles(tmp_path, "--policies", "dynamic")
+    capsys.readouterr()
+    (folder,) = tmp_path.glob("*-recompiles")
+    (folder / "journal.jsonl").write_text((folder / "journal.jsonl").read_text().splitlines(keepends=True)[0])
+    num_runs = len(here)
+    assert main(["recompiles", "--continue", str(folder)]) == code == 0
+    assert [task.logs.parent.name for task in here[num_runs:]] == ["dynamic"]
+    again = {one["policy"]: one for one in json.loads((folder / "recompiles.json").read_text())["result"]["policies"]}
+    assert again["off"] == found["off"]
+    assert again["dynamic"]["num_graphs"] == found["dynamic"]["num_graphs"]
 
 
 def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
