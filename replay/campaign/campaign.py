@@ -39,12 +39,18 @@ OUTPUT = "output.txt"
 Plan = TypeVar("Plan")
 
 
+def ended_early(child: Child) -> bool:
+    """Did a replay neither come to its end nor refuse its options?"""
+    return child.exit_code not in (0, 1, REFUSED)
+
+
 class Settled(NamedTuple):
     """A job that is over."""
 
     place: int  # among the jobs that were asked for
     job: Job
     child: Child
+    ran_alone: bool  # otherwise its times mean nothing
     is_new: bool  # False: it was in the journal
 
 
@@ -74,10 +80,11 @@ class _File:
 class Campaign(Generic[Plan]):
     """The jobs of one command.
 
-    name     of the command
-    command  as it was typed
-    machine  on which it was begun
-    plan     what the command needs to ask for its jobs; read and written as JSON
+    name        of the command
+    command     as it was typed
+    machine     on which it was begun
+    plan        what the command needs to ask for its jobs; read and written as JSON
+    has_failed  whether a job is to run again where it ran beside others
     """
 
     folder: Path
@@ -85,9 +92,10 @@ class Campaign(Generic[Plan]):
     command: str
     machine: Machine
     plan: Plan
+    versions: Mapping[str, str | None] = field(default_factory=versions)  # of what it was begun with
     result: Mapping[str, Any] | None = None
+    has_failed: Callable[[Child], bool] = ended_early
     _entries: dict[str, _Entry] = field(default_factory=dict)  # by the job's digest
-    _has_failed: Callable[[Child], bool] = lambda child: child.exit_code not in (0, 1, REFUSED)
     _run_tasks: RunTasks | None = None
     _runs_alone: bool = True
     _limit: float = 0.0  # seconds for one job
@@ -106,25 +114,20 @@ class Campaign(Generic[Plan]):
         path = folder / f"{name}.json"
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(whole, dict) and whole.get("format", FORMAT) != FORMAT:
+                raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
             written = from_json(_File, whole, source=f"{path} is damaged", ignore_others=True)
-            if written.format != FORMAT:
-                raise UsageError(f"{path} is of format {written.format}; this version goes on with {FORMAT} alone")
             plan = from_json(kind, written.plan, source=f"{path} is damaged: plan")
             entries = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
             said = in_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error!r}"
             raise UsageError(f"{said}. Try: replay {name}, from the beginning") from error
-        here = versions()
-        others = [f"{key} {written.versions.get(key)} there, {here[key]} here" for key in here]
-        if different := [
-            said for said, key in zip(others, here, strict=True) if here[key] != written.versions.get(key)
-        ]:
-            raise UsageError(f"--continue {folder} has runs of {'; '.join(different)}. Go on with those")
         return cls(
             folder=folder,
             name=name,
             command=written.command,
             machine=written.machine,
+            versions=written.versions,
             plan=plan,
             _entries={entry.job: entry for entry in entries},
         )
@@ -135,7 +138,7 @@ class Campaign(Generic[Plan]):
             "format": FORMAT,
             "command": self.command,
             "machine": self.machine,
-            "versions": versions(),
+            "versions": self.versions,
             "plan": self.plan,
             "result": self.result,
         }
@@ -145,13 +148,9 @@ class Campaign(Generic[Plan]):
     def path(self) -> Path:
         return self.folder / f"{self.name}.json"
 
-    def open(self, where: Executor, limits: RunLimits, *, has_failed: Callable[[Child], bool] | None = None) -> None:
-        """Have jobs run there, under these limits; the time for all of them begins.
-
-        has_failed  of jobs whose exit code is 0 or 1, too
-        """
+    def open(self, where: Executor, limits: RunLimits) -> None:
+        """Have jobs run there, under these limits; the time for all of them begins."""
         self._limit, self._until = limits.each, limits.end()
-        self._has_failed = has_failed or self._has_failed
         self._run_tasks = where.runner(self.folder, self.machine, limits.at_once)
         self._runs_alone = where.runs_alone(self.machine, limits.at_once)
 
@@ -159,7 +158,20 @@ class Campaign(Generic[Plan]):
     def num_running(self) -> int:
         return self._run_tasks.num_running if self._run_tasks is not None else 0
 
-    def known(self, job: Job) -> Child | None:
+    def refuse_elsewhere(self, where: Executor, jobs: Iterable[Job] | None = None) -> None:
+        """Raise UsageError if a job has to run, and cannot run there as those did that are known.
+
+        jobs  None: which there will be is not known yet
+        """
+        if jobs is not None and all(self.known(job) for job in jobs):
+            return
+        where.refuse_other(self.machine, self.folder)
+        there = self.versions
+        others = [(name, there.get(name), here) for name, here in versions().items() if here != there.get(name)]
+        if said := "; ".join(f"{name} {before} there, {here} here" for name, before, here in others):
+            raise UsageError(f"--continue {self.folder} has runs of {said}. Go on with those")
+
+    def known(self, job: Job, place: int = 0) -> Settled | None:
         """Return what came of a job; None if it has to run.
 
         It has to run again if it failed beside others: alone it might succeed.
@@ -169,7 +181,9 @@ class Campaign(Generic[Plan]):
             return None
         home = self.folder / entry.home
         child = Child(exit_code=entry.exit_code, seconds=entry.seconds, output=home / OUTPUT, logs=home)
-        return child if entry.ran_alone or not self._has_failed(child) else None
+        if self.has_failed(child) and not entry.ran_alone:
+            return None
+        return Settled(place, job, child, entry.ran_alone, is_new=False)
 
     def settle(self, jobs: Iterable[Job], *, until: float | None = None) -> Generator[Settled]:
         """Yield each job when it is over, first those that are known.
@@ -179,14 +193,14 @@ class Campaign(Generic[Plan]):
         assert self._run_tasks is not None, "open() says where jobs run"
         unknown = {}
         for place, job in enumerate(jobs):
-            if (child := self.known(job)) is not None:
-                yield Settled(place, job, child, is_new=False)
+            if (settled := self.known(job, place)) is not None:
+                yield settled
             else:
                 unknown[place] = job
         tasks = ((place, self._task(job)) for place, job in unknown.items())
         for place, child in self._run_tasks(tasks, until=self._until if until is None else until):
             self._note(unknown[place], child)
-            yield Settled(place, unknown[place], child, is_new=True)
+            yield Settled(place, unknown[place], child, self._runs_alone, is_new=True)
 
     def run(self, job: Job) -> Child:
         """Run one job, unless it is known, whatever time is left."""

@@ -14,12 +14,14 @@ class Job:
 
     home    its folder in the campaign's, such as `groups/0001`, which holds a folder for each attempt
     python  path of another environment's interpreter; empty: this one
+    repeat  which of several runs of the same
     """
 
     home: str
     spec: ReplaySpec
     num_processes: int = 1
     python: str = ""
+    repeat: int = 0
 
     @property
     def digest(self) -> str:

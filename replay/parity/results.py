@@ -7,7 +7,7 @@ from actor_init.spec import Dtype, UsageError
 from replay.compare.differences import Comparison, compare
 from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.parity.plan import Role
-from replay.parity.state import Row, State
+from replay.parity.rows import Row, State
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize

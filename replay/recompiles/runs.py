@@ -61,6 +61,7 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
 def go_on(folder: Path, limits: RunLimits) -> int:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
+    campaign.refuse_elsewhere(ThisMachine())
     return _run(campaign, _Inputs.of(campaign.plan.spec), limits)
 
 
@@ -81,7 +82,6 @@ class _Inputs:
 
 def _run(campaign: Campaign[RecompilesPlan], inputs: _Inputs, limits: RunLimits) -> int:
     where, plan = ThisMachine(), campaign.plan
-    where.refuse_other(campaign.machine, campaign.folder)
     campaign.open(where, limits)
     console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)
     work = _Work(campaign=campaign, shapes=inputs.shapes, console=console)

@@ -46,13 +46,20 @@ class ScanPlan:
             for first in range(0, self.num_inputs, self.size)
         ]
 
-    def job_of(self, number: int, group: "Group") -> Job:
-        inputs = replace(self.spec.inputs, skip_inputs=group.first, max_inputs=group.size)
-        return Job(
-            home=f"groups/{number + 1:04d}",
-            spec=replace(self.spec, inputs=inputs),
-            num_processes=self.spec.actor.parallel.tp * self.spec.actor.parallel.ring,
-        )
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the job of each group."""
+        return [
+            Job(
+                home=f"groups/{number:04d}",
+                spec=replace(
+                    self.spec,
+                    inputs=replace(self.spec.inputs, skip_inputs=group.first, max_inputs=group.size),
+                ),
+                num_processes=self.spec.actor.parallel.tp * self.spec.actor.parallel.ring,
+            )
+            for number, group in enumerate(self.groups, start=1)
+        ]
 
 
 class State(StrEnum):

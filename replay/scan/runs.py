@@ -58,17 +58,16 @@ def go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     """
     campaign = Campaign.read("scan", folder, ScanPlan)
     with executor(ray) as where:
-        where.refuse_other(campaign.machine, folder)
+        campaign.refuse_elsewhere(where, campaign.plan.jobs)
         return _run(campaign, where, limits)
 
 
 def _run(campaign: Campaign[ScanPlan], where: Executor, limits: RunLimits) -> int:
     campaign.open(where, limits)
     groups = campaign.plan.groups
-    jobs = [campaign.plan.job_of(number, group) for number, group in enumerate(groups)]
     console = ScanConsole(campaign, groups)
     with until_interrupted() as interruption:
-        for settled in campaign.settle(jobs):
+        for settled in campaign.settle(campaign.plan.jobs):
             groups[settled.place] = groups[settled.place].after(settled.child, campaign.folder)
             console.ended(settled.place, groups[settled.place], is_new=settled.is_new)
     campaign.result = {"groups": groups}

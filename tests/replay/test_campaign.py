@@ -148,12 +148,6 @@ def of_another_format(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
 
 
-def of_another_torch(folder: Path) -> None:
-    path = folder / "scan.json"
-    whole = json.loads(path.read_text())
-    path.write_text(json.dumps({**whole, "versions": {**whole["versions"], "torch": "2.0"}}))
-
-
 def of_another_plan(folder: Path) -> None:
     path = folder / "scan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "plan": {"num_jobs": "4"}}))
@@ -168,7 +162,6 @@ def with_another_journal(folder: Path) -> None:
     [
         (damaged, "is damaged: JSONDecodeError"),
         (of_another_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
-        (of_another_torch, "has runs of torch 2.0 there, "),
         (of_another_plan, "is damaged: plan: "),
         (with_another_journal, "journal.jsonl is damaged in line 1: job is 3"),
     ],
@@ -179,4 +172,25 @@ def test_what_cannot_go_on_is_refused(change: Callable[[Path], None], says: str,
     change(campaign.folder)
     with pytest.raises(UsageError) as refused:
         Campaign.read("scan", campaign.folder, Plan)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "torch", "says"),
+    [
+        (Machine(num_devices=2, has_gpus=True), None, " was begun on 2 GPUs, and here is a CPU. Go on there"),
+        (Machine(num_devices=2, has_gpus=False), "2.0", " has runs of torch 2.0 there, "),
+    ],
+)
+def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywhere(
+    machine: Machine, torch: str | None, says: str, tmp_path: Path
+) -> None:
+    campaign = begun(tmp_path)
+    settled(campaign, Where(breaks_at=3))
+    campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
+    campaign.write()
+    again = Campaign.read("scan", campaign.folder, Plan)
+    again.refuse_elsewhere(ThisMachine(), again.plan.jobs[:3])
+    with pytest.raises(UsageError) as refused:
+        again.refuse_elsewhere(ThisMachine(), again.plan.jobs)
     assert says in str(refused.value)

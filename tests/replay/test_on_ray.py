@@ -3,7 +3,6 @@
 Needs the extra `ray`. The cluster has two nodes on this machine.
 """
 
-import json
 import os
 import re
 import select
@@ -28,6 +27,7 @@ from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
+from replay.parity.rows import ParityLog
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED, read_log
@@ -351,7 +351,7 @@ def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path
 
 
 def states_of(folder: Path) -> dict[str, str]:
-    return {cell["name"]: cell["state"] for cell in json.loads((folder / "parity.json").read_text())["cells"]}
+    return {row.cell.name: row.state for row in ParityLog.read(folder).rows}
 
 
 def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:
