@@ -66,7 +66,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
         if record.error:
             kind = "refused" if "Try:" in record.error else "raw"
             return {kind: record.error}
-        found = {"loss": record.loss, "grad_norm": record.grad_norm}
+        found = {"loss": record.result.loss, "grad_norm": record.result.grad_norm}
         return {**found, "kernel": facts["attention_kernel"], "plan": facts.get("tp_plan")}
 
 

@@ -38,7 +38,10 @@ NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --dee
 
 def is_finite(record: PassRecord) -> bool:
     """Are the loss and gradient norm finite? Callers skip an fp16 gradient norm: it overflows in healthy runs."""
-    numbers = [*record.row_log_probs, *(n for n in (record.loss, record.grad_norm) if n is not None)]
+    numbers = [
+        *record.result.row_log_probs,
+        *(n for n in (record.result.loss, record.result.grad_norm) if n is not None),
+    ]
     return record.error is not None or all(map(math.isfinite, numbers))
 
 
@@ -72,7 +75,9 @@ class Search:
         return not all(is_finite(self._judged(record)) for record in ranks)
 
     def _judged(self, record: PassRecord) -> PassRecord:
-        return replace(record, grad_norm=None) if self.spec.dtype is Dtype.FP16 else record
+        return (
+            replace(record, result=replace(record.result, grad_norm=None)) if self.spec.dtype is Dtype.FP16 else record
+        )
 
     def is_any(self, loss: Tensor) -> bool:
         """Is the loss of any rank not finite? Waits for the device."""

@@ -23,7 +23,7 @@ from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.record.rng_and_outputs import restore_random_states
-from replay.runlog.records import PhaseCost
+from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
 from replay.watch.progress import Phase
 
@@ -61,22 +61,13 @@ class PassInputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassCost:
-    """What a pass cost: its phases, the host's seconds for all of it, and those of waiting for the slowest rank."""
-
-    phases: Mapping[str, PhaseCost] = field(default_factory=dict)
-    seconds: float | None = None
-    wait_seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutcome:
     """What a pass computed, without its graph. `grad_norm` is that of its window, if it ended there."""
 
     log_probs_BA: Tensor
     loss: Tensor
     grad_norm: float | None
-    cost: PassCost
+    cost: CostSection
 
 
 class PassObserver:
@@ -118,7 +109,7 @@ class Clock(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]: ...
     def wait(self) -> None: ...  # for the slowest rank's forward, so that no later phase is charged for it
     def paused(self) -> AbstractContextManager[None]: ...
-    def stop(self) -> PassCost: ...
+    def stop(self) -> CostSection: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +136,10 @@ class MeterClock:
     def paused(self) -> AbstractContextManager[None]:
         return self.meter.paused()
 
-    def stop(self) -> PassCost:
+    def stop(self) -> CostSection:
         phases, seconds = self.meter.end_pass()
         wait = phases.pop(WAIT, None)
-        return PassCost(phases=phases, seconds=seconds, wait_seconds=wait.seconds if wait else None)
+        return CostSection(phases=phases, seconds=seconds, wait_seconds=wait.seconds if wait else None)
 
 
 class Untimed:
@@ -169,8 +160,8 @@ class Untimed:
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def stop(self) -> PassCost:
-        return PassCost()
+    def stop(self) -> CostSection:
+        return CostSection()
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,7 +320,7 @@ class Session:
                     saved = [*_not_replayed(len(self.selection.inputs) - index - 1), *not_saved(spec.state)]
                     break
                 replayer.mend()
-                num_steps += ranks[world.rank][0].grad_norm is not None
+                num_steps += ranks[world.rank][0].result.grad_norm is not None
                 if self._is_due(num_steps, num_kept):
                     tracker.at(Phase.SAVING)
                     self.saver.keep(actor.backend, num_steps, replayer.num_settled)

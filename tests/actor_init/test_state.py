@@ -29,7 +29,7 @@ def replay(home: Path, typed: str) -> int:
 
 
 def numbers(home: Path, run: int) -> list[tuple[str, float | None, float | None]]:
-    return [(record.source, record.loss, record.grad_norm) for record in records_of(home / f"log-{run}")]
+    return [(record.source, record.result.loss, record.result.grad_norm) for record in records_of(home / f"log-{run}")]
 
 
 def said(out: str, name: str) -> list[str]:

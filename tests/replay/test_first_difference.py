@@ -115,7 +115,7 @@ def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str,
     assert run_in(world, action_of(arguments).args[0]) == 0
     [plain] = read_log(next(tmp_path.iterdir()))[1]
     run, [seen] = read_log(traced(flags))
-    assert (seen.loss, seen.grad_norm) == (plain.loss, plain.grad_norm)
+    assert (seen.result.loss, seen.result.grad_norm) == (plain.result.loss, plain.result.grad_norm)
     assert (seen.traced, plain.traced) == (True, False)
     assert run["statistics"]["left_out"] == {"traced": 1}
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from capture import capture_files, read_micro_batch
-from replay.runner.run_pass import PassCost, PassInputs, PassObserver, run_pass
+from replay.runlog.records import CostSection
+from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 from replay.shipped_inputs import default_folder
 from replay.watch.progress import Phase
 
@@ -81,9 +82,9 @@ class Clock:
         yield
         self.events.append("go on")
 
-    def stop(self) -> PassCost:
+    def stop(self) -> CostSection:
         self.events.append("stop")
-        return PassCost(seconds=1.0)
+        return CostSection(seconds=1.0)
 
 
 class Marker(PassObserver):

@@ -103,7 +103,7 @@ def test_a_job_replayed_from_its_weights_is_reproduced(
     said = capsys.readouterr().out
     assert "recorded   as the job's in 21 of its 21 parameters, sampled" in said
     assert "verdict    REPRODUCED: 3 of 3 passes and 3 of 3 gradients; loss to " in said
-    assert PastRun.read(log).records[0].row_action_tokens == [5, 7]  # what `replay compare` reads
+    assert PastRun.read(log).records[0].result.row_action_tokens == [5, 7]  # what `replay compare` reads
 
 
 def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path: Path, one_world: None) -> None:
