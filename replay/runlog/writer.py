@@ -29,7 +29,7 @@ from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.option_parsing import command_line, spec_to_dict
 from replay.resolved import ResolvedReplay
-from replay.runlog.records import PassRecord, parse_line, to_line
+from replay.runlog.records import FirstNonFinite, PassRecord, parse_line, to_line
 from replay.runlog.summary import Statistics
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
@@ -135,7 +135,7 @@ class Logbook:
         profile: Any = None,
         memory: Any = None,
         out_of_memory: Any = None,
-        first_non_finite: Mapping[str, Any] | None = None,
+        first_non_finite: FirstNonFinite | None = None,
     ) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 only.
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed
@@ -262,7 +261,7 @@ def _known(folder: Path, key: str) -> dict[str, Floor] | None:
         raise UsageError(f"{error.text}. Try: rm {folder / FILE}") from error
 
 
-def _read(folder: Path) -> Mapping[str, Any]:
+def _read(folder: Path) -> Mapping[str, object]:
     try:
         known = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
