@@ -11,10 +11,10 @@ probes after it; the ranks meet; those of the backward; those of probes after it
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
+from capture.file_format.body import RandomStates
 from capture.record.rng_and_outputs import restore_random_states
 from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
@@ -55,7 +56,7 @@ class PassInputs:
     weight: float = 1.0
     ends_window: bool = False
     steps: bool = False
-    random: Mapping[str, Any] = field(default_factory=dict)
+    random: RandomStates = field(default_factory=RandomStates)
     num_columns: int
     reverses: bool = False
 
