@@ -21,7 +21,7 @@ from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
 from replay.cli import action_of
 from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.watch.watcher import Watch
 from replay.wording import in_flags
 

@@ -162,7 +162,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, world: Any) -> Path:
     home = tmp_path_factory.mktemp("saved")
     inputs = folder_of(home, [20, 22])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
+        patch.setattr("replay.runner.run.World.from_env", lambda _: nullcontext(world))
         for name, flags in {"zero1": "--zero-stage 1", "fsdp2": "--backend fsdp2"}.items():
             assert replay(home, f"{flags} {TRAINING} --inputs {inputs} --max-inputs 1 --save-state {home}/{name}") == 0
     (home / "empty").mkdir()

@@ -53,7 +53,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
     asked = [
         "sys.argv[2:]",
         "__name__",
-        "'deepspeed' in sys.modules and 'replay.runner.session' in sys.modules",
+        "'deepspeed' in sys.modules and 'replay.runner.run' in sys.modules",
         "sys.modules['torch'].distributed.is_initialized()",
         "len(os.listdir('/proc/self/task'))",  # threads
         "os.getsid(0) == os.getpid()",

@@ -14,7 +14,7 @@ from actor_init.world import World
 from replay import cli
 from replay.cli import action_of
 from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.trace_file import Kind, TraceFile
 from tests.helpers.made_logs import passed, write_log
