@@ -174,7 +174,7 @@ def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:
     if error:
         return Row(name=name, error=error)
     run, records = read_log(max(logs.iterdir()))
-    good = [record for record in records if record.loss is not None]
+    good = [record for record in records if record.result.loss is not None]
     return Row(name=name, num_gpus=num_gpus, statistics=run["statistics"], records=good)
 
 
@@ -194,9 +194,9 @@ def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
         f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-",
         f"{statistics['highest_peak']['value'] / 2**30:.1f}" if statistics["highest_peak"] else "-",
         f"{statistics['wait_share']:.1%}" if statistics["wait_share"] is not None else "-",
-        f"{records[0].loss:.4f}",
-        f"{sum(record.loss or 0 for record in records) / len(records):.4f}",
-        next((f"{record.grad_norm:.4f}" for record in records if record.grad_norm is not None), "-"),
+        f"{records[0].result.loss:.4f}",
+        f"{sum(record.result.loss or 0 for record in records) / len(records):.4f}",
+        next((f"{record.result.grad_norm:.4f}" for record in records if record.result.grad_norm is not None), "-"),
         _speed_a_gpu(row, rows),
         _loss_difference(row, rows[0]),
     )
@@ -212,9 +212,9 @@ def _speed_a_gpu(row: Row, rows: list[Row]) -> str:
 
 
 def _loss_difference(row: Row, first: Row) -> str:
-    expected = {record.source: record.loss for record in first.records}
+    expected = {record.source: record.result.loss for record in first.records}
     differences = [
-        abs((record.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
+        abs((record.result.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
     ]
     return f"{max(differences):.1e} ({len({r.source for r in row.records} & set(expected))})" if differences else "-"
 

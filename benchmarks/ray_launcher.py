@@ -80,8 +80,8 @@ def _run(command: list[str]) -> Run:
     seconds: dict[int, float] = defaultdict(float)
     for record in records:
         if not record.warmup:
-            assert record.seconds is not None
-            seconds[record.index] = max(seconds[record.index], record.seconds)
+            assert record.cost.seconds is not None
+            seconds[record.index] = max(seconds[record.index], record.cost.seconds)
     return Run([seconds[index] for index in sorted(seconds)], until_first_pass, total)
 
 

@@ -21,7 +21,7 @@ from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
 from replay.cli import action_of
 from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.watch.watcher import Watch
 from replay.wording import in_flags
 
@@ -66,7 +66,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
         if record.error:
             kind = "refused" if "Try:" in record.error else "raw"
             return {kind: record.error}
-        found = {"loss": record.loss, "grad_norm": record.grad_norm}
+        found = {"loss": record.result.loss, "grad_norm": record.result.grad_norm}
         return {**found, "kernel": facts["attention_kernel"], "plan": facts.get("tp_plan")}
 
 

@@ -129,10 +129,12 @@ def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: Pa
         ours, theirs = reference.inputs.passes, other.inputs.passes
         kinds = "" if ours == theirs else f" ({theirs} passes, not {ours})"
         return [f"no input in common{kinds}: {other.records[0].source}, not {reference.records[0].source}"]
-    changed = [one.source for one, partner in pairs if one.peers[0].input_digest != partner.peers[0].input_digest]
+    changed = [
+        one.source for one, partner in pairs if one.peers[0].input.input_digest != partner.peers[0].input.input_digest
+    ]
     if changed:
         return [f"{changed[0]} holds other tensors" + (f", and {len(changed) - 1} more do" if changed[1:] else "")]
-    switched = [one.source for one, partner in pairs if one.peers[0].trains != partner.peers[0].trains]
+    switched = [one.source for one, partner in pairs if one.peers[0].input.trains != partner.peers[0].input.trains]
     return [f"{switched[0]} was a training pass in one of them alone"] if switched else []
 
 

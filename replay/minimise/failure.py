@@ -173,9 +173,9 @@ def _not_finite(child: Child, log: Log) -> Failure | None:
     is_fp16 = log.run.get("spec", {}).get("actor", {}).get("dtype") == "fp16"  # whose loss scale makes norms infinite
     for record in log.records:
         values: dict[str, Sequence[float | None]] = {
-            "loss": [record.loss],
-            "log-probs": record.row_log_probs,
-            "gradient norm": [] if is_fp16 else [record.grad_norm],
+            "loss": [record.result.loss],
+            "log-probs": record.result.row_log_probs,
+            "gradient norm": [] if is_fp16 else [record.result.grad_norm],
         }
         odd = [name for name, some in values.items() if any(one is not None and not math.isfinite(one) for one in some)]
         if odd:

@@ -64,7 +64,7 @@ def train(job: Mapping[str, Any]) -> int:
     import ray
     from ray.train import get_checkpoint
 
-    from replay.runner.session import run
+    from replay.runner.run import run
 
     node = ray.get_runtime_context().get_node_id()
     home = Path(job["homes"]) / node

@@ -132,7 +132,7 @@ class MatrixJudge:
 
     def _ceiling(self, dtype: Dtype, row: Row) -> float:
         run = self._run(row)
-        return ceiling_of(dtype, run.config, max(record.real_tokens for record in run.records))
+        return ceiling_of(dtype, run.config, max(record.input.real_tokens for record in run.records))
 
     def _run(self, row: Row) -> PastRun:
         assert row.log is not None

@@ -131,7 +131,7 @@ class _Work:
         folder, _, records = log_below(child.logs)
         if self.rows is None and policy is Policy.OFF:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]
-            fed = ((self.shapes[record.index], record.fed_tokens) for record in first)
+            fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)
             self.rows = rows_fed(fed) if first else None
         return _result(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
 
@@ -162,23 +162,26 @@ def _result(
     failed = next((one for one in records if one.error is not None), None)
     error = "" if failed is None else f"{failed.source}: {failed.error_type}: {failed.error}"
     done = {index: ranks for index, ranks in passes.items() if all(one.error is None for one in ranks)}
-    seconds = {index: max(one.seconds or 0.0 for one in ranks) for index, ranks in done.items()}
+    seconds = {index: max(one.cost.seconds or 0.0 for one in ranks) for index, ranks in done.items()}
     again = {index - num_inputs: seconds[index] for index in seconds if index >= num_inputs}
     both = [index for index in again if index in seconds]
     reasons = Counter(
-        _NUMBER.sub("N", reason) for ranks in done.values() for one in ranks[:1] for reason in one.recompilations
+        _NUMBER.sub("N", reason)
+        for ranks in done.values()
+        for one in ranks[:1]
+        for reason in one.compilation.recompilations
     )
     is_whole = len(again) == num_inputs
     return Result(
         policy=policy,
         options=shlex.join(_own_options(actor)),
         num_passes=len(done),
-        num_graphs=sum(max(one.new_graphs for one in ranks) for ranks in done.values()),
+        num_graphs=sum(max(one.compilation.new_graphs for one in ranks) for ranks in done.values()),
         recompilations=dict(reasons.most_common()),
-        compile_seconds=sum(max(one.compile_seconds for one in ranks) for ranks in done.values()),
+        compile_seconds=sum(max(one.compilation.compile_seconds for one in ranks) for ranks in done.values()),
         extra_seconds=sum(seconds[index] - again[index] for index in both),
         pass_seconds=sum(again.values()) / num_inputs if is_whole else None,
-        fed_tokens=sum(ranks[0].fed_tokens for index, ranks in done.items() if index < num_inputs),
+        fed_tokens=sum(ranks[0].input.fed_tokens for index, ranks in done.items() if index < num_inputs),
         error=error or child.error or ("" if is_whole else f"{len(done)} of {2 * num_inputs} passes"),
         log=log,
     )

@@ -62,10 +62,10 @@ def _passes(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
     pairs = matched(first.records, other.records, key=lambda record: (record.source, record.rank))
     rows = []
     for a, b in pairs:
-        if a.phases and b.phases:
+        if a.cost.phases and b.cost.phases:
             seconds = phase_seconds(a), phase_seconds(b)
             peaks = peak_bytes(a), peak_bytes(b)
-            losses = tuple("-" if one.loss is None else f"{one.loss:.6g}" for one in (a, b))
+            losses = tuple("-" if one.result.loss is None else f"{one.result.loss:.6g}" for one in (a, b))
             rows.append(
                 (
                     short_names(a.source),

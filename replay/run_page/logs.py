@@ -56,7 +56,7 @@ class RunSoFar:
 
     @property
     def phases(self) -> list[str]:
-        return [name for name in PHASES if any(name in record.phases for record in self.records)]
+        return [name for name in PHASES if any(name in record.cost.phases for record in self.records)]
 
     def marks(self) -> dict[int, str]:
         """Return why passes are left out of the statistics, by pass."""

@@ -94,7 +94,10 @@ def _pictures(run: RunSoFar) -> list[str]:
         peaks = [Bar(name=_name(r), values=_rising_peaks(r), mark=marks.get(r.index, "")) for r in own]
         drawn.append(bars(f"Peak memory by pass{who}", peaks, GIBIBYTES))
     tokens = [
-        Bar(name=_name(r), values={"real tokens": r.real_tokens, "padding": r.padded_tokens - r.real_tokens})
+        Bar(
+            name=_name(r),
+            values={"real tokens": r.input.real_tokens, "padding": r.input.padded_tokens - r.input.real_tokens},
+        )
         for r in {(r.index, r.data_rank): r for r in run.records}.values()
     ]
     drawn.append(bars("Tokens of the inputs by pass", tokens, TOKENS))
@@ -106,10 +109,10 @@ def _scatters(runs: Sequence[tuple[str, RunSoFar]]) -> list[str]:
     for name, run in runs:
         marks = run.marks()
         for r in run.records:
-            if r.phases:
+            if r.cost.phases:
                 who = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
                 place = Point(
-                    name=_name(r), series=who, x=r.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
+                    name=_name(r), series=who, x=r.input.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
                 )
                 seconds.append(place)
                 peaks.append(replace(place, y=peak_bytes(r)))
@@ -127,20 +130,20 @@ def _shown_ranks(run: RunSoFar) -> list[int]:
     """All ranks; of many, those that waited least and most: the slow and the fast ones."""
     if len(run.ranks) <= MOST_RANKS:
         return run.ranks
-    waited = {rank: sum(r.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
+    waited = {rank: sum(r.cost.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
     order = sorted(run.ranks, key=lambda rank: waited[rank])
     return sorted([*order[: MOST_RANKS // 2], *order[-MOST_RANKS // 2 :]])
 
 
 def _seconds_by_phase(record: PassRecord) -> dict[str, float]:
-    seconds = {name: cost.seconds for name, cost in record.phases.items()}
-    return seconds if record.wait_seconds is None else seconds | {"waiting": record.wait_seconds}
+    seconds = {name: cost.seconds for name, cost in record.cost.phases.items()}
+    return seconds if record.cost.wait_seconds is None else seconds | {"waiting": record.cost.wait_seconds}
 
 
 def _rising_peaks(record: PassRecord) -> dict[str, float]:
     """Return by how much each phase's peak is above that of the phases before it: the bar ends at the pass's peak."""
     rising, highest = {}, 0.0
-    for name, cost in record.phases.items():
+    for name, cost in record.cost.phases.items():
         rising[name] = max(cost.peak_allocated_bytes - highest, 0.0)
         highest = max(highest, cost.peak_allocated_bytes)
     return rising

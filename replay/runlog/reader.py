@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.as_json import from_json, parse_json
+from actor_init.as_json import from_json
 from actor_init.spec import UsageError
 from replay.given_paths import EXAMPLE, check_log
 from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
-from replay.runlog.records import PassRecord
+from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
 from replay.spec import Parts
 from replay.wording import in_flags
@@ -183,7 +183,7 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
     records: list[PassRecord] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(parse_json(PassRecord, line, source=f"{path} is damaged in line {number}"))
+            records.append(parse_line(line, source=f"{path} is damaged in line {number}"))
         except UsageError as error:
             raise UsageError(f"{error.text}. Try: {command}, again") from error
     return records
@@ -198,7 +198,7 @@ def lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
         return records, f"{path.name} cannot be read: {error.strerror}"
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(parse_json(PassRecord, line, source=f"{path.name} is damaged in line {number}"))
+            records.append(parse_line(line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
             return records, in_flags(error)
     return records, f"{path.name} is cut short in line {len(lines) + 1}" if rest else None

@@ -25,11 +25,11 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from actor_init.as_json import parse_json, to_json
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.option_parsing import command_line, spec_to_dict
 from replay.resolved import ResolvedReplay
-from replay.runlog.records import PassRecord
+from replay.runlog.records import FirstNonFinite, PassRecord, parse_line, to_line
 from replay.runlog.summary import Statistics
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
@@ -117,7 +117,7 @@ class Logbook:
     def write(self, record: PassRecord) -> None:
         """Write one line, on disk before the next pass begins."""
         self._begin_of_last = self._lines.tell()
-        self._lines.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._lines.write(json.dumps(to_line(record), allow_nan=False) + "\n")
         self._lines.flush()
 
     def write_again(self, record: PassRecord) -> None:
@@ -135,7 +135,7 @@ class Logbook:
         profile: Any = None,
         memory: Any = None,
         out_of_memory: Any = None,
-        first_non_finite: Mapping[str, Any] | None = None,
+        first_non_finite: FirstNonFinite | None = None,
     ) -> None:
         """Rewrite run.json for a run that has ended. Rank 0 only.
 
@@ -183,7 +183,5 @@ def read_log(folder: Path) -> tuple[dict[str, Any], list[PassRecord]]:
     records: list[PassRecord] = []
     for path in folder.glob("rank*.jsonl"):
         *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
-        records += [
-            parse_json(PassRecord, line, source=f"{path}, line {number}") for number, line in enumerate(lines, start=1)
-        ]
+        records += [parse_line(line, source=f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     return run, sorted(records, key=lambda record: (record.index, record.rank))

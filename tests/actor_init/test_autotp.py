@@ -111,8 +111,8 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
     expected = Reference(folders[name]).clipped_steps(paths, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
     for record in records:
         loss, norm = expected[record.index]
-        assert record.loss == pytest.approx(loss, rel=LOSS_BOUND)
-        assert record.grad_norm == pytest.approx(norm, rel=NORM_BOUND)
+        assert record.result.loss == pytest.approx(loss, rel=LOSS_BOUND)
+        assert record.result.grad_norm == pytest.approx(norm, rel=NORM_BOUND)
 
 
 @pytest.mark.parametrize("flags", BF16)
@@ -121,7 +121,7 @@ def test_the_norm_in_bf16_has_every_rank_in_it(
 ) -> None:
     records = records_of(logs[QWEN3, f"--dtype bf16 --max-inputs 1 {flags}"])
     expected = Reference(folders[QWEN3]).gradient_norm([default_folder() / records[0].source])
-    assert [r.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
+    assert [r.result.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several
 
 def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: Any) -> None:
     from replay.cli import action_of
-    from replay.runner.session import run_in
+    from replay.runner.run import run_in
 
     path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
     inputs = str(ROOT / "inputs" / "edges" / "rows")

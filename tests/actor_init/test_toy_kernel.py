@@ -40,7 +40,7 @@ def losses(kernel: str, logs: Path, *typed: str) -> list[float | None]:
     options = ["--attention", kernel, "--backend", "ddp", "--dtype", "fp32", "--max-inputs", "2", *typed]
     assert main([*options, "--log-folder", str(logs / kernel)]) == 0
     (log,) = (logs / kernel).iterdir()
-    return [record.loss for record in read_log(log)[1]]
+    return [record.result.loss for record in read_log(log)[1]]
 
 
 @pytest.mark.usefixtures("one_world", "registered")

@@ -19,7 +19,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
 from replay.runner.replayer import Replayer
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from tests.helpers.faults import FAULTS
 from tests.helpers.more_faults import MORE_FAULTS
 from tests.helpers.unproved_rows import rows_unproved

@@ -27,7 +27,7 @@ from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved

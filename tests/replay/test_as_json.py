@@ -126,9 +126,13 @@ def test_an_old_log_is_read() -> None:
     assert (run.config["vocab_size"], run.devices) == (264, ["H200", "H200"])
     assert str(read_log(OLD / "replay")[1]) == str(run.records)  # as text: nan is not nan
     first, _, second, last = run.records
-    assert (str(first.loss), first.grad_norm, first.row_log_probs) == ("nan", math.inf, [-math.inf, -20.0])
-    assert (second.wait_seconds, second.weight, second.phases["backward"].seconds) == (0.25, 0.5, 0.5)
-    assert last.grad_norm is None
+    assert (str(first.result.loss), first.result.grad_norm, first.result.row_log_probs) == (
+        "nan",
+        math.inf,
+        [-math.inf, -20.0],
+    )
+    assert (second.cost.wait_seconds, second.result.weight, second.cost.phases["backward"].seconds) == (0.25, 0.5, 0.5)
+    assert last.result.grad_norm is None
 
 
 def test_an_old_suite_goes_on(tmp_path: Path) -> None:

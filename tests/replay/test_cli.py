@@ -24,10 +24,10 @@ Fake = Callable[..., int]
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
-    """Puts a function in the place of replay.runner.session.run."""
+    """Puts a function in the place of replay.runner.run.run."""
 
     def put(run: Fake) -> None:
-        monkeypatch.setitem(sys.modules, "replay.runner.session", SimpleNamespace(run=run))
+        monkeypatch.setitem(sys.modules, "replay.runner.run", SimpleNamespace(run=run))
 
     return put
 

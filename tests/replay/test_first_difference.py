@@ -14,7 +14,7 @@ from actor_init.world import World
 from replay import cli
 from replay.cli import action_of
 from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.trace_file import Kind, TraceFile
 from tests.helpers.made_logs import passed, write_log
@@ -115,7 +115,7 @@ def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str,
     assert run_in(world, action_of(arguments).args[0]) == 0
     [plain] = read_log(next(tmp_path.iterdir()))[1]
     run, [seen] = read_log(traced(flags))
-    assert (seen.loss, seen.grad_norm) == (plain.loss, plain.grad_norm)
+    assert (seen.result.loss, seen.result.grad_norm) == (plain.result.loss, plain.result.grad_norm)
     assert (seen.traced, plain.traced) == (True, False)
     assert run["statistics"]["left_out"] == {"traced": 1}
 

@@ -4,14 +4,13 @@ import gzip
 import json
 import mmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
-from replay.profiling.host_memory import PROCESS, peak_in
+from replay.profiling.host_memory import PROCESS, TraceEvent, peak_in
 from replay.profiling.memory import History, _holders
 from replay.profiling.memory_peak import Block
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
@@ -38,11 +37,11 @@ NUM_PARAMETERS = (
 )  # embedding and head, blocks, the last norm
 
 
-def range_of(name: str, begin: float, end: float) -> dict[str, Any]:
+def range_of(name: str, begin: float, end: float) -> TraceEvent:
     return {"name": name, "ts": begin, "dur": end - begin}
 
 
-def given(at: float, address: int, num_bytes: int) -> dict[str, Any]:
+def given(at: float, address: int, num_bytes: int) -> TraceEvent:
     return {"name": "[memory]", "ts": at, "args": {"Device Type": 0, "Addr": address, "Bytes": num_bytes}}
 
 

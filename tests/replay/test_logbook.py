@@ -118,8 +118,8 @@ def test_a_loss_that_json_cannot_say_is_text_and_comes_back(logbook: Logbook, lo
     [line] = (logbook.folder / "rank0.jsonl").read_text().splitlines()
     assert strictly(line)["loss"] == written
     [back] = read_log(logbook.folder)[1]
-    assert back.loss is not None
-    assert str(back.loss) == str(back.grad_norm) == str(back.row_log_probs[0]) == written
+    assert back.result.loss is not None
+    assert str(back.result.loss) == str(back.result.grad_norm) == str(back.result.row_log_probs[0]) == written
 
 
 def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:

@@ -65,8 +65,8 @@ def test_seconds_are_found_in_their_phase(
         clock.now += SECONDS
 
     for record in measured(tmp_path, monkeypatch, place(work)):
-        assert (record.phases[phase].seconds, record.phases[other].seconds) == (SECONDS, 0.0)
-        assert record.seconds == SECONDS
+        assert (record.cost.phases[phase].seconds, record.cost.phases[other].seconds) == (SECONDS, 0.0)
+        assert record.cost.seconds == SECONDS
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_memory_is_found_in_its_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for record in measured(tmp_path, monkeypatch, place(allocate)):
-        excess = record.phases[phase].peak_allocated_bytes - record.phases[other].peak_allocated_bytes
+        excess = record.cost.phases[phase].peak_allocated_bytes - record.cost.phases[other].peak_allocated_bytes
         assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
 
 

@@ -157,13 +157,13 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     assert done.stdout.startswith(f"model      {inputs / 'actor.json'}, ")
     assert f"log        {folder}" in done.stdout.splitlines()
     assert main([*options.split(), "--max-inputs", "8", "--log-folder", str(tmp_path / "here")]) == 0
-    alone = {record.source: record.loss for record in only_log(tmp_path / "here")[2]}
+    alone = {record.source: record.result.loss for record in only_log(tmp_path / "here")[2]}
     assert {record.rank for record in records} == {0, 1, 2, 3}
     for record in records:
         peer = next(r for r in records if r.rank == record.rank ^ 1 and r.index == record.index)
         assert peer.source == record.source
         if record.source in alone:
-            assert record.loss == pytest.approx(alone[record.source], rel=1e-6)
+            assert record.result.loss == pytest.approx(alone[record.source], rel=1e-6)
     assert len({record.source for record in records} & alone.keys()) >= 2
 
 

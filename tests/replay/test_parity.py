@@ -23,7 +23,7 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.spec import ReplaySpec
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log

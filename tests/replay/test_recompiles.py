@@ -20,6 +20,7 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, least_padding
 from replay.recompiles.result import Result, best, pays_from
+from replay.runlog.records import CompilationSection
 from replay.runlog.writer import read_log
 from replay.runner import compilations
 
@@ -59,7 +60,7 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     code, found = recompiles(tmp_path, "--buckets", "2", "--multiple", "64")
     assert code == 0, capsys.readouterr().out
     records = read_log(Path(found["off"]["log"]))[1]
-    lengths = [record.fed_tokens for record in records[:4]]
+    lengths = [record.input.fed_tokens for record in records[:4]]
     assert len(records) == 8
     assert len(set(lengths)) == 4  # of two rows each: more or fewer documents would make another graph
     assert {name: one["num_graphs"] for name, one in found.items()} == {
@@ -80,7 +81,9 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     assert found["buckets"]["options"] == f"--pad-tokens {first},{second} --compile --compile-lengths static"
     assert found["off"]["compile_seconds"] == 0 < found["dynamic"]["compile_seconds"]
     losses = {
-        name: [record.loss for record in read_log(Path(one["log"]))[1]] for name, one in found.items() if one["log"]
+        name: [record.result.loss for record in read_log(Path(one["log"]))[1]]
+        for name, one in found.items()
+        if one["log"]
     }
     for name, own in losses.items():
         assert own == pytest.approx(losses["off"], rel=1e-5), name
@@ -182,11 +185,13 @@ def test_padding_to_lengths_changes_no_log_prob(layout: str, one_world: None, tm
         (folder,) = (tmp_path / name).iterdir()
         logs[name] = read_log(folder)[1]
     for own, padded in zip(logs["own"], logs["padded"], strict=True):
-        rows = 1 if layout == "--packing" else own.rows
-        assert padded.fed_tokens == rows * (128 if own.fed_tokens <= rows * 128 else 256)
-        assert padded.fed_tokens > own.fed_tokens
-        assert padded.row_log_probs == pytest.approx(own.row_log_probs, rel=1e-5)  # fp32 sums in another order
-        assert padded.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)
+        rows = 1 if layout == "--packing" else own.input.rows
+        assert padded.input.fed_tokens == rows * (128 if own.input.fed_tokens <= rows * 128 else 256)
+        assert padded.input.fed_tokens > own.input.fed_tokens
+        assert padded.result.row_log_probs == pytest.approx(
+            own.result.row_log_probs, rel=1e-5
+        )  # fp32 sums in another order
+        assert padded.result.grad_norm == pytest.approx(own.result.grad_norm, rel=1e-4)
 
 
 def test_a_row_that_no_length_holds_fails_and_says_which_would(one_world: None, tmp_path: Path) -> None:
@@ -231,4 +236,6 @@ def test_a_guard_is_named_without_the_code_that_made_it(monkeypatch: pytest.Monk
     utils = SimpleNamespace(get_compilation_metrics=lambda: metrics)
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
 
-    assert compilations.end() == (2.5, ["forward: 0/0: kwargs['max_length_q'] == 12"])
+    assert compilations.end() == CompilationSection(
+        compile_seconds=2.5, recompilations=["forward: 0/0: kwargs['max_length_q'] == 12"]
+    )
