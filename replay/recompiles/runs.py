@@ -18,8 +18,9 @@ from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Asked, Policy, actor_under, least_padding
 from replay.recompiles.result import Result, write
 from replay.resolution.selection import select
+from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED, create_folder, log_below
+from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
 

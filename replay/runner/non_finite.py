@@ -27,6 +27,7 @@ from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
 from replay.runlog.records import PassRecord
+from replay.runlog.run_file import FirstNonFinite
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 
 MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
@@ -42,16 +43,11 @@ def is_finite(record: PassRecord) -> bool:
     return record.error is not None or all(map(math.isfinite, numbers))
 
 
-def first_non_finite(records: Iterable[PassRecord]) -> dict[str, Any] | None:
-    """Return the run's first non-finite tensor, for run.json."""
+def first_non_finite(records: Iterable[PassRecord]) -> FirstNonFinite | None:
+    """Return the run's first non-finite tensor."""
     for record in records:
-        if record.first_non_finite is not None:
-            return {
-                "index": record.index,
-                "source": record.source,
-                "rank": record.rank,
-                "what": record.first_non_finite,
-            }
+        if (what := record.first_non_finite) is not None:
+            return FirstNonFinite(index=record.index, source=record.source, rank=record.rank, what=what)
     return None
 
 

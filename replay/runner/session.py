@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from actor_init.as_json import to_json
 from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import ModelSource, count_parameters, lasting_config
@@ -34,6 +35,7 @@ from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
 from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
+from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook, create_folder
 from replay.runner import rounding_floor
@@ -47,6 +49,7 @@ from replay.runner.non_finite import first_non_finite
 from replay.runner.reopened_actor import ReopenedActor, ReopeningError
 from replay.runner.replayer import Replayer
 from replay.runner.reruns import Found, Reruns
+from replay.runner.result import Run
 from replay.runner.states import Earlier, FolderStates, States
 from replay.runner.text import choice_table
 from replay.spec import ReplaySpec, VerdictRule
@@ -65,8 +68,8 @@ from replay.watch.watcher import Watch, watching
 from replay.wording import in_flags
 
 
-def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> int:
-    """Replay as `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
+def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> Run:
+    """Replay as `spec` says. The exit code of the run is 0 only if every pass succeeded and every file could be read.
 
     states  where those of --save-every are kept; None: below --save-state
 
@@ -122,7 +125,7 @@ class _Prepared:
         return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
 
 
-def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> int:
+def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> Run:
     """Run a replay in a world that is already open, and leave it open."""
     prepared = _Prepared.of(spec, world)
     resolved, selection = prepared.resolved, prepared.selection
@@ -169,10 +172,10 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             actor.backend.close()
         del actor  # the measurements below need its memory
         conclusion = session.conclude(done)
-        exit_code = session.report(done, conclusion)
+        replayed = session.report(done, conclusion)
         if done.ended is not None:
             raise done.ended
-        return exit_code
+        return replayed
 
 
 def _not_replayed(num_inputs: int) -> Pairs:
@@ -277,13 +280,14 @@ class Session:
             self.logbook.begin(
                 self.spec,
                 facts=header.run_facts(),
-                work={"weights": digest_of_weights(self.begun_with.weights), "config": _config_of(source)},
-                inputs=self.selection.described(),
+                work=RunWork(weights=digest_of_weights(self.begun_with.weights), config=_config_of(source)),
+                inputs=self.selection.describe(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
             self.console.header(header.lines(), num_passes=len(self.selection.inputs))
-        world.gather(None)  # run.json exists before any rank can fail
+        # run.json exists before any rank can fail
+        self.logbook.run = world.gather(self.logbook.run)[0]
 
     def repeat_earlier(self) -> None:
         """Begin this rank's log with the passes that were done before."""
@@ -410,8 +414,8 @@ class Session:
             remarks = [*remarks_on_training(done.passes, verdict, is_whole=is_whole), *remarks]
         return Conclusion(verdict=verdict, remarks=remarks)
 
-    def report(self, done: Done, conclusion: Conclusion) -> int:
-        """Finish run.json and print the summary, on rank 0. Return the exit code."""
+    def report(self, done: Done, conclusion: Conclusion) -> Run:
+        """Return the run; on rank 0 finish run.json and print the summary."""
         is_refused = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
         is_strict = self.spec.measure.verdict is VerdictRule.STRICT
         failed = done.ended or self.selection.damaged or any(record.error for record in done.records)
@@ -424,17 +428,16 @@ class Session:
                 f"replay: {counted(len(broken), 'pass')} failed and {counted(damaged, 'file')} "
                 f"{'is' if damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
             )
+        end = RunEnd(
+            statistics=(statistics := summarize(done.records)),
+            verdict=to_json(conclusion.verdict),
+            profile=to_json(done.found.profile),
+            memory=to_json(done.found.memory),
+            out_of_memory=to_json(done.found.ran_out),
+            first_non_finite=first_non_finite(done.records),
+        )
+        file = self.logbook.finish(end, exit_code=exit_code)
         if self.console:
-            statistics = summarize(done.records)
-            self.logbook.finish(
-                statistics,
-                exit_code=exit_code,
-                verdict=conclusion.verdict,
-                profile=done.found.profile,
-                memory=done.found.memory,
-                out_of_memory=done.found.ran_out,
-                first_non_finite=first_non_finite(done.records),
-            )
             self.console.finish(
                 done.records,
                 statistics,
@@ -450,7 +453,7 @@ class Session:
                 found=done.found,
             )
         self.logbook.close()
-        return exit_code
+        return Run(folder=self.folder, file=file, records=done.records)
 
 
 def _rounded(

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from replay.processes.limits import RunLimits
 from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
 from replay.resolution.selection import select
-from replay.runlog.writer import INTERRUPTED, create_folder, log_below
+from replay.runlog.reader import log_below
+from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
 from replay.spec import ReplaySpec
@@ -106,12 +108,12 @@ def _outcome(log: ScanLog, child: Child) -> dict[str, Any]:
         more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
         said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
         return {"state": State.FAILED, "said": said, **place}
-    if "verdict" not in run or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
+    verdict = None if run is None or run.end is None else run.end.verdict
+    if verdict is None or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
         return {"state": State.FAILED, "said": child.error, **place}
-    verdict = run["verdict"]
     return {"state": State.DONE, "outcome": verdict["outcome"], "said": _in_words(verdict), **place}
 
 
-def _in_words(verdict: dict[str, Any]) -> str:
+def _in_words(verdict: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict["counts"].items())
     return f"{counts}; {verdict['reason']}" if verdict["reason"] else counts

@@ -20,7 +20,6 @@ from replay.parity.plan import Role
 from replay.parity.state import ParityLog, State
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import read_log
 from replay.runner.rounding_floor import _known
 from replay.spec import LossName
 from replay.suite.inputs import SuiteInputs
@@ -31,6 +30,7 @@ from replay.tolerances.job import Floor
 from replay.tracing.trace_file import TraceFile
 from replay.watch.blame import Sighting
 from replay.watch.progress import Phase, Position, last_position
+from tests.helpers.read_logs import read_log
 
 OLD = Path(__file__).parents[1] / "old_logs"  # written before there was actor_init/as_json.py
 
