@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actor_init.spec import UsageError
-from replay.compare.command import first_differences
-from replay.compare.comparable import settings_that_differ
-from replay.compare.differences import compare
+from replay.compare.comparison import Comparison
 from replay.compare.text import difference_table, other_work, partings, remarks, setting_table
 from replay.report.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
 from replay.runlog.matching import matched
-from replay.runlog.reader import PastRun
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.result import Run
 from replay.wording import in_flags
@@ -31,15 +28,11 @@ def changes(runs: Sequence[Run]) -> list[Change]:
 
 
 def _change(first: Run, other: Run, name: str) -> Change:
-    names = ["A", name]
     tables: dict[str, Columns] = {"Statistics": _statistics(first, other, name)}
     try:
-        both = [PastRun.read(first.folder), PastRun.read(other.folder)]
-        settings = setting_table(names, settings_that_differ(both))
-        comparison = compare(*both, tells_of_code=True)
-        said = other_work(names, [comparison]) + remarks(names, [comparison])
-        said += partings(names, first_differences(both[0], both[1:]))
-        tables = {"Settings": settings, **tables, "Numbers": difference_table(names, [comparison])}
+        comparison = Comparison.read([first.folder, other.folder], threshold=0.0, names=["A", name])
+        said = other_work(comparison) + remarks(comparison) + partings(comparison)
+        tables = {"Settings": setting_table(comparison), **tables, "Numbers": difference_table(comparison)}
     except UsageError as error:
         said = [("not compared", in_flags(error))]
     return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})

@@ -430,7 +430,7 @@ class Session:
             )
         end = RunEnd(
             statistics=(statistics := summarize(done.records)),
-            verdict=to_json(conclusion.verdict),
+            verdict=conclusion.verdict.to_dict(),
             profile=to_json(done.found.profile),
             memory=to_json(done.found.memory),
             out_of_memory=to_json(done.found.ran_out),

@@ -12,7 +12,7 @@ import pytest
 
 from actor_init.declarations.backends import BACKENDS
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.inspection import Inspection
 from replay.inspection.totals import KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
@@ -249,7 +249,7 @@ def test_the_facts_of_a_folder_are_a_table() -> None:
         real_tokens=7008,
         action_tokens=4211,
     )
-    facts = FolderFacts(
+    facts = Inspection(
         folder=Path("inputs/sample"),
         model="llama, layers 2",
         num_by_format={"of format 1": 32, "damaged": 1},
