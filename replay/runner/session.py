@@ -429,7 +429,7 @@ class Session:
                 f"{'is' if damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
             )
         end = RunEnd(
-            statistics=(statistics := summarize(done.records)),
+            statistics=summarize(done.records),
             verdict=conclusion.verdict.to_dict(),
             profile=to_json(done.found.profile),
             memory=to_json(done.found.memory),
@@ -437,23 +437,21 @@ class Session:
             first_non_finite=first_non_finite(done.records),
         )
         file = self.logbook.finish(end, exit_code=exit_code)
+        run = Run(folder=self.folder, file=file, records=done.records)
         if self.console:
             self.console.finish(
-                done.records,
-                statistics,
+                run,
                 self.selection,
-                self.folder,
-                memory_kind=self.meter.memory_kind,
                 verdict=[
                     *verdict_lines(conclusion.verdict),
                     *not_recorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],
                 saved=done.saved or not_saved(self.spec.state),
-                found=done.found,
+                missing=done.found.missing,
             )
         self.logbook.close()
-        return Run(folder=self.folder, file=file, records=done.records)
+        return run
 
 
 def _rounded(
