@@ -10,20 +10,19 @@ died         a process was ended by a signal, such as the system's for memory
 import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from replay.processes.pool import Child
 from replay.report.text import one_line
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
-from replay.runlog.run_file import RunFailure, RunFile, RunStart
+from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
 from replay.tolerances.quantities import LOG_PROBS
 from replay.verdict.findings import Status
-from replay.verdict.judge import Outcome
+from replay.verdict.judge import Outcome, Verdict
 
 _PLACE = re.compile(r"row (\d+), token (\d+)")
 _ROW = re.compile(r"row (\d+)")
@@ -110,8 +109,9 @@ class Log:
         return self.run.failure if self.run is not None and self.run.failure is not None else RunFailure()
 
     @property
-    def verdict(self) -> Mapping[str, Any] | None:
-        return None if self.run is None or self.run.end is None else self.run.end.verdict
+    def verdict(self) -> Verdict | None:
+        values = None if self.run is None or self.run.end is None else self.run.end.verdict
+        return read_section(Verdict, values, source="run.json: verdict")
 
 
 def failure_of(child: Child) -> Failure | None:
@@ -209,29 +209,30 @@ def _not_finite(child: Child, log: Log) -> Failure | None:
 
 
 def _verdict(child: Child, log: Log) -> Failure | None:
-    verdict = log.verdict or {}
-    kinds = {Outcome.DIFFERS.value: Kind.DIFFERS, Outcome.UNSETTLED.value: Kind.UNSETTLED}
-    kind = kinds.get(verdict.get("outcome", ""))
-    if kind is None:
+    verdict = log.verdict
+    kinds = {Outcome.DIFFERS: Kind.DIFFERS, Outcome.UNSETTLED: Kind.UNSETTLED}
+    if verdict is None or verdict.outcome not in kinds:
         return None
+    first = verdict.first
+    assert first is not None, "a verdict that differs or is unsettled names a pass"
+    kind = kinds[verdict.outcome]
     status = Status.DIFFERS if kind is Kind.DIFFERS else Status.UNSETTLED
-    first = verdict["first"]
-    findings = [one for one in first["findings"] if one["status"] == status.value]
-    rows = [_ROW.fullmatch(str(one["where"])) for one in findings]
+    findings = [finding for finding in first.findings if finding.status is status]
+    rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
     row = next((int(found[1]) for found in rows if found), None)
     said = "; ".join(
-        f"{one['name']}{' of ' + one['where'] if one['where'] else ''}: {one['recorded']} in the job, "
-        f"{one['replayed']} here, {one['difference']} apart, bound {one['bound']}"
-        for one in findings[:1]
+        f"{finding.name}{' of ' + finding.where if finding.where else ''}: {finding.recorded} in the job, "
+        f"{finding.replayed} here, {finding.difference} apart, bound {finding.bound}"
+        for finding in findings[:1]
     )
     return Failure(
         kind=kind,
-        quantities=tuple(dict.fromkeys(one["name"] for one in findings)),
-        said=said or str(verdict["reason"]),
-        index=first["index"],
-        source=first["source"],
+        quantities=tuple(dict.fromkeys(finding.name for finding in findings)),
+        said=said or str(verdict.reason),
+        index=first.index,
+        source=first.source,
         row=row,
-        bound=next((one["bound"] for one in findings if one["name"] == LOG_PROBS), None),
+        bound=next((finding.bound for finding in findings if finding.name == LOG_PROBS), None),
     )
 
 

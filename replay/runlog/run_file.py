@@ -107,6 +107,11 @@ class RunFailure:
     ranks: Sequence[Values] = ()
 
 
+def read_section(kind: type[Part], values: Values | None, *, source: str) -> Part | None:
+    """Read a section of a run's end. Raises UsageError if another version wrote it, in another form."""
+    return None if values is None else from_json(kind, values, source=source)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
     """run.json: written when a run has begun, and again when it has ended."""

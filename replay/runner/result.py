@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from actor_init.as_json import from_json
 from actor_init.spec import UsageError
 from replay.profiling.records import MemoryPeak, Profile
 from replay.report.text import counted
 from replay.runlog.reader import folder_of, lines_so_far
 from replay.runlog.records import PassRecord
-from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values
+from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, reason_to_leave_out, summarize
 from replay.runner.out_of_memory import OutOfMemory
 from replay.verdict.judge import Verdict
@@ -109,6 +108,4 @@ class Run:
         return self.file.end or RunEnd(statistics=self.statistics)
 
     def _section(self, kind: type[Section], name: str, values: Values | None) -> Section | None:
-        if values is None:
-            return None
-        return from_json(kind, values, source=f"{self.folder / RUN_FILE}: {name}")
+        return read_section(kind, values, source=f"{self.folder / RUN_FILE}: {name}")

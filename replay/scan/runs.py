@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from replay.processes.pool import Child, Task, sigterm_interrupts
 from replay.report.text import counted, damaged_files
 from replay.resolution.selection import select
 from replay.runlog.reader import log_below
+from replay.runlog.run_file import read_section
 from replay.runlog.writer import INTERRUPTED, create_folder
 from replay.scan.console import ScanConsole
 from replay.scan.state import Group, ScanLog, State
 from replay.spec import ReplaySpec
-from replay.verdict.judge import Outcome
+from replay.verdict.judge import Outcome, Verdict
 
 
 def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
@@ -108,12 +108,13 @@ def _outcome(log: ScanLog, child: Child) -> dict[str, Any]:
         more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
         said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
         return {"state": State.FAILED, "said": said, **place}
-    verdict = None if run is None or run.end is None else run.end.verdict
+    written = None if run is None or run.end is None else run.end.verdict
+    verdict = read_section(Verdict, written, source=f"{folder}: verdict")
     if verdict is None or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
         return {"state": State.FAILED, "said": child.error, **place}
-    return {"state": State.DONE, "outcome": verdict["outcome"], "said": _in_words(verdict), **place}
+    return {"state": State.DONE, "outcome": verdict.outcome, "said": _in_words(verdict), **place}
 
 
-def _in_words(verdict: Mapping[str, Any]) -> str:
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict["counts"].items())
-    return f"{counts}; {verdict['reason']}" if verdict["reason"] else counts
+def _in_words(verdict: Verdict) -> str:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict.counts.items())
+    return f"{counts}; {verdict.reason}" if verdict.reason else counts

@@ -11,11 +11,24 @@ from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
 from replay.spec import ReplaySpec
+from replay.verdict.judge import Outcome, Verdict
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 
 FACTS = {"weights": "random, seed 0", "zero_stage": 1}
 WORK: dict[str, Any] = {"weights": "random, seed 0", "config": {"num_hidden_layers": 4, "vocab_size": 264}}
+VERDICT = Verdict(
+    outcome=Outcome.REPRODUCED,
+    reason=None,
+    counts={},
+    window_counts={},
+    first=None,
+    worst=[],
+    open=[],
+    weights=None,
+    environment={},
+    dtypes=("float32", "float32"),
+)
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="in recorded order")
 
 

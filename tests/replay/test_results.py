@@ -1,12 +1,14 @@
 """What commands come to is objects, which hold all that is printed and written."""
 
 import json
-from dataclasses import FrozenInstanceError, fields
+import math
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actor_init.as_json import from_json
 from actor_init.world import World
 from replay.cli import action_of, main
 from replay.compare.comparison import Comparison
@@ -15,12 +17,13 @@ from replay.mismatch.report import MismatchReport
 from replay.runlog.run_file import RunFile
 from replay.runner.result import Run
 from replay.runner.session import run_in
-from replay.verdict.judge import Outcome, Verdict
+from replay.verdict.findings import Finding, Status
+from replay.verdict.judge import Outcome, PassVerdict, Verdict
 from replay.watch.blame import failed
 from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
 from tests.helpers.made_captures import damage, write_config, write_pass
-from tests.helpers.made_logs import passed, write_log
+from tests.helpers.made_logs import VERDICT, passed, write_log
 
 ROWS = Path(__file__).parents[2] / "inputs" / "edges" / "rows"
 
@@ -61,7 +64,17 @@ def test_a_rank_that_fails_before_the_run_has_begun_is_in_run_json(tmp_path: Pat
     run = RunFile.read(tmp_path)
     assert (run.start, run.end, run.status, run.exit_code) == (None, None, "failed", 1)
     assert run.failure is not None
-    assert (run.failure.phase, run.failure.error, run.where_it_broke_off()) == (Phase.OPENING, "no memory", " on rank 1")
+    assert (run.failure.phase, run.failure.error) == (Phase.OPENING, "no memory")
+    assert run.where_it_broke_off() == " on rank 1"
+
+
+def test_a_verdict_on_numbers_that_are_not_finite_is_read_as_it_was_written() -> None:
+    wrong = Finding(name="loss", status=Status.DIFFERS, recorded=2.0, replayed=math.nan, difference=math.inf, bound=0.1)
+    first = PassVerdict(index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=[wrong])
+    values = replace(VERDICT, outcome=Outcome.DIFFERS, first=first).to_dict()
+    assert values["first"]["findings"][0]["replayed"] == "nan"
+    read = from_json(Verdict, values, source="here")
+    assert read.to_dict() == values
 
 
 def test_a_comparison_holds_what_json_has(tmp_path: Path) -> None:
