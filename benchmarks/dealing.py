@@ -18,9 +18,9 @@ from pathlib import Path
 
 from replay.inspection.shapes import Rows, Shape, rows_fed
 from replay.prediction.costs import Cost, Measured, Model
+from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
-from replay.runlog.writer import read_log
 
 PHASES = ("forward", "backward")
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="the log folder of a run on several data ranks")
     given = parser.parse_args()
-    _, records = read_log(given.log)
+    records = read_records(given.log)
     passes: defaultdict[int, dict[int, PassRecord]] = defaultdict(dict)
     for record in records:
         if record.error is None:

@@ -105,7 +105,7 @@ def _replay(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> int:
             return explain(spec)
         from replay.runner.run import run
 
-        return run(spec, show_traceback=show_traceback)
+        return run(spec, show_traceback=show_traceback).exit_code
     finally:
         gc.enable()
 

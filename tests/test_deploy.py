@@ -25,10 +25,10 @@ import yaml
 
 from replay.cli import action_of, main
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.process_table import processes_left
+from tests.helpers.read_logs import read_log
 from tests.helpers.replay_worker import PATIENCE
 from tests.warm import warm_bin
 

@@ -21,9 +21,9 @@ import pytest
 
 from capture import capture_files, read_micro_batch
 from replay.cli import main as replay_main
-from replay.runlog.writer import read_log
 from tests.helpers.machine import job_environment
 from tests.helpers.ports import free_port
+from tests.helpers.read_logs import read_log
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -158,7 +158,7 @@ def _of_steps(
 
 def settings(run: PastRun) -> dict[str, str]:
     """Describe how a run was done, by setting; what was resolved replaces what was asked for."""
-    asked: dict[str, Any] = {}
+    asked: dict[str, object] = {}
     for part in (run.actor, run.inputs, run.measure, run.state, run.objective):
         asked |= {name: value for name, value in _flat(to_json(part)).items() if name not in MEANS_NOTHING}
     shown = {name.replace("_", " "): _value_text(value) for name, value in {**asked, **run.facts}.items()}
@@ -172,14 +172,14 @@ def settings(run: PastRun) -> dict[str, str]:
     }
 
 
-def _flat(part: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(part: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for name, value in part.items():
         flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return flat
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

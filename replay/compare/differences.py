@@ -81,8 +81,8 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """One run beside the reference."""
+class Differences:
+    """How far one run is from the reference."""
 
     num_matched: int
     num_only_in_reference: int
@@ -103,7 +103,7 @@ def _without_name(command: str) -> str:
     return shlex.join(word for before, word in pairwise(["", *words]) if "--name" not in (before, word))
 
 
-def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Comparison:
+def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Differences:
     """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work.
 
     tells_of_code  other code of the model or the loss, and another --window, are told of and no reason to refuse
@@ -138,7 +138,7 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
             f"({_window_size(windows)}, against {_window_size(other_windows)})"
         )
     costs, more = _costs(placed, reference, other)
-    return Comparison(
+    return Differences(
         num_matched=len(pairs),
         num_only_in_reference=len(passes) - len(pairs),
         num_only_in_other=len(other_passes) - len(pairs),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actor_init.spec import Dtype, UsageError
-from replay.compare.differences import Comparison, compare
+from replay.compare.differences import Differences, compare
 from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.parity.plan import Role
 from replay.parity.rows import Row, State
@@ -55,7 +55,7 @@ class Distances:
     lacks_norms: bool = False  # the gradient norms are missing, or of other windows
 
     @classmethod
-    def of(cls, comparison: Comparison) -> "Distances":
+    def of(cls, comparison: Differences) -> "Distances":
         unfinished = [
             f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results

@@ -30,8 +30,9 @@ from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Policy, RecompilesPlan, actor_under, least_padding
 from replay.recompiles.result import Result
 from replay.resolution.selection import select
+from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED, log_below
+from replay.runlog.writer import INTERRUPTED
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
 

@@ -41,16 +41,6 @@ class PhaseCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FirstNonFinite:
-    """Where the first tensor with a nan or an inf of a run was, and what it was, in words."""
-
-    index: int
-    source: str
-    rank: int
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class InputSection:
     """What a pass was given: the micro-batch of its capture, and how much of it the model computed."""
 

@@ -26,7 +26,8 @@ from actor_init.backends.protocol import Backend
 from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
-from replay.runlog.records import FirstNonFinite, PassRecord
+from replay.runlog.records import PassRecord
+from replay.runlog.run_file import FirstNonFinite
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 
 MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected

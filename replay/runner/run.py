@@ -25,6 +25,7 @@ from replay.runner.conclusion import setting_of
 from replay.runner.console import Console
 from replay.runner.meter import Meter
 from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.result import Run
 from replay.runner.session import Session
 from replay.runner.states import Earlier, FolderStates, States
 from replay.runner.text import choice_table
@@ -35,8 +36,8 @@ from replay.watch.watcher import Watch, watching
 from replay.wording import in_flags
 
 
-def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> int:
-    """Replay as `spec` says and return the exit code: 0 only if every pass succeeded and every file could be read.
+def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> Run:
+    """Replay as `spec` says. The exit code of the run is 0 only if every pass succeeded and every file could be read.
 
     states  where those of --save-every are kept; None: below --save-state
 
@@ -92,7 +93,7 @@ class _Prepared:
         return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
 
 
-def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> int:
+def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> Run:
     """Run a replay in a world that is already open, and leave it open."""
     prepared = _Prepared.of(spec, world)
     resolved, selection = prepared.resolved, prepared.selection
@@ -141,10 +142,10 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             actor.backend.close()
         del actor  # the measurements below need its memory
         conclusion = session.conclude(done)
-        exit_code = session.report(done, conclusion)
+        replayed = session.report(done, conclusion)
         if done.ended is not None:
             raise done.ended
-        return exit_code
+        return replayed
 
 
 def _open(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from actor_init.as_json import to_json
 from actor_init.model import ModelSource, lasting_config
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
@@ -19,6 +20,7 @@ from replay.resolution.model_source import inputs_folder
 from replay.resolution.selection import Selection
 from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
+from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook
 from replay.runner.checkpoint import Saver, SavingError, not_saved
@@ -32,6 +34,7 @@ from replay.runner.non_finite import first_non_finite
 from replay.runner.reopened_actor import ReopenedActor, ReopeningError
 from replay.runner.replayer import Replayer
 from replay.runner.reruns import Found, Reruns
+from replay.runner.result import Run
 from replay.runner.rounding_floor import Again
 from replay.runner.states import Earlier
 from replay.spec import VerdictRule
@@ -110,13 +113,14 @@ class Session:
             self.logbook.begin(
                 self.spec,
                 facts=header.run_facts(),
-                work={"weights": digest_of_weights(self.begun_with.weights), "config": _config_of(source)},
-                inputs=self.selection.described(),
+                work=RunWork(weights=digest_of_weights(self.begun_with.weights), config=_config_of(source)),
+                inputs=self.selection.describe(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
             self.console.header(header.lines(), num_passes=len(self.selection.inputs))
-        world.gather(None)  # run.json exists before any rank can fail
+        # run.json exists before any rank can fail
+        self.logbook.run = world.gather(self.logbook.run)[0]
 
     def repeat_earlier(self) -> None:
         """Begin this rank's log with the passes that were done before."""
@@ -221,8 +225,8 @@ class Session:
         is_resumed = self.earlier.folder is not None
         return conclude(again, done.passes, self.setting, is_resumed=is_resumed, broke_off=done.ended is not None)
 
-    def report(self, done: Done, conclusion: Conclusion) -> int:
-        """Finish run.json and print the summary, on rank 0. Return the exit code."""
+    def report(self, done: Done, conclusion: Conclusion) -> Run:
+        """Return the run; on rank 0 finish run.json and print the summary."""
         is_refused = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
         is_strict = self.spec.measure.verdict is VerdictRule.STRICT
         failed = done.ended or self.selection.damaged or any(record.error for record in done.records)
@@ -235,33 +239,30 @@ class Session:
                 f"replay: {counted(len(broken), 'pass')} failed and {counted(damaged, 'file')} "
                 f"{'is' if damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
             )
+        end = RunEnd(
+            statistics=summarize(done.records),
+            verdict=conclusion.verdict.to_dict(),
+            profile=to_json(done.found.profile),
+            memory=to_json(done.found.memory),
+            out_of_memory=to_json(done.found.ran_out),
+            first_non_finite=first_non_finite(done.records),
+        )
+        file = self.logbook.finish(end, exit_code=exit_code)
+        run = Run(folder=self.folder, file=file, records=done.records)
         if self.console:
-            statistics = summarize(done.records)
-            self.logbook.finish(
-                statistics,
-                exit_code=exit_code,
-                verdict=conclusion.verdict,
-                profile=done.found.profile,
-                memory=done.found.memory,
-                out_of_memory=done.found.ran_out,
-                first_non_finite=first_non_finite(done.records),
-            )
             self.console.finish(
-                done.records,
-                statistics,
+                run,
                 self.selection,
-                self.folder,
-                memory_kind=self.meter.memory_kind,
                 verdict=[
                     *verdict_lines(conclusion.verdict),
                     *not_recorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],
                 saved=done.saved or not_saved(self.spec.state),
-                found=done.found,
+                missing=done.found.missing,
             )
         self.logbook.close()
-        return exit_code
+        return run
 
 
 def _config_of(source: ModelSource) -> dict[str, object]:

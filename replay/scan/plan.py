@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from replay.campaign.job import Job
 from replay.processes.pool import Child
 from replay.report.text import counted
-from replay.runlog.writer import log_below
+from replay.runlog.reader import log_below
+from replay.runlog.run_file import read_section
 from replay.spec import ReplaySpec
+from replay.verdict.judge import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +90,13 @@ class Group:
             more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
             said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
             return replace(ended, state=State.FAILED, said=said)
-        if "verdict" not in run or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
+        written = None if run is None or run.end is None else run.end.verdict
+        verdict = read_section(Verdict, written, source=f"{log}: verdict")
+        if verdict is None or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
             return replace(ended, state=State.FAILED, said=child.error)
-        verdict = run["verdict"]
-        return replace(ended, state=State.DONE, outcome=verdict["outcome"], said=_in_words(verdict))
+        return replace(ended, state=State.DONE, outcome=verdict.outcome, said=_in_words(verdict))
 
 
-def _in_words(verdict: dict[str, Any]) -> str:
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict["counts"].items())
-    return f"{counts}; {verdict['reason']}" if verdict["reason"] else counts
+def _in_words(verdict: Verdict) -> str:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict.counts.items())
+    return f"{counts}; {verdict.reason}" if verdict.reason else counts

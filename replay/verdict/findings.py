@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.runlog.records import PassRecord
 from replay.tolerances.job import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
@@ -99,10 +100,10 @@ class Finding:
 
     name: str
     status: Status
-    recorded: float
-    replayed: float | None = None
-    difference: float | None = None
-    bound: float | None = None
+    recorded: AnyFloat
+    replayed: AnyFloat | None = None
+    difference: AnyFloat | None = None
+    bound: AnyFloat | None = None
     where: str | None = None
     doubt: str | None = None
     counts: bool = True

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed.autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from replay.wording import in_flags
 from tests.helpers.commands import run
@@ -25,6 +24,7 @@ from tests.helpers.contract import (
 )
 from tests.helpers.gradients import GRADIENT_BOUND
 from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import MODELS, SIZES, save_models
 

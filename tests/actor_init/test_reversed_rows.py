@@ -13,9 +13,9 @@ from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
 from replay.cli import main
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 
 def replayed(tmp_path: Path, name: str, *more: str) -> list[PassRecord]:

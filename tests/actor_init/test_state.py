@@ -12,9 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from replay.cli import main
-from replay.runlog.writer import read_log
 from tests.helpers.contract import records_of
 from tests.helpers.failing_inputs import TOO_LONG, folder_of
+from tests.helpers.read_logs import read_log
 
 pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")
 

@@ -15,7 +15,6 @@ from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
 from actor_init.world import World
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
@@ -34,6 +33,7 @@ from tests.helpers.gradients import (
     windows_in,
 )
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import (
     ALL,

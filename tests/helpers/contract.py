@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture.file_format.actor_config import read_actor_config
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order

@@ -67,7 +67,7 @@ def main() -> int:
                     stack.enter_context(ALL[job["fault"]].breaks(world))
                 if "compare" in job:
                     stack.enter_context(recorded(logs))
-                codes.append(run_in(world, spec, show_traceback=True))
+                codes.append(run_in(world, spec, show_traceback=True).exit_code)
             if "compare" in job:
                 answers = world.gather(said(before, logs))
                 Path(job["compare"]).write_text(json.dumps(answers))

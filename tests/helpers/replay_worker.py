@@ -61,7 +61,7 @@ def main() -> int:
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             spec = action_of([*command, *PATIENCE]).args[0]
-            codes.append(run_in(world, spec, show_traceback=True))
+            codes.append(run_in(world, spec, show_traceback=True).exit_code)
     return max(codes)
 
 

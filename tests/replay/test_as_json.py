@@ -18,7 +18,6 @@ from actor_init.spec import Dtype, UsageError
 from replay.on_ray.executor import ThisMachine
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import read_log
 from replay.runner.rounding_floor import _known
 from replay.spec import LossName
 from replay.suite.inputs import SuiteInputs
@@ -29,6 +28,7 @@ from replay.tolerances.job import Floor
 from replay.tracing.trace_file import TraceFile
 from replay.watch.blame import Sighting
 from replay.watch.progress import Phase, Position, last_position
+from tests.helpers.read_logs import read_log
 
 OLD = Path(__file__).parents[1] / "old_logs"  # written before there was actor_init/as_json.py
 

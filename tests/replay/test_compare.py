@@ -16,12 +16,12 @@ import torch
 from capture.file_format.capture_file import read_micro_batch
 from replay import cli
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.runner.digests import digest_of_inputs, digest_of_weights
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES, save_model
 
@@ -213,7 +213,7 @@ def edit_lines(log: Path, change: Callable[[str], str]) -> None:
 
 def empty(log: Path) -> None:
     edit_lines(log, lambda _: "")
-    edit_run(log, statistics={"num_passes": 0})
+    edit_run(log, statistics={"num_passes": 0, "num_counted": 0})
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -18,7 +18,6 @@ from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
-from replay.runlog.writer import read_log
 from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
@@ -26,6 +25,7 @@ from replay.runner.observers import FirstUseCounter
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 from tests.helpers.made_time import Clock, at_the_meter
+from tests.helpers.read_logs import read_log
 
 CPU = torch.device("cpu")
 LOSS = """

@@ -16,8 +16,8 @@ from replay.profiling.memory_peak import Block
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import memory_remarks
 from replay.profiling.touched import MAPPED, Touched, mappings_in
-from replay.runlog.writer import read_log
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA has the allocator's history")

@@ -13,9 +13,9 @@ from actor_init.optimizer import total_norm
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_time import at_the_meter
+from tests.helpers.read_logs import read_log
 
 SECONDS = 0.5
 MEGABYTES = 300

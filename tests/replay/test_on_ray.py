@@ -30,11 +30,12 @@ from replay.on_ray.launch import run_on_ray
 from replay.parity.rows import ParityLog
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED, read_log
+from replay.runlog.writer import INTERRUPTED
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 Fds = pytest.CaptureFixture[str]  # of file descriptors

@@ -360,7 +360,7 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(task: Task) -> Child:
         spec = action_of([*task.arguments, "--log-folder", str(task.logs)]).args[0]
-        return Child(exit_code=run_in(world, spec), seconds=0.0, output=task.output, logs=task.logs)
+        return Child(exit_code=run_in(world, spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)
 

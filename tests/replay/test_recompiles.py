@@ -21,8 +21,8 @@ from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, least_padding
 from replay.recompiles.result import Result, best, pays_from
 from replay.runlog.records import CompilationSection
-from replay.runlog.writer import read_log
 from replay.runner import compilations
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 

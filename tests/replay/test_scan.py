@@ -16,8 +16,8 @@ from replay.loss import negated_mean
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 

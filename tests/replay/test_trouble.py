@@ -14,11 +14,11 @@ from capture.file_format.listing import capture_files
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
