@@ -40,11 +40,16 @@ def _change(first: Run, other: Run, name: str) -> Change:
 
 def _statistics(first: Run, other: Run, name: str) -> Columns:
     rows = []
+    both = first.statistics, other.statistics
     for what, said, values in (
-        ("median ms", milliseconds, [run.statistics.median_seconds for run in (first, other)]),
-        ("p95 ms", milliseconds, [run.statistics.p95_seconds for run in (first, other)]),
-        ("real tokens/s", _number, [run.statistics.real_tokens_per_second for run in (first, other)]),
-        ("peak GiB", gibibytes, [_highest(run) for run in (first, other)]),
+        ("median ms", milliseconds, [statistics.median_seconds for statistics in both]),
+        ("p95 ms", milliseconds, [statistics.p95_seconds for statistics in both]),
+        ("real tokens/s", _number, [statistics.real_tokens_per_second for statistics in both]),
+        (
+            "peak GiB",
+            gibibytes,
+            [None if (peak := statistics.highest_peak) is None else peak.value for statistics in both],
+        ),
     ):
         rows.append((what, *(said(value) for value in values), _ratio(*values)))
     return _columns(("quantity", "A", name, f"{name} / A"), rows)
@@ -76,10 +81,6 @@ def _passes(first: Run, other: Run, name: str) -> Columns:
 
 def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Columns:
     return {title: [row[number] for row in rows] for number, title in enumerate(titles)}
-
-
-def _highest(run: Run) -> float | None:
-    return None if run.statistics.highest_peak is None else run.statistics.highest_peak.value
 
 
 def _number(value: float | None) -> str:
