@@ -11,53 +11,54 @@ from actor_init.spec import ActorSpec, Compile, UsageError
 from capture import CaptureError
 from capture.cli import _flags, _parser
 from capture.cli import in_flags as in_flags_of_capture
-from capture.facts import Fact, MissingPackage, NotAllowed, Setting, Unsupported, UnsupportedModel, UnusableFile
+from capture.facts import FactError, Setting
 from replay.option_parsing import toggles
 from replay.wording import in_flags
 
 ROOT = Path(__file__).parents[1]
+SETTINGS = ("Setting", "UsageError.not_allowed")  # what is called with the name of one
 BELOW = [path for room in ("actor_init", "capture") for path in sorted((ROOT / room).rglob("*.py"))]
 
-FACTS: list[tuple[Fact, str, str]] = [
+FACTS: list[tuple[FactError, str, str]] = [
     (
-        Unsupported(Setting("tp", 3), "does not divide 4 heads", f"Try: {Setting('tp')} with one of 1, 2"),
+        FactError(Setting("tp", 3), "does not divide 4 heads", f"Try: {Setting('tp')} with one of 1, 2"),
         "--tp 3 does not divide 4 heads. Try: --tp with one of 1, 2",
         "tp=3 does not divide 4 heads. Try: tp with one of 1, 2",
     ),
     (
-        Unsupported(
+        FactError(
             Setting("attention", "varlen"), "reads packed rows", f"Try: {Setting('packing', True)} {Setting('ring', 2)}"
         ),
         "--attention varlen reads packed rows. Try: --packing --ring 2",
         "attention='varlen' reads packed rows. Try: packing=True, ring=2",
     ),
     (
-        Unsupported(Setting("rows"), "must be 1 or more, not 0"),
+        FactError(Setting("rows"), "must be 1 or more, not 0"),
         "--rows must be 1 or more, not 0",
         "rows must be 1 or more, not 0",
     ),
     (
-        NotAllowed("pad_tokens", "x", f"Try: {Setting('pad_tokens', '128')}"),
+        FactError.not_allowed("pad_tokens", "x", f"Try: {Setting('pad_tokens', '128')}"),
         "--pad-tokens 'x' is not allowed. Try: --pad-tokens 128",
         "pad_tokens 'x' is not allowed. Try: pad_tokens='128'",
     ),
     (
-        UnusableFile(Setting("weights", Path("a b/w.pt")), ": no tensors by name in it"),
+        FactError(Setting("weights", Path("a b/w.pt")), ": no tensors by name in it"),
         "--weights a b/w.pt: no tensors by name in it",
         "weights='a b/w.pt': no tensors by name in it",
     ),
     (
-        UnusableFile(Path("w.pt"), "cannot be read", f"Copy it again, or give {Setting('random_weights', True)}"),
+        FactError(Path("w.pt"), "cannot be read", f"Copy it again, or give {Setting('random_weights', True)}"),
         "w.pt cannot be read. Copy it again, or give --random-weights",
         "w.pt cannot be read. Copy it again, or give random_weights=True",
     ),
     (
-        UnsupportedModel("the model", "calls its head twice", f"Try: {Setting('whole_logits', True)}"),
+        FactError("the model", "calls its head twice", f"Try: {Setting('whole_logits', True)}"),
         "the model calls its head twice. Try: --whole-logits",
         "the model calls its head twice. Try: whole_logits=True",
     ),
     (
-        MissingPackage("the job's LoRA", "needs peft", "Try: pip install peft"),
+        FactError("the job's LoRA", "needs peft", "Try: pip install peft"),
         "the job's LoRA needs peft. Try: pip install peft",
         "the job's LoRA needs peft. Try: pip install peft",
     ),
@@ -67,10 +68,10 @@ FACTS: list[tuple[Fact, str, str]] = [
 @pytest.mark.parametrize(("fact", "in_terminal", "in_python"), FACTS)
 @pytest.mark.parametrize("kind", [UsageError, CaptureError])
 def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_python(
-    fact: Fact, in_terminal: str, in_python: str, kind: type[UsageError] | type[CaptureError]
+    fact: FactError, in_terminal: str, in_python: str, kind: type[UsageError] | type[CaptureError]
 ) -> None:
-    error = pickle.loads(pickle.dumps(kind(fact)))  # as it comes from another process
-    assert (in_flags(error), str(error), error.fact) == (in_terminal, in_python, fact)
+    error = pickle.loads(pickle.dumps(kind(*fact.args)))  # as it comes from another process
+    assert (in_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
         (path.relative_to(ROOT).as_posix(), node.args[0].value)
         for path in BELOW
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Setting", "NotAllowed")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SETTINGS
         if node.args and isinstance(node.args[0], ast.Constant)
     }
     assert {path.split("/")[0] for path, _ in named} == {"actor_init", "capture"}

@@ -197,7 +197,7 @@ def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
     return batch
 
 

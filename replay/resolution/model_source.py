@@ -20,7 +20,7 @@ def find_source(spec: Parts) -> ModelSource:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
     source = find_model(spec.actor, captured, str(shown(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
         raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
