@@ -17,6 +17,7 @@ from actor_init.model import ModelSource, count_parameters, lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture import facts
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
@@ -111,10 +112,9 @@ class _Prepared:
         )
         meter = Meter.for_device(world.device)
         if spec.measure.memory_snapshot and meter.held_bytes() is None:
-            raise UsageError(
-                "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system "
-                "says its peak alone. Try: without --memory-snapshot"
-            )
+            snapshot = facts.Setting("memory_snapshot")
+            why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
+            raise UsageError(snapshot, why, f"Try: without {snapshot}")
         first = first_call(selection)
         objective = Objective.of(spec)
         _check_objective(objective, first)
@@ -541,7 +541,7 @@ def _check_objective(objective: Objective | None, first: Call | None) -> None:
     try:
         objective.check(Recorded.of(first, first.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
-        raise UsageError(f"--loss {objective.loss}: {in_flags(error)}") from error
+        raise UsageError(facts.Setting("loss", objective.loss), f": {error.text}") from error
 
 
 def _config_of(source: ModelSource) -> dict[str, Any]:

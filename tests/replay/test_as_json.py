@@ -191,7 +191,7 @@ def curve_of(folder: Path) -> Curve | None:
             "parity/parity.json",
             ('"backend": "fsdp2"', '"backend": "zero"'),
             ParityLog.read,
-            "cells.0.spec: --backend 'zero' is not allowed",
+            "cells.0.spec: backend 'zero' is not allowed",
         ),
         ("parity/parity.json", ('"done"', '"finished"'), ParityLog.read, 'cells.0.state is "finished"'),
         ("suite/suite.json", ('"bf16"', '"int8"'), partial(Suite.read, where=ThisMachine()), 'spec.dtype is "int8"'),
