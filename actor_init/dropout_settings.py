@@ -18,7 +18,7 @@ from actor_init.model import build_on_meta
 RANDOM_WORDS = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
 
 
-def acting_dropouts(config: Mapping[str, Any]) -> list[str]:
+def acting_dropouts(config: Mapping[str, object]) -> list[str]:
     """Return the settings above 0 that a causal LM of `config` was built with, or reads in its forward.
 
     Returns all of them if transformers does not know the model.
@@ -45,7 +45,7 @@ def _is_above_0(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
-def _built_with(config: Mapping[str, Any]) -> tuple[dict[tuple[str, str], float], str]:
+def _built_with(config: Mapping[str, object]) -> tuple[dict[tuple[str, str], float], str]:
     """Return the numbers in a model's modules, by module and attribute, and the source of its file."""
     rest = {key: value for key, value in config.items() if key != "model_type"}
     made = AutoConfig.for_model(config["model_type"], **rest)

@@ -65,9 +65,9 @@ class ModelSource:
 
 def find_model(
     spec: ActorSpec,
-    captured: Mapping[str, Any] | None,
+    captured: Mapping[str, object] | None,
     captured_name: str,
-    adapters: Mapping[str, Mapping[str, Any]] | None = None,
+    adapters: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ModelSource:
     """Return the model that `spec` names, or the one whose config (`captured`) is stored beside the inputs.
 
@@ -108,7 +108,7 @@ def find_model(
 
 
 def _adapted(
-    base: ModelSource, spec: ActorSpec, adapters: Mapping[str, Mapping[str, Any]], captured_name: str
+    base: ModelSource, spec: ActorSpec, adapters: Mapping[str, Mapping[str, object]], captured_name: str
 ) -> ModelSource:
     """Return the model with the adapter that was asked for, or that the job had. Raises UsageError."""
     if spec.adapter is None and (not adapters or isinstance(base.weights, FolderWeights)):
@@ -129,7 +129,7 @@ def _adapted(
     return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
 
 
-def _custom_source(spec: ActorSpec, captured: Mapping[str, Any] | None) -> ModelSource:
+def _custom_source(spec: ActorSpec, captured: Mapping[str, object] | None) -> ModelSource:
     """Return the model that a user's function builds, with weights of --weights, or random by name."""
     assert spec.custom_model is not None
     function = UserFunction.open(*spec.custom_model)
@@ -178,9 +178,9 @@ class VectorInit:
         return values
 
 
-def lasting_config(config: PretrainedConfig) -> dict[str, Any]:
+def lasting_config(config: PretrainedConfig) -> dict[str, object]:
     """Return `config` as it reads back from JSON, without fields that do not change the model."""
-    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    plain: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in plain.items() if key not in PASSING}
 
 
@@ -378,7 +378,7 @@ def _preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in PRESETS.iterdir())
 
 
-def _captured_config(folder: Path) -> dict[str, Any] | None:
+def _captured_config(folder: Path) -> dict[str, object] | None:
     """Return the config of a folder of captures. Raises UsageError if its actor.json is damaged."""
     try:
         return read_actor_config(folder)
@@ -386,7 +386,7 @@ def _captured_config(folder: Path) -> dict[str, Any] | None:
         raise UsageError(*error.args) from error
 
 
-def _read_config(path: Path, asked: str) -> dict[str, Any]:
+def _read_config(path: Path, asked: str) -> dict[str, object]:
     given = Setting("model", asked)
     try:
         values = json.loads(path.read_text())
@@ -400,7 +400,7 @@ def _read_config(path: Path, asked: str) -> dict[str, Any]:
     return values
 
 
-def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+def config_of(values: Mapping[str, object]) -> PretrainedConfig:
     """Return the config that `values`, read from JSON, describe. Raises what its class raises for bad values."""
     rest = _with_floats(dict(values))
     return AutoConfig.for_model(rest.pop("model_type"), **rest)
@@ -415,7 +415,7 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _hf_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
+def _hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
     model_type, config_name = values.get("model_type"), f"the config of {name}"
     if not model_type:
         why = "does not name its model_type, as Hugging Face's config.json does"

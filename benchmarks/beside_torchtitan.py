@@ -179,8 +179,8 @@ def _replay(spec: ReplaySpec, world: World) -> Side:
         if error:
             raise error
         record = replayed.record
-        assert record.seconds is not None
-        return record.seconds, peak_bytes(record)
+        assert record.cost.seconds is not None
+        return record.cost.seconds, peak_bytes(record)
 
     return Side(name="replay", run=run)
 

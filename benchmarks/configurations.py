@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
+from replay.runlog.summary import Statistics, summarize
 
 KERNELS = {
     "padded sdpa": "--no-packing --attention sdpa",
@@ -91,12 +92,12 @@ class Row:
     name: str
     error: str = ""
     num_gpus: int = 1
-    statistics: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Statistics | None = None
     records: Sequence[PassRecord] = ()  # records with a loss
 
     @property
     def tokens_per_second(self) -> float | None:
-        speed: float | None = self.statistics["real_tokens_per_second"] if self.statistics else None
+        speed: float | None = self.statistics.real_tokens_per_second if self.statistics else None
         return speed
 
 
@@ -173,30 +174,31 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:
     if error:
         return Row(name=name, error=error)
-    run, records = read_log(max(logs.iterdir()))
-    good = [record for record in records if record.loss is not None]
-    return Row(name=name, num_gpus=num_gpus, statistics=run["statistics"], records=good)
+    records = read_records(max(logs.iterdir()))
+    good = [record for record in records if record.result.loss is not None]
+    return Row(name=name, num_gpus=num_gpus, statistics=summarize(records), records=good)
 
 
 def _cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
     if row.error:
         return (row.name, row.error, *["-"] * (len(COLUMNS) - 2))
     statistics, records = row.statistics, row.records
+    assert statistics is not None
 
     def milliseconds(phase: str) -> str:
-        return f"{statistics['phases'][phase]['median_seconds'] * 1e3:.1f}" if phase in statistics["phases"] else "-"
+        return f"{statistics.phases[phase].median_seconds * 1e3:.1f}" if phase in statistics.phases else "-"
 
     return (
         row.name,
-        f"{statistics['num_counted']} of {statistics['num_passes']}",
+        f"{statistics.num_counted} of {statistics.num_passes}",
         milliseconds("forward"),
         milliseconds("backward"),
         f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-",
-        f"{statistics['highest_peak']['value'] / 2**30:.1f}" if statistics["highest_peak"] else "-",
-        f"{statistics['wait_share']:.1%}" if statistics["wait_share"] is not None else "-",
-        f"{records[0].loss:.4f}",
-        f"{sum(record.loss or 0 for record in records) / len(records):.4f}",
-        next((f"{record.grad_norm:.4f}" for record in records if record.grad_norm is not None), "-"),
+        f"{statistics.highest_peak.value / 2**30:.1f}" if statistics.highest_peak else "-",
+        f"{statistics.wait_share:.1%}" if statistics.wait_share is not None else "-",
+        f"{records[0].result.loss:.4f}",
+        f"{sum(record.result.loss or 0 for record in records) / len(records):.4f}",
+        next((f"{record.result.grad_norm:.4f}" for record in records if record.result.grad_norm is not None), "-"),
         _speed_a_gpu(row, rows),
         _loss_difference(row, rows[0]),
     )
@@ -212,9 +214,9 @@ def _speed_a_gpu(row: Row, rows: list[Row]) -> str:
 
 
 def _loss_difference(row: Row, first: Row) -> str:
-    expected = {record.source: record.loss for record in first.records}
+    expected = {record.source: record.result.loss for record in first.records}
     differences = [
-        abs((record.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
+        abs((record.result.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
     ]
     return f"{max(differences):.1e} ({len({r.source for r in row.records} & set(expected))})" if differences else "-"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from replay.inspection.shapes import Rows, Shape, rows_fed
 from replay.prediction.costs import Cost, Measured, Model
+from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
-from replay.runlog.writer import read_log
 
 PHASES = ("forward", "backward")
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="the log folder of a run on several data ranks")
     given = parser.parse_args()
-    _, records = read_log(given.log)
+    records = read_records(given.log)
     passes: defaultdict[int, dict[int, PassRecord]] = defaultdict(dict)
     for record in records:
         if record.error is None:
@@ -45,7 +45,7 @@ def main() -> int:
 def report(passes: Sequence[Sequence[PassRecord]]) -> list[str]:
     """Return the lines to print, of passes with a record for each data rank."""
     every = [record for ranks in passes for record in ranks]
-    rows = rows_fed((_shape(record), record.fed_tokens) for record in every)
+    rows = rows_fed((_shape(record), record.input.fed_tokens) for record in every)
     measured = [_measured(ranks, rows) for ranks in passes if reason_to_leave_out(ranks) is None]
     model = Model.of(measured)
     seconds = {id(record): _predicted(model, _shape(record)) for record in every}
@@ -68,13 +68,15 @@ def report(passes: Sequence[Sequence[PassRecord]]) -> list[str]:
 
 def _measured(ranks: Sequence[PassRecord], rows: Rows) -> Measured:
     most = max(ranks, key=lambda record: _shape(record).fed_tokens(rows))
-    phases = [name for name in PHASES if name in most.phases]
+    phases = [name for name in PHASES if name in most.cost.phases]
     return Measured(
         shape=_shape(most),
-        fed_tokens=most.fed_tokens,
+        fed_tokens=most.input.fed_tokens,
         cost=Cost(
-            seconds={name: max(record.phases[name].seconds for record in ranks) for name in phases},
-            peaks={name: float(max(record.phases[name].peak_allocated_bytes for record in ranks)) for name in phases},
+            seconds={name: max(record.cost.phases[name].seconds for record in ranks) for name in phases},
+            peaks={
+                name: float(max(record.cost.phases[name].peak_allocated_bytes for record in ranks)) for name in phases
+            },
         ),
     )
 
@@ -83,11 +85,11 @@ def _shape(record: PassRecord) -> Shape:
     return Shape(
         number=record.index,
         source=record.source,
-        trains=bool(record.trains),
-        rows=record.rows,
-        row_length=record.padded_tokens // record.rows,
-        documents=record.row_tokens,
-        action_tokens=sum(record.row_action_tokens),
+        trains=bool(record.input.trains),
+        rows=record.input.rows,
+        row_length=record.input.padded_tokens // record.input.rows,
+        documents=record.input.row_tokens,
+        action_tokens=sum(record.result.row_action_tokens),
     )
 
 

@@ -20,7 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from replay.runlog.writer import read_log, versions
+from replay.runlog.reader import read_records
+from replay.runlog.writer import versions
 
 ROOT = Path(__file__).parent.parent
 SERIES = ("torchrun", "ray", "torchrun again")
@@ -76,12 +77,12 @@ def _run(command: list[str]) -> Run:
         assert process.returncode == 0, "".join(output)
         assert until_first_pass is not None
         (log,) = Path(folder).iterdir()
-        _, records = read_log(log)
+        records = read_records(log)
     seconds: dict[int, float] = defaultdict(float)
     for record in records:
         if not record.warmup:
-            assert record.seconds is not None
-            seconds[record.index] = max(seconds[record.index], record.seconds)
+            assert record.cost.seconds is not None
+            seconds[record.index] = max(seconds[record.index], record.cost.seconds)
     return Run([seconds[index] for index in sorted(seconds)], until_first_pass, total)
 
 

@@ -60,8 +60,8 @@ def main() -> int:
 
 
 def _of(record: PassRecord) -> tuple[float, int]:
-    assert record.seconds is not None
-    return record.seconds, peak_bytes(record)
+    assert record.cost.seconds is not None
+    return record.cost.seconds, peak_bytes(record)
 
 
 def _bare_pass(backend: Any, batch: MicroBatch, device: torch.device, record: PassRecord) -> tuple[float, int]:
@@ -102,7 +102,7 @@ def _bare_pass(backend: Any, batch: MicroBatch, device: torch.device, record: Pa
     seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     backend.end_window(step=False)
-    assert abs(loss.item() - (record.loss or 0)) <= 1e-2 * abs(loss.item()), (loss.item(), record.loss)
+    assert abs(loss.item() - (record.result.loss or 0)) <= 1e-2 * abs(loss.item()), (loss.item(), record.result.loss)
     return seconds, peak
 
 

@@ -89,7 +89,7 @@ def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Block:
             if error:
                 raise error
             seconds += phase_seconds(replayed.record)
-            tokens += replayed.record.real_tokens
+            tokens += replayed.record.input.real_tokens
             peak = max(peak, peak_bytes(replayed.record))
         return tokens / seconds, peak
 

@@ -100,12 +100,12 @@ def _replay(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> int:
     gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it
     try:
         if explains:
-            from replay.runner.session import explain
+            from replay.runner.run import explain
 
             return explain(spec)
-        from replay.runner.session import run
+        from replay.runner.run import run
 
-        return run(spec, show_traceback=show_traceback)
+        return run(spec, show_traceback=show_traceback).exit_code
     finally:
         gc.enable()
 

@@ -118,7 +118,7 @@ class ResolvedReplay(Parts):
             objective=_with_defaults(self.objective, "objective", left),
         )
 
-    def completed(self, facts: Mapping[str, Any], loss_scale: float) -> Self:
+    def completed(self, facts: Mapping[str, str | int], loss_scale: float) -> Self:
         """Return the run with what the open actor alone can tell: its plan for tp, fused modules, and loss scale."""
         known = {TP_PLAN: facts.get("tp_plan"), FUSED_MODULES: facts.get("kernels"), LOSS_SCALE: loss_scale}
         return replace(

@@ -31,11 +31,11 @@ def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action
 def _inspect(folder: Path) -> int:
     check_folder(folder, "Try: replay inspect inputs/sample")
     from replay.inspection.console import print_inspection
-    from replay.inspection.folder_facts import inspect_folder
+    from replay.inspection.inspection import inspect_folder
 
-    facts = inspect_folder(folder)
-    print_inspection(facts)
-    return 1 if facts.damaged else 0
+    inspection = inspect_folder(folder)
+    print_inspection(inspection)
+    return 1 if inspection.damaged else 0
 
 
 def doctor(

@@ -146,7 +146,7 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def one_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps its process groups for good, so a second group in one process would be none of its own."""
-    monkeypatch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
+    monkeypatch.setattr("replay.runner.run.World.from_env", lambda _: nullcontext(world))
     monkeypatch.setattr(Watch, "__init__", partialmethod(_begin_patiently, Watch.__init__))
 
 

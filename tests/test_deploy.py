@@ -25,10 +25,10 @@ import yaml
 
 from replay.cli import action_of, main
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.process_table import processes_left
+from tests.helpers.read_logs import read_log
 from tests.helpers.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
@@ -88,7 +88,7 @@ def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float | 
     assert (
         main(["--backend", "ddp", "--dtype", "fp32", "--max-inputs", "18", "--quiet", "--log-folder", str(logs)]) == 0
     )
-    return {record.source: record.loss for record in only_log(logs)[2]}
+    return {record.source: record.result.loss for record in only_log(logs)[2]}
 
 
 @pytest.mark.parametrize("typed", ["torchrun --backend fsdp2 --tp 2", "deepspeed --zero-stage 3"])
@@ -105,7 +105,7 @@ def test_a_slurm_job_of_two_nodes_has_the_losses_of_one_process(
     assert f"log        {folder.relative_to(tmp_path)}" in done.stdout.splitlines()
     assert (run["status"], run["world_size"], len(records)) == ("finished", 2, 4)
     for record in records:
-        assert record.loss == pytest.approx(losses_alone[record.source], rel=1e-6)
+        assert record.result.loss == pytest.approx(losses_alone[record.source], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from replay.option_parsing import toggles
 from replay.wording import in_flags
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ("Setting", "facts.Setting", "UsageError.not_allowed")  # what is called with the name of one
+SETTINGS = ("Setting", "UsageError.not_allowed")  # what is called with the name of one
 # Of `replay`, what types options and what is a command's own room, which has options of its own.
 COMMAND_LINE = re.compile(
     r"capture/cli\.py|replay/([^/]*/command|cli|option_parsing|subcommands|entry|wording)\.py"
-    r"|replay/(parity|scan|suite|minimise|worst|recompiles|doctor|on_ray|run_page)/.*"
+    r"|replay/(campaign|parity|scan|suite|minimise|worst|recompiles|doctor|on_ray|run_page)/.*"
 )
 BELOW = [
     path

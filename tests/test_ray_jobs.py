@@ -21,9 +21,9 @@ from capture.on_ray.collect import collect_folder
 from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
 from capture.record.incidents import read_incidents
 from replay.cli import main as replay_main
-from replay.runlog.writer import read_log
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import TwoNodes, two_nodes
+from tests.helpers.read_logs import read_log
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

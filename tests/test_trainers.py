@@ -21,9 +21,9 @@ import pytest
 
 from capture import capture_files, read_micro_batch
 from replay.cli import main as replay_main
-from replay.runlog.writer import read_log
 from tests.helpers.machine import job_environment
 from tests.helpers.ports import free_port
+from tests.helpers.read_logs import read_log
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,7 @@ def replayed_losses(folder: Path, *, loss: str, outcome: str) -> list[float]:
     run, records = read_log(log)
     assert run["verdict"]["outcome"] == outcome, run["verdict"]
     by_rank = sorted(records, key=lambda record: record.source)  # the replay took them step by step
-    return [record.loss for record in by_rank if record.loss is not None]
+    return [record.result.loss for record in by_rank if record.result.loss is not None]
 
 
 def check(folder: Path, num_passes: int, *, loss: str = "sft", outcome: str = "REPRODUCED") -> None:
@@ -164,7 +164,7 @@ def lora_verdict(folder: Path, logs: Path, *typed: str) -> dict[str, Any]:
     assert replay_main([*command, "--log-folder", str(logs)]) == 0
     (log,) = logs.iterdir()
     run, records = read_log(log)
-    assert [record.loss for record in records] == pytest.approx(losses_of(folder), rel=BOUND)
+    assert [record.result.loss for record in records] == pytest.approx(losses_of(folder), rel=BOUND)
     found: dict[str, Any] = run["verdict"]
     return found
 

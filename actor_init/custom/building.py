@@ -46,7 +46,7 @@ def built_of(model: nn.Module) -> Built | None:
 
 def build(
     function: UserFunction,
-    captured: Mapping[str, Any] | None,
+    captured: Mapping[str, object] | None,
     *,
     blocks: str | None,
     num_layers: int | None,

@@ -28,7 +28,7 @@ class CustomConfig:
     """A user's model, cut to its first layers, with the attributes that are read of transformers' configs."""
 
     function: UserFunction
-    captured: Mapping[str, Any] | None
+    captured: Mapping[str, object] | None
     blocks: str | None  # asked for
     num_layers: int | None  # asked for
     class_name: str
@@ -43,7 +43,7 @@ class CustomConfig:
     def open(
         cls,
         function: UserFunction,
-        captured: Mapping[str, Any] | None,
+        captured: Mapping[str, object] | None,
         *,
         blocks: str | None,
         num_layers: int | None,

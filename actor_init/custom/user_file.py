@@ -60,7 +60,7 @@ class UserFunction:
     def given(self) -> Setting:
         return Setting(self.setting, str(self))
 
-    def build(self, captured: Mapping[str, Any] | None) -> nn.Module:
+    def build(self, captured: Mapping[str, object] | None) -> nn.Module:
         """Call the function, with the captured config if it asks for one, and return its module.
 
         Raises UsageError if it raises, asks for more, or returns something else.
@@ -93,7 +93,7 @@ class UserFunction:
             raise UsageError(self.given, f": {self.file} has no function {self.function}", known)
         return found
 
-    def _takes(self, function: Any, captured: Mapping[str, Any] | None) -> bool:
+    def _takes(self, function: Any, captured: Mapping[str, object] | None) -> bool:
         """Does the function take the captured config? Raises UsageError for arguments that nobody can give."""
         parameters = [one for one in inspect.signature(function).parameters.values() if one.kind not in _VARIABLE]
         needed = [one for one in parameters if one.default is one.empty]

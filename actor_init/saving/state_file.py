@@ -40,7 +40,7 @@ class SavedState:
     num_steps: int
     next_learning_rate: float
     num_inputs: int  # on each data rank, including skipped ones
-    model: Mapping[str, Any]  # the model's config
+    model: Mapping[str, object]  # the model's config
     versions: Mapping[str, str | None]
 
     @classmethod

@@ -20,8 +20,7 @@ from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
 from replay.cli import action_of
-from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.watch.watcher import Watch
 from replay.wording import in_flags
 
@@ -49,24 +48,22 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
         where = ["--model", str(model), "--inputs", str(inputs), "--log-folder", logs, "--timeout", "600"]
         try:
             spec = action_of([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0]
-            run_in(world, spec)
+            run = run_in(world, spec)
             dist.barrier()
             if world.rank:
                 return {"loss": None}  # rank 0 has the log of the run
-            (log,) = Path(logs).iterdir()
-            run, records = read_log(log)
-            facts = run["facts"]
+            facts = run.start.facts
         except UsageError as refusal:
             return {"refused": in_flags(refusal)}
         except Exception as error:  # whatever it was, it is the finding
             if "--traceback" in sys.argv:
                 raise
             return {"raw": f"{type(error).__name__}: {str(error)[:300]}"}
-        record = records[0]
+        record = run.records[0]
         if record.error:
             kind = "refused" if "Try:" in record.error else "raw"
             return {kind: record.error}
-        found = {"loss": record.loss, "grad_norm": record.grad_norm}
+        found = {"loss": record.result.loss, "grad_norm": record.result.grad_norm}
         return {**found, "kernel": facts["attention_kernel"], "plan": facts.get("tp_plan")}
 
 

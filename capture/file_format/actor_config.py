@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 from capture.facts import Setting
 from capture.file_format.atomic_write import read_bytes, write_atomically
@@ -14,11 +14,21 @@ from capture.file_format.micro_batch import CaptureError
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
+class _Content(TypedDict):
+    """The file's object, of which `format` and `config` are checked."""
+
+    format: int
+    model_name: str | None
+    config: dict[str, object]
+    adapters: NotRequired[object]
+    frozen: NotRequired[object]
+
+
 def write_actor_config(
     folder: str | Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     model_name: str | None,
-    adapters: Mapping[str, Mapping[str, Any]] | None = None,
+    adapters: Mapping[str, Mapping[str, object]] | None = None,
     frozen: Sequence[str] = (),
 ) -> Path:
     """Write `actor.json`. Ranks that do so at the same time leave one whole file of theirs. Raises OSError.
@@ -28,15 +38,17 @@ def write_actor_config(
     adapters  configs of PEFT's adapters by name; None without any
     frozen    names of the parameters that are not trained, where no adapter says so
     """
-    content: dict[str, Any] = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
-    content |= {"adapters": {name: dict(one) for name, one in adapters.items()}} if adapters else {}
-    content |= {"frozen": list(frozen)} if frozen else {}
+    content: _Content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
+    if adapters:
+        content["adapters"] = {name: dict(adapter) for name, adapter in adapters.items()}
+    if frozen:
+        content["frozen"] = list(frozen)
     path = Path(folder) / ACTOR_CONFIG_NAME
     write_atomically(path, json.dumps(content, indent=1, default=str).encode())
     return path
 
 
-def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
+def read_actor_config(folder: str | Path) -> dict[str, object] | None:
     """Read the config as the model's `config.to_dict()` gave it; None without an `actor.json`.
 
     A rank's folder has its config in the folder above.
@@ -47,12 +59,13 @@ def read_actor_config(folder: str | Path) -> dict[str, Any] | None:
     return None if content is None else content["config"]
 
 
-def read_adapter_configs(folder: str | Path) -> dict[str, dict[str, Any]]:
+def read_adapter_configs(folder: str | Path) -> dict[str, dict[str, object]]:
     """Read the configs of the model's adapters by name; none without an `actor.json`.
 
     Raises CaptureError as `read_actor_config` does, and for adapters that are none.
     """
-    adapters = (_read(folder) or {}).get("adapters", {})
+    content = _read(folder)
+    adapters = {} if content is None else content.get("adapters", {})
     if not isinstance(adapters, dict) or not all(isinstance(one, dict) for one in adapters.values()):
         raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `adapters` holds no configs by name")
     return adapters
@@ -63,13 +76,14 @@ def read_frozen_names(folder: str | Path) -> list[str]:
 
     Raises CaptureError as `read_actor_config` does, and for names that are none.
     """
-    names = (_read(folder) or {}).get("frozen", [])
+    content = _read(folder)
+    names = [] if content is None else content.get("frozen", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `frozen` is no list of names")
     return names
 
 
-def _read(folder: str | Path) -> dict[str, Any] | None:
+def _read(folder: str | Path) -> _Content | None:
     path = top_of(Path(folder)) / ACTOR_CONFIG_NAME
     if not path.exists():
         return None
@@ -84,4 +98,4 @@ def _read(folder: str | Path) -> dict[str, Any] | None:
         raise CaptureError(path, ": no object with a `config`", advice)
     if content.get("format") != FORMAT:
         raise CaptureError(other_format(str(path), content.get("format")))
-    return content
+    return cast(_Content, content)

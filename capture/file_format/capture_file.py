@@ -33,11 +33,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from capture.file_format.atomic_write import HOST, read_bytes, write_atomically
+from capture.file_format.body import Body, Output, RandomStates, WrittenOrigin, checked_body, is_body, shown
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
     ID_NAMES,
@@ -71,31 +71,11 @@ MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
 _MAX_REMEMBERED_BYTES = 2**16  # far from what the reader refuses for its size
 _latest_readable = b""  # what a job says in a body, pickled
 
-_ORIGIN_KINDS: dict[str, Any] = {
-    "rank": int | None,
-    "world_size": int | None,
-    "step": int | None,
-    "time": str | None,
-    "model_name": str | None,
-    "versions": dict,
-}
-_BODY_KINDS = {"tensors": dict, "call_facts": dict, "left_out": dict, "trains": bool, "origin": dict}
-_OPTIONAL_BODY_KINDS = {
-    "outputs": dict,
-    "random": dict,
-    "environment": dict,
-    "weights": str,
-    "optimizer_step": int,
-    "step": str,
-    "notes": dict,
-    "recording": str,
-}
-
 
 def write_call(
     folder: str | Path,
     tensors: Mapping[str, Tensor],
-    call_facts: Mapping[str, Any],
+    call_facts: Mapping[str, object],
     *,
     trains: bool,
     origin: Origin,
@@ -131,18 +111,23 @@ class Call:
 
     format: int | None = FORMAT
     tensors: Mapping[str, Tensor]
-    call_facts: Mapping[str, Any]
+    call_facts: Mapping[str, object]
     left_out: Mapping[str, str]
     trains: bool
     origin: Origin
-    outputs: Mapping[str, Any] = field(default_factory=dict)
-    random: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    outputs: Mapping[str, Output] = field(default_factory=dict)
+    random: RandomStates = field(default_factory=RandomStates)
     environment: Mapping[str, str] = field(default_factory=dict)
     weights: ParameterSamples | None = None
     optimizer_step: int | None = None
     step: OptimizerStep | None = None
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     recording: str | None = None
+
+    def numbers(self, name: str) -> list[float] | None:
+        """Return the output of that name; None without one that is a list of numbers."""
+        output = self.outputs.get(name)
+        return [float(number) for number in output] if isinstance(output, list) else None
 
     def micro_batch(self) -> MicroBatch:
         """Name the arguments of the call; the action mask may have been noted instead.
@@ -199,7 +184,7 @@ class EncodedCall:
     rank: int
     step: int
     time: str
-    body: dict[str, Any]
+    body: Body
     counts: Counts | None
 
     def parts(self) -> tuple[bytes, bytes]:
@@ -215,8 +200,7 @@ class EncodedCall:
 
     @property
     def world_size(self) -> int | None:
-        world_size: int | None = self.body["origin"]["world_size"]
-        return world_size
+        return self.body["origin"]["world_size"]
 
     def note(self, notes: Mapping[str, Tensor]) -> dict[str, str]:
         """Add tensors that the job noted, on the CPU; return those that do not fit the pass, with the reason."""
@@ -256,8 +240,14 @@ class EncodedCall:
 
     def head(self) -> Head:
         """Return what the call shares with the other passes of its segment."""
-        shared = {name: self.body["origin"][name] for name in ("rank", "world_size", "model_name", "versions")}
-        return Head(**shared, host=HOST)
+        origin = self.body["origin"]
+        return Head(
+            rank=origin["rank"],
+            world_size=origin["world_size"],
+            model_name=origin["model_name"],
+            versions=origin["versions"],
+            host=HOST,
+        )
 
     def new_path(self, folder: Path) -> Path:
         """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
@@ -269,12 +259,12 @@ class EncodedCall:
 
 def encode_call(
     tensors: Mapping[str, Tensor],
-    call_facts: Mapping[str, Any],
+    call_facts: Mapping[str, object],
     *,
     trains: bool,
     origin: Origin,
     left_out: Mapping[str, str] | None = None,
-    random: Mapping[str, Mapping[str, Any]] | None = None,
+    random: RandomStates | None = None,
     environment: Mapping[str, str] | None = None,
     weights: str | None = None,
     optimizer_step: int | None = None,
@@ -289,19 +279,31 @@ def encode_call(
     origin = replace(origin, source=name, time=time)
     check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
     batch = check_call(tensors, call_facts, trains=trains, origin=origin)
-    written_origin = {name: getattr(origin, name) for name in _ORIGIN_KINDS}
-    body = {
+    written_origin: WrittenOrigin = {
+        "rank": origin.rank,
+        "world_size": origin.world_size,
+        "step": origin.step,
+        "time": origin.time,
+        "model_name": origin.model_name,
+        "versions": dict(origin.versions),
+    }
+    body: Body = {
         "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
         "call_facts": plain_copy(dict(call_facts)),
         "left_out": plain_copy(dict(left_out or {})),
         "trains": trains,
-        "origin": plain_copy({**written_origin, "versions": dict(origin.versions)}),
+        "origin": plain_copy(written_origin),
     }
-    body |= {"random": plain_copy(dict(random))} if random else {}
-    body |= {"environment": plain_copy(dict(environment))} if environment else {}
-    body |= {"weights": weights} if weights else {}
-    body |= {} if optimizer_step is None else {"optimizer_step": optimizer_step}
-    body |= {} if recording is None else {"recording": recording}
+    if random:
+        body["random"] = plain_copy(dict(random))
+    if environment:
+        body["environment"] = plain_copy(dict(environment))
+    if weights:
+        body["weights"] = weights
+    if optimizer_step is not None:
+        body["optimizer_step"] = optimizer_step
+    if recording is not None:
+        body["recording"] = recording
     counts = None if batch is None else Counts.of(batch)
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
     _check_readable(encoded, name)
@@ -389,7 +391,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
         return read_legacy(data, source)
-    body = _checked_body(head, data, end, source)
+    body = _read_body(head, data, end, source)
     del data
     return Call(
         tensors=decode_tensors(body["tensors"], source),
@@ -413,30 +415,25 @@ def read_capture_bytes(path: Path) -> bytes:
     return (pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
 
 
-def odd_numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
+def odd_numbers(outputs: Mapping[str, Output]) -> dict[str, float]:
     """Return the outputs that are numbers and not finite."""
     return {name: value for name, value in outputs.items() if isinstance(value, float) and not math.isfinite(value)}
 
 
-def _checked_body(head: Any, data: bytes, start: int, source: str) -> dict[str, Any]:
+def _read_body(head: object, data: bytes, start: int, source: str) -> Body:
     """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
     payload = memoryview(data)[start:]
     _check_head(head, payload, source)
-    body: Any
-    body, end = load_plain(payload, source=source)
-    present = body if isinstance(body, dict) else {}
-    kinds = _BODY_KINDS | {key: kind for key, kind in _OPTIONAL_BODY_KINDS.items() if key in present}
-    if end != len(payload) or not _is_of_kinds(body, kinds) or not _is_of_kinds(body["origin"], _ORIGIN_KINDS):
-        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {_shown(body)}")
-    _check_values(body, source)
-    checked: dict[str, Any] = body
-    return checked
+    read, end = load_plain(payload, source=source)
+    if end != len(payload) or not is_body(read):
+        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {shown(read)}")
+    return checked_body(read, source)
 
 
-def _check_head(head: Any, payload: memoryview, source: str) -> None:
+def _check_head(head: object, payload: memoryview, source: str) -> None:
     """Raise CaptureError if `head` is of no capture of this format, or says something else of the bytes behind it."""
     if not isinstance(head, dict) or "format" not in head:
-        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {_shown(head)}")
+        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {shown(head)}")
     if head["format"] != FORMAT:
         raise CaptureError(other_format(source, head["format"]))
     if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
@@ -448,37 +445,6 @@ def _check_head(head: Any, payload: memoryview, source: str) -> None:
         )
     if zlib.crc32(payload) != head["crc32"]:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
-
-
-def _check_values(body: Mapping[str, Any], source: str) -> None:
-    """Raise CaptureError if a part of a body, which is of the right kind, holds something else than it may."""
-    for named in (body["left_out"], body["origin"]["versions"], body.get("environment", {})):
-        if not all(isinstance(value, str) for value in named.values()):
-            raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {_shown(named)}")
-    if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
-        raise CaptureError(f"{source}: random must hold a dict for each generator, not {_shown(body['random'])}")
-    if not all(_is_output(value) for value in body.get("outputs", {}).values()):
-        raise CaptureError(
-            f"{source}: outputs must be numbers, texts or lists of numbers, not {_shown(body['outputs'])}"
-        )
-
-
-def _is_output(value: Any) -> bool:
-    return isinstance(value, int | float | str) or (
-        isinstance(value, list) and all(type(item) in (int, float) for item in value)
-    )
-
-
-def _is_of_kinds(value: Any, kinds: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == kinds.keys()
-        and all(isinstance(value[key], kind) for key, kind in kinds.items())
-    )
-
-
-def _shown(value: Any) -> str:
-    return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
 def other_format(source: str, written: object) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
@@ -38,7 +39,7 @@ class EndRecord:
     not_recorded: Mapping[str, int] = field(default_factory=dict)
 
 
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, type | UnionType] = {
     "rank": int,
     "world_size": int,
     "num_passes": int,

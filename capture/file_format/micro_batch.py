@@ -3,7 +3,7 @@
 Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class MicroBatch:
     action_mask_BA: Tensor | None = None
     labels_BS: Tensor | None = None
     extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    call_facts: Mapping[str, Any] = field(default_factory=dict)
+    call_facts: Mapping[str, object] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     trains: bool
     origin: Origin
@@ -134,11 +134,15 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the same micro-batch with every tensor on `device`."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        return self.with_each(lambda tensor: tensor.to(device))
+
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Return the same micro-batch with every tensor changed."""
+        own: dict[str, Any] = {
+            f.name: change(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
-        extra = {name: tensor.to(device) for name, tensor in self.extra_tensors.items()}
-        return replace(self, extra_tensors=extra, **moved)
+        extra = {name: change(tensor) for name, tensor in self.extra_tensors.items()}
+        return replace(self, extra_tensors=extra, **own)
 
 
 def with_labels_of_own_tokens(batch: MicroBatch) -> MicroBatch:
@@ -156,11 +160,7 @@ def with_rows_reversed(batch: MicroBatch) -> MicroBatch:
     def reversed_rows(tensor: Tensor) -> Tensor:
         return tensor.flip(0) if tensor.ndim > 1 and len(tensor) == batch.num_rows else tensor
 
-    own: dict[str, Any] = {
-        f.name: reversed_rows(value) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
-    }
-    extra = {name: reversed_rows(tensor) for name, tensor in batch.extra_tensors.items()}
-    return replace(batch, extra_tensors=extra, **own)
+    return batch.with_each(reversed_rows)
 
 
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -178,7 +178,7 @@ def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
 
 def micro_batch_from_call(
     tensors: Mapping[str, Tensor],
-    call_facts: Mapping[str, Any],
+    call_facts: Mapping[str, object],
     *,
     trains: bool,
     origin: Origin,
@@ -227,7 +227,7 @@ def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def check_call(
-    tensors: Mapping[str, Tensor], call_facts: Mapping[str, Any], *, trains: bool, origin: Origin
+    tensors: Mapping[str, Tensor], call_facts: Mapping[str, object], *, trains: bool, origin: Origin
 ) -> MicroBatch | None:
     """Check that a capture may hold the call: a micro-batch, or one with embeddings in the place of token ids.
 

@@ -3,8 +3,6 @@
 Their tensors name three functions; `capture/file_format/saved_tensors.py` has stand-ins for them.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
@@ -28,7 +26,7 @@ def read_legacy(data: bytes, source: str) -> MicroBatch:
     return _micro_batch(tensors, facts, source)
 
 
-def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, Any], source: str) -> MicroBatch:
+def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, object], source: str) -> MicroBatch:
     trains = facts.get("return_output")
     rank, time = facts.pop("rank", None), facts.pop("timestamp", None)
     if type(trains) is not bool or "sequences" not in tensors:

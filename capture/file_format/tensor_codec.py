@@ -15,7 +15,7 @@ restored tensor's bytes, so it guards the encoding as well as the file.
 import ctypes
 import math
 import zlib
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -49,7 +49,17 @@ def can_encode(tensor: Tensor) -> bool:
     )
 
 
-def encode_tensor(tensor: Tensor) -> dict[str, Any]:
+class EncodedTensor(TypedDict):
+    """A tensor as it is pickled."""
+
+    dtype: str
+    shape: list[int]
+    encoding: str
+    data: bytes
+    crc32: int
+
+
+def encode_tensor(tensor: Tensor) -> EncodedTensor:
     """Encode a tensor of any shape and a dtype of DTYPES, on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat = flat.as_strided(
@@ -110,7 +120,7 @@ def _checked_num_bytes(record: Any, what: str) -> int:
     return size_in_bytes(shape, DTYPES[record["dtype"]])
 
 
-def _decoded(record: dict[str, Any], what: str) -> Tensor:
+def _decoded(record: EncodedTensor, what: str) -> Tensor:
     dtype, num_elements = DTYPES[record["dtype"]], math.prod(record["shape"])
     stored_as, *steps = record["encoding"].split("/")
     allowed = ["bits", *_INTEGERS] if record["dtype"] in _INTEGERS else ["bits"] if dtype == torch.bool else []

@@ -6,7 +6,7 @@ A tensor inside a list, tuple or dict gets a dotted name: `position_embeddings.0
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,20 +16,22 @@ from capture.file_format.tensor_codec import can_encode
 _WRAPPED_NAMES = ("module", "_orig_mod", "model")  # DDP and DeepSpeed, torch.compile, OpenRLHF and PEFT
 _CACHE_NAMES = ("past_key_values", "cache_params")
 
+ValueT = TypeVar("ValueT")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallArguments:
     """A forward's arguments by name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the job's own, not copied
-    call_facts: dict[str, Any] = field(default_factory=dict)  # copied
+    call_facts: dict[str, object] = field(default_factory=dict)  # copied
     left_out: dict[str, str] = field(default_factory=dict)  # name to type
     empty_caches: set[str] = field(default_factory=set)  # names of those left out that hold no token yet
 
     def renamed(self, names: Mapping[str, str]) -> "CallArguments":
         """Return the same with other names where `names` has them."""
 
-        def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        def named(values: Mapping[str, ValueT]) -> dict[str, ValueT]:
             return {names.get(name, name): value for name, value in values.items()}
 
         return CallArguments(
@@ -73,7 +75,7 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
     return inspect.signature(model.forward)
 
 
-def take_apart(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+def take_apart(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> CallArguments:
     """Sort the arguments of a call. Raises TypeError where positional arguments do not fit the signature."""
     taken = CallArguments()
     if not args:  # every argument has a name: without binding it is twice as quick

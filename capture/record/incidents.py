@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
@@ -188,7 +189,7 @@ def read_incidents(folder: Path) -> list[IncidentRecord]:
 
 _FILES = ("incidents_rank*.json", "trouble_rank*.json")
 _FORMER_NAMES = {"step": "forward", "num_unreached": "num_not_copied"}  # in trouble_rank*.json
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, type | UnionType] = {
     "what": str,
     "where": str,
     "forward": int | None,
@@ -198,7 +199,7 @@ _KINDS: dict[str, Any] = {
     "files": list,
     "num_not_copied": int,
 }
-_LATER_KINDS: dict[str, Any] = {  # not in files of earlier versions
+_LATER_KINDS: dict[str, type | UnionType] = {  # not in files of earlier versions
     "place": str,
     "last_backward": int | None,
     "stacks": str,

@@ -37,7 +37,7 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
     return type(model).__name__
 
 
-def adapters_of(model: nn.Module) -> dict[str, Any]:
+def adapters_of(model: nn.Module) -> dict[str, dict[str, object]]:
     """Return the configs of PEFT's adapters in the model by name, as plain data; empty without any."""
     for module in model.modules():
         configs = vars(module).get("peft_config")
@@ -64,7 +64,11 @@ def _plain(value: Any) -> Any:
 
 
 def _write_config_once(
-    folder: Path, config: dict[str, Any], model_name: str, adapters: dict[str, Any], frozen: Sequence[str]
+    folder: Path,
+    config: dict[str, object],
+    model_name: str,
+    adapters: dict[str, dict[str, object]],
+    frozen: Sequence[str],
 ) -> None:
     present = read_actor_config(folder)
     if present is None:
@@ -86,7 +90,7 @@ def _without_host_paths(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def architecture(config: dict[str, Any]) -> dict[str, Any]:
+def architecture(config: dict[str, object]) -> dict[str, object]:
     """Return the settings that tell one model from another."""
     # these differ between runs of one model, and save_pretrained, which one rank alone may call, sets the last ones
     changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")

@@ -10,10 +10,10 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from capture.file_format.body import Output
 from capture.file_format.capture_file import EncodedCall, encode_call, utc_time
 from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.folder_layout import home_of
@@ -272,7 +272,7 @@ class Store:
         last.body["step"] = step.text()
         self._put_in_spool(last)
 
-    def _check_numbers(self, forward: int, outputs: Mapping[str, Any]) -> None:
+    def _check_numbers(self, forward: int, outputs: Mapping[str, Output]) -> None:
         for kept_as, name in _CHECKED.items():
             value = outputs.get(kept_as)
             if isinstance(value, float) and not math.isfinite(value) and (forward, kept_as) != self._not_finite:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.file_format.body import Output, RandomStates
 from capture.file_format.plain_data import type_name
 from capture.file_format.tensor_codec import bytes_of, can_encode
 
@@ -53,10 +54,10 @@ class RandomSnapshot:
     cpu: Tensor
     cuda: Tensor | None
 
-    def plain(self) -> dict[str, dict[str, Any]]:
+    def plain(self) -> RandomStates:
         """Return the states as plain data, as they are written."""
         version, words, gauss = self.python
-        states: dict[str, dict[str, Any]] = {
+        states: RandomStates = {
             "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
             "torch": {"cpu": bytes(bytes_of(self.cpu))},
         }
@@ -134,7 +135,7 @@ def _numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
     return state if state["bit_generator"] == "MT19937" else None
 
 
-def restore_random_states(states: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_random_states(states: RandomStates) -> None:
     """Set the generators of this process to the states before a captured pass; NumPy's if it is loaded.
 
     `states` are those of `Call.random`. Raises ValueError if they are damaged or missing.
@@ -194,14 +195,14 @@ def dtypes_of(output: Any, loss: Tensor | None) -> dict[str, str]:
     return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
 
 
-def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float | str]]:
     """Sort what a job noted into tensors to copy and plain values.
 
     A DTensor becomes the name of its type: its value would take a collective. Raises TypeError or ValueError for what
     is no number.
     """
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
+    plain: dict[str, float | str] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             if can_encode(value):
@@ -213,13 +214,13 @@ def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, plain
 
 
-def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Output]:
     """Turn tensors on the host into plain outputs.
 
     One number is kept as it is, more as a sum for each row and a checksum of all bytes. Numbers of tokens are also kept
     value by value, flat, with their shape, up to 65,536.
     """
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, Output] = {}
     for name, tensor in tensors.items():
         if name in _NAMES_OF_FEW:
             outputs[name] = tensor.double().tolist()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from capture.file_format.body import Output
 from capture.file_format.micro_batch import ID_NAMES, Origin
 from capture.file_format.plain_data import type_name
 from capture.file_format.tensor_codec import can_encode
@@ -41,7 +42,7 @@ class Pass:
 
     tensors: Mapping[str, Tensor]
     copied: list[torch.cuda.Event]
-    call_facts: Mapping[str, Any]
+    call_facts: Mapping[str, object]
     left_out: Mapping[str, str]
     trains: bool
     origin: Callable[[], Origin]  # worked out in the background
@@ -70,7 +71,7 @@ class Notes:
     left_out: Mapping[str, str]
 
     @classmethod
-    def of(cls, forward: int, values: Mapping[str, Any]) -> "Notes":
+    def of(cls, forward: int, values: Mapping[str, object]) -> "Notes":
         """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; None is nothing."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
@@ -109,7 +110,7 @@ class Outputs:
     forward: int
     tensors: Mapping[str, Tensor]
     copied: list[torch.cuda.Event]
-    plain: Mapping[str, Any]
+    plain: Mapping[str, Output]
     settings: Mapping[str, str]  # those that only the pass showed
     weights: TakenSamples | None  # if they were taken when it had ended
 
@@ -118,7 +119,7 @@ class Outputs:
         cls,
         forward: int,
         tensors: Mapping[str, Tensor],
-        plain: Mapping[str, Any],
+        plain: Mapping[str, Output],
         settings: Mapping[str, str] | None = None,
         weights: TakenSamples | None = None,
     ) -> "Outputs":

@@ -129,10 +129,12 @@ def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: Pa
         ours, theirs = reference.inputs.passes, other.inputs.passes
         kinds = "" if ours == theirs else f" ({theirs} passes, not {ours})"
         return [f"no input in common{kinds}: {other.records[0].source}, not {reference.records[0].source}"]
-    changed = [one.source for one, partner in pairs if one.peers[0].input_digest != partner.peers[0].input_digest]
+    changed = [
+        one.source for one, partner in pairs if one.peers[0].input.input_digest != partner.peers[0].input.input_digest
+    ]
     if changed:
         return [f"{changed[0]} holds other tensors" + (f", and {len(changed) - 1} more do" if changed[1:] else "")]
-    switched = [one.source for one, partner in pairs if one.peers[0].trains != partner.peers[0].trains]
+    switched = [one.source for one, partner in pairs if one.peers[0].input.trains != partner.peers[0].input.trains]
     return [f"{switched[0]} was a training pass in one of them alone"] if switched else []
 
 
@@ -156,7 +158,7 @@ def _of_steps(
 
 def settings(run: PastRun) -> dict[str, str]:
     """Describe how a run was done, by setting; what was resolved replaces what was asked for."""
-    asked: dict[str, Any] = {}
+    asked: dict[str, object] = {}
     for part in (run.actor, run.inputs, run.measure, run.state, run.objective):
         asked |= {name: value for name, value in _flat(to_json(part)).items() if name not in MEANS_NOTHING}
     shown = {name.replace("_", " "): _value_text(value) for name, value in {**asked, **run.facts}.items()}
@@ -170,14 +172,14 @@ def settings(run: PastRun) -> dict[str, str]:
     }
 
 
-def _flat(part: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(part: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for name, value in part.items():
         flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
     return flat
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

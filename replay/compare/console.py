@@ -1,40 +1,25 @@
 """Print the answer to `replay compare`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from replay.compare import text as compare_wording
-from replay.compare.differences import Comparison
+from replay.compare import text as wording
+from replay.compare.comparison import Comparison
 from replay.report.printing import open_console, print_line, print_pairs, print_table
-from replay.runlog.reader import PastRun
-
-if TYPE_CHECKING:  # logs without traces are compared without torch
-    from replay.tracing.first_difference import Parted
 
 
-def print_comparison(
-    names: Sequence[str],
-    runs: Sequence[PastRun],
-    differing: Mapping[str, Sequence[str]],
-    comparisons: Sequence[Comparison],
-    threshold: float,
-    parted: "Parted",
-    *,
-    written: Sequence[Path],
-    full_names: bool = False,
-) -> None:
+def print_comparison(comparison: Comparison, *, written: Sequence[Path], full_names: bool = False) -> None:
     """Print the answer to `replay compare`; docs/compare.md shows one."""
     out = open_console()
-    print_pairs(out, compare_wording.other_work(names, comparisons))
-    print_pairs(out, compare_wording.compared_runs(names, runs, comparisons))
+    print_pairs(out, wording.other_work(comparison))
+    print_pairs(out, wording.compared_runs(comparison))
     print_line(out)
-    if differing:
-        print_table(out, compare_wording.setting_table(names, differing))
+    if comparison.settings:
+        print_table(out, wording.setting_table(comparison))
         print_line(out)
-    print_table(out, compare_wording.difference_table(names, comparisons, full_names=full_names))
+    print_table(out, wording.difference_table(comparison, full_names=full_names))
     print_line(out)
-    print_pairs(out, compare_wording.remarks(names, comparisons))
-    print_pairs(out, compare_wording.partings(names, parted, full_names=full_names))
-    print_pairs(out, compare_wording.verdicts(names, comparisons, threshold))
+    print_pairs(out, wording.remarks(comparison))
+    print_pairs(out, wording.partings(comparison, full_names=full_names))
+    print_pairs(out, wording.verdicts(comparison))
     print_pairs(out, [("written", str(path)) for path in written])

@@ -81,8 +81,8 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """One run beside the reference."""
+class Differences:
+    """How far one run is from the reference."""
 
     num_matched: int
     num_only_in_reference: int
@@ -103,7 +103,7 @@ def _without_name(command: str) -> str:
     return shlex.join(word for before, word in pairwise(["", *words]) if "--name" not in (before, word))
 
 
-def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Comparison:
+def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Differences:
     """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work.
 
     tells_of_code  other code of the model or the loss, and another --window, are told of and no reason to refuse
@@ -138,7 +138,7 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
             f"({_window_size(windows)}, against {_window_size(other_windows)})"
         )
     costs, more = _costs(placed, reference, other)
-    return Comparison(
+    return Differences(
         num_matched=len(pairs),
         num_only_in_reference=len(passes) - len(pairs),
         num_only_in_other=len(other_passes) - len(pairs),
@@ -167,7 +167,7 @@ def _farthest(source: str, place: int, references: Iterable[float], others: Iter
 def _losses(placed: Placed) -> list[Point]:
     points = []
     for place, one, partner in placed:
-        losses = ([peer.loss for peer in each.peers if peer.loss is not None] for each in (one, partner))
+        losses = ([peer.result.loss for peer in each.peers if peer.result.loss is not None] for each in (one, partner))
         points.append(_farthest(one.source, place, *losses))
     return points
 
@@ -176,7 +176,7 @@ def _log_probs(placed: Placed) -> list[Point]:
     """Make a point for each row."""
     points: list[Point] = []
     for place, one, partner in placed:
-        rows = (zip(*(peer.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
+        rows = (zip(*(peer.result.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
         points.extend(_farthest(one.source, place, *row) for row in zip(*rows, strict=True))
     return points
 
@@ -243,7 +243,7 @@ def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Qua
 
 
 def _seconds(one: Pass, phase: str) -> float | None:
-    return max((peer.phases[phase].seconds for peer in one.peers if phase in peer.phases), default=None)
+    return max((peer.cost.phases[phase].seconds for peer in one.peers if phase in peer.cost.phases), default=None)
 
 
 def _peak(one: Pass) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.compare.differences import Comparison, Quantity
+from replay.compare.comparison import Comparison
+from replay.compare.differences import Quantity
 
 STYLES = {"loss": "-", "log-probs": ":", "gradient norm": "--"}
 
@@ -25,30 +26,34 @@ def check_plot(path: Path) -> None:
         raise UsageError(Setting("plot", path), "has no ending of a picture", advice)
 
 
-def draw(path: Path, comparisons: Sequence[Comparison], names: Sequence[str], threshold: float) -> None:
+def draw(path: Path, comparison: Comparison) -> None:
     """Save a picture of losses by input and their differences. Raises UsageError if `path` cannot be written."""
     from matplotlib.figure import Figure  # not pyplot: no display, and no state beyond this figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    losses = [one.results[0] for one in comparisons]
+    losses = [differences.results[0] for differences in comparison.differences]
     union = {point.place: point.reference for loss in losses for point in loss.points}
     places = [place + 1 for place in sorted(union)]
-    above.plot(places, [union[place] for place in sorted(union)], color="lightgray", linewidth=6, label=names[0])
-    for number, (name, one) in enumerate(zip(names[1:], comparisons, strict=True)):
+    above.plot(
+        places, [union[place] for place in sorted(union)], color="lightgray", linewidth=6, label=comparison.names[0]
+    )
+    for number, (name, differences) in enumerate(comparison.named):
         color = f"C{number}"
-        points = one.results[0].points
+        points = differences.results[0].points
         values = [point.place + 1 for point in points], [point.other for point in points]
         above.plot(*values, marker=".", color=color, label=name)
-        for quantity in one.results:
-            places, differences, num_beyond = _curve(quantity)
+        for quantity in differences.results:
+            places, apart, num_beyond = _curve(quantity)
             label = f"{name}, {quantity.name}" + (f" ({num_beyond} not finite)" if num_beyond else "")
-            below.plot(places, differences, STYLES[quantity.name], marker=".", color=color, label=label)
+            below.plot(places, apart, STYLES[quantity.name], marker=".", color=color, label=label)
+    threshold = comparison.threshold
     below.axhline(threshold, color="gray", linewidth=1, label=f"threshold {threshold:g}")
-    _scale(below, [threshold, *(point.relative for one in comparisons for q in one.results for point in q.points)])
+    quantities = [quantity for differences in comparison.differences for quantity in differences.results]
+    _scale(below, [threshold, *(point.relative for quantity in quantities for point in quantity.points)])
     above.set_ylabel("loss")
-    below.set_ylabel(f"relative difference from {names[0]}")
-    below.set_xlabel(f"pass of {names[0]}")
+    below.set_ylabel(f"relative difference from {comparison.names[0]}")
+    below.set_xlabel(f"pass of {comparison.names[0]}")
     below.xaxis.get_major_locator().set_params(integer=True)
     above.legend()
     below.legend(fontsize="small")

@@ -1,51 +1,55 @@
 """Write a comparison of runs as text: which runs, how they differ, how far their numbers are apart, the verdict."""
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from replay.compare.differences import Comparison, Quantity
+from replay.compare.comparison import Comparison
+from replay.compare.differences import Quantity
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds, short_names
-from replay.runlog.reader import PastRun
 from replay.tracing.trace_file import Kind
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
-    from replay.tracing.first_difference import FirstDifference, Parted
+    from replay.tracing.first_difference import FirstDifference
 
 
 UNITS = {"seconds": "ms", "bytes": "GiB"}
 
 
-def compared_runs(names: Sequence[str], runs: Sequence[PastRun], comparisons: Sequence[Comparison]) -> Pairs:
-    pairs = [(names[0], f"{runs[0].folder}: the reference")]
-    for name, run, one in zip(names[1:], runs[1:], comparisons, strict=True):
-        alone = {names[0]: one.num_only_in_reference, name: one.num_only_in_other}
+def compared_runs(comparison: Comparison) -> Pairs:
+    reference, *others = comparison.runs
+    pairs = [(comparison.names[0], f"{reference.folder}: the reference")]
+    for run, (name, differences) in zip(others, comparison.named, strict=True):
+        alone = {comparison.names[0]: differences.num_only_in_reference, name: differences.num_only_in_other}
         rest = "".join(f", {number} in {whose} alone" for whose, number in alone.items() if number)
-        pairs.append((name, f"{run.folder}: {counted(one.num_matched, 'matched pass')}{rest}"))
+        pairs.append((name, f"{run.folder}: {counted(differences.num_matched, 'matched pass')}{rest}"))
     return pairs
 
 
-def other_work(names: Sequence[str], comparisons: Sequence[Comparison]) -> Pairs:
+def other_work(comparison: Comparison) -> Pairs:
     """Say in what each run did other work than the reference and was compared all the same."""
-    named = zip(names[1:], comparisons, strict=True)
-    return [("other work", f"{name}: {'; '.join(one.told)}") for name, one in named if one.told]
+    named = comparison.named
+    return [("other work", f"{name}: {'; '.join(differences.told)}") for name, differences in named if differences.told]
 
 
-def setting_table(names: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Columns:
-    rows = differing.values()
-    return {"setting": list(differing), **{name: [row[i] for row in rows] for i, name in enumerate(names)}}
+def setting_table(comparison: Comparison) -> Columns:
+    rows = comparison.settings.values()
+    values = {name: [row[number] for row in rows] for number, name in enumerate(comparison.names)}
+    return {"setting": list(comparison.settings), **values}
 
 
-def difference_table(names: Sequence[str], comparisons: Sequence[Comparison], *, full_names: bool = False) -> Columns:
+def difference_table(comparison: Comparison, *, full_names: bool = False) -> Columns:
     """Make a row for each run and quantity; means are over what was matched."""
-    named = zip(names[1:], comparisons, strict=True)
-    rows = [(name, quantity) for name, one in named for quantity in (*one.results, *one.costs)]
+    rows = [
+        (name, quantity)
+        for name, differences in comparison.named
+        for quantity in (*differences.results, *differences.costs)
+    ]
     quantities = [quantity for _, quantity in rows]
     sources = [quantity.source or "-" for quantity in quantities]
     return {
         "run": [name for name, _ in rows],
         "quantity": [f"{q.name} {UNITS[q.unit]}" if q.unit else q.name for q in quantities],
         "matched": [str(q.num_matched) for q in quantities],
-        f"mean in {names[0]}": [_value(q, q.mean_reference) for q in quantities],
+        f"mean in {comparison.names[0]}": [_value(q, q.mean_reference) for q in quantities],
         "mean": [_value(q, q.mean_other) for q in quantities],
         "max diff": [_value(q, q.max_difference, "{:.3g}") for q in quantities],
         "mean diff": [_value(q, q.mean_difference, "{:.3g}") for q in quantities],
@@ -64,31 +68,31 @@ def _value(quantity: Quantity, value: float, form: str = "{:.6g}") -> str:
             return form.format(value)
 
 
-def remarks(names: Sequence[str], comparisons: Sequence[Comparison]) -> Pairs:
+def remarks(comparison: Comparison) -> Pairs:
     pairs: Pairs = []
-    for name, one in zip(names[1:], comparisons, strict=True):
-        pairs += [("note", f"{name}: {note}") for note in one.notes]
+    for name, differences in comparison.named:
+        pairs += [("note", f"{name}: {note}") for note in differences.notes]
         pairs += [
             ("note", f"{name}: {quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}")
-            for quantity in one.results
+            for quantity in differences.results
             if quantity.num_not_finite
         ]
     return pairs
 
 
-def verdicts(names: Sequence[str], comparisons: Sequence[Comparison], threshold: float) -> Pairs:
+def verdicts(comparison: Comparison) -> Pairs:
     pairs: Pairs = []
-    for name, one in zip(names[1:], comparisons, strict=True):
-        far = [quantity for quantity in one.results if quantity.max_relative > threshold]
-        near = [quantity for quantity in one.results if quantity not in far]
+    for name, differences in comparison.named:
+        far = [quantity for quantity in differences.results if quantity.max_relative > comparison.threshold]
+        near = [quantity for quantity in differences.results if quantity not in far]
         said = [f"{quantity.name} by {quantity.max_relative:.3g}" for quantity in far or near]
-        text = f"{name}: {', '.join(said)} at most, threshold {threshold:g}"
+        text = f"{name}: {', '.join(said)} at most, threshold {comparison.threshold:g}"
         pairs.append(("beyond" if far else "within", text))
     return pairs
 
 
-def partings(names: Sequence[str], parted: "Parted", *, full_names: bool = False) -> Pairs:
-    lines = [f"{names[number + 1]}: {parting(one)}" for number, one in parted.items()]
+def partings(comparison: Comparison, *, full_names: bool = False) -> Pairs:
+    lines = [f"{comparison.names[number + 1]}: {parting(first)}" for number, first in comparison.parted.items()]
     return [("first diff", line if full_names else short_names(line)) for line in lines]
 
 

@@ -3,12 +3,12 @@
 from typing import IO
 
 from replay.inspection import text as wording
-from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.inspection import Inspection
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import damaged_files
 
 
-def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
+def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> None:
     """Print the answer of `replay inspect`.
 
     folder     inputs/sample
@@ -30,16 +30,16 @@ def print_inspection(facts: FolderFacts, file: IO[str] | None = None) -> None:
     Of several ranks that did not end well, the one that was behind is named, as `replay hang` does.
     """
     out = open_console(file)
-    if facts.incidents or facts.in_memory is not None:
-        print_pairs(out, wording.incidents(facts) + facts.hang)
+    if inspection.incidents or inspection.in_memory is not None:
+        print_pairs(out, wording.incidents(inspection) + inspection.hang)
         print_line(out)
-    print_pairs(out, wording.folder_facts(facts))
-    if facts.kinds:
+    print_pairs(out, wording.folder_facts(inspection))
+    if inspection.kinds:
         print_line(out)
-        print_table(out, wording.kind_table(facts))
-    if stand_outs := wording.stand_outs(facts):
+        print_table(out, wording.kind_table(inspection))
+    if stand_outs := wording.stand_outs(inspection):
         print_line(out)
         print_pairs(out, stand_outs)
-    if facts.damaged:
+    if inspection.damaged:
         print_line(out)
-        print_pairs(out, damaged_files(facts.damaged))
+        print_pairs(out, damaged_files(inspection.damaged))

@@ -3,35 +3,35 @@
 from collections.abc import Sequence
 
 from capture.file_format.listing import ranges_of
-from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.inspection import Inspection
 from replay.inspection.totals import Spread
 from replay.report.text import Columns, Pairs, counted, not_recorded, unreplayable
 
 
-def folder_facts(facts: FolderFacts) -> Pairs:
-    pairs = [("folder", str(facts.folder)), ("model", facts.model)]
-    pairs.append(("files", ", ".join(f"{number} {what}" for what, number in facts.num_by_format.items())))
-    if facts.unreplayable:
-        pairs.append(("no replay", unreplayable(facts.unreplayable)))
-    if facts.missing_ranks:
-        pairs.append(("no pass", f"of {rank_names(facts.missing_ranks)} of the job's {facts.world_size}"))
-    pairs += not_recorded(facts.not_recorded)
-    if facts.first_time is not None and facts.last_time is not None:
-        pairs.append(("time", f"{facts.first_time} to {facts.last_time}"))
-    if facts.versions:
-        pairs.append(("versions", ", ".join(facts.versions)))
+def folder_facts(inspection: Inspection) -> Pairs:
+    pairs = [("folder", str(inspection.folder)), ("model", inspection.model)]
+    pairs.append(("files", ", ".join(f"{number} {what}" for what, number in inspection.num_by_format.items())))
+    if inspection.unreplayable:
+        pairs.append(("no replay", unreplayable(inspection.unreplayable)))
+    if inspection.missing_ranks:
+        pairs.append(("no pass", f"of {rank_names(inspection.missing_ranks)} of the job's {inspection.world_size}"))
+    pairs += not_recorded(inspection.not_recorded)
+    if inspection.first_time is not None and inspection.last_time is not None:
+        pairs.append(("time", f"{inspection.first_time} to {inspection.last_time}"))
+    if inspection.versions:
+        pairs.append(("versions", ", ".join(inspection.versions)))
     return pairs
 
 
-def incidents(facts: FolderFacts) -> Pairs:
+def incidents(inspection: Inspection) -> Pairs:
     """List ranks that were killed, then the first failures; last what follows from another rank's end.
 
     A killed rank has the time at which its passes were salvaged, so it is not sorted by that time.
     """
-    pairs: Pairs = [] if facts.in_memory is None else [("incident", facts.in_memory)]
+    pairs: Pairs = [] if inspection.in_memory is None else [("incident", inspection.in_memory)]
     order = {"died": 0}
     for one in sorted(
-        facts.incidents,
+        inspection.incidents,
         key=lambda one: (order.get(one.incident.what, 1 + one.incident.follows_another), one.incident.time),
     ):
         incident = one.incident
@@ -43,22 +43,22 @@ def incidents(facts: FolderFacts) -> Pairs:
         if incident.num_not_copied:
             saved += f", {counted(incident.num_not_copied, 'pass')} not on the host in time"
         pairs.append(("incident", text + saved))
-    if number := sum({one.rank: one.num_others for one in facts.incidents}.values()):
+    if number := sum({one.rank: one.num_others for one in inspection.incidents}.values()):
         pairs.append(("incident", f"{number} more like these, for which nothing was written"))
     return pairs
 
 
-def stand_outs(facts: FolderFacts, most: int = 10) -> Pairs:
-    pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in facts.longest]
-    pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in facts.odd[:most]]
-    if (num_more := facts.num_odd - min(len(facts.odd), most)) > 0:
+def stand_outs(inspection: Inspection, most: int = 10) -> Pairs:
+    pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in inspection.longest]
+    pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in inspection.odd[:most]]
+    if (num_more := inspection.num_odd - min(len(inspection.odd), most)) > 0:
         pairs.append(("odd", f"{num_more} more"))
     return pairs
 
 
-def kind_table(facts: FolderFacts) -> Columns:
+def kind_table(inspection: Inspection) -> Columns:
     """Return a row for the training passes and one for the rollout passes; a spread is least / median / most."""
-    kinds = facts.kinds
+    kinds = inspection.kinds
     return {
         "passes": [kind.name for kind in kinds],
         "number": [str(kind.num_passes) for kind in kinds],

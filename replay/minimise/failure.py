@@ -10,19 +10,19 @@ died         a process was ended by a signal, such as the system's for memory
 import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from replay.processes.pool import Child
 from replay.report.text import one_line
+from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import log_below
+from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
 from replay.tolerances.quantities import LOG_PROBS
 from replay.verdict.findings import Status
-from replay.verdict.judge import Outcome
+from replay.verdict.judge import Outcome, Verdict
 
 _PLACE = re.compile(r"row (\d+), token (\d+)")
 _ROW = re.compile(r"row (\d+)")
@@ -90,7 +90,7 @@ class Failure:
 class Log:
     """The log of a replay that has ended; empty if it did not get that far."""
 
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: RunFile | None = None
     records: Sequence[PassRecord] = ()
 
     @classmethod
@@ -98,6 +98,20 @@ class Log:
         """Read the only log below `folder`."""
         _, run, records = log_below(folder)
         return cls(run=run, records=records)
+
+    @property
+    def start(self) -> RunStart | None:
+        return None if self.run is None else self.run.start
+
+    @property
+    def failure(self) -> RunFailure:
+        """What ended the run; without a kind if nothing did."""
+        return self.run.failure if self.run is not None and self.run.failure is not None else RunFailure()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        values = None if self.run is None or self.run.end is None else self.run.end.verdict
+        return read_section(Verdict, values, source="run.json: verdict")
 
 
 def failure_of(child: Child) -> Failure | None:
@@ -114,44 +128,44 @@ def masked(message: str) -> str:
     return _NUMBER.sub("N", _FILE.sub("FILE", one_line(message)))
 
 
-def _exception(error_type: str, message: str, **where: Any) -> Failure:
+def _exception(error_type: str, message: str, *, index: int | None = None, source: str | None = None) -> Failure:
     is_memory = "OutOfMemory" in error_type
     return Failure(
         kind=Kind.EXCEPTION,
         error_type=error_type,
         message="" if is_memory else masked(message),
         said=one_line(message),
-        **where,
+        index=index,
+        source=source,
     )
 
 
 def _hang(child: Child, log: Log) -> Failure | None:
-    failure = log.run.get("failure") or {}
-    if child.exit_code is not None and failure.get("kind") != "hung":
+    failure = log.failure
+    if child.exit_code is not None and failure.kind != "hung":
         return None
-    said = failure.get("error") or f"not finished within {child.seconds:.0f} s"
-    position = _position(failure) if failure else {"index": len({record.index for record in log.records})}
-    return Failure(kind=Kind.HANG, said=str(said), **position)
+    said = failure.error or f"not finished within {child.seconds:.0f} s"
+    index = len({record.index for record in log.records}) if failure.kind is None else _index(failure)
+    return Failure(kind=Kind.HANG, said=said, index=index, source=failure.source)
 
 
-def _position(failure: Mapping[str, Any]) -> dict[str, Any]:
-    index = failure.get("index")
-    return {"index": index if isinstance(index, int) and index >= 0 else None, "source": failure.get("source")}
+def _index(failure: RunFailure) -> int | None:
+    return failure.index if failure.index is not None and failure.index >= 0 else None
 
 
 def _of_ranks(child: Child, log: Log) -> Failure | None:
     """Return the failure that ended all ranks, by the rank that failed first."""
-    failure = log.run.get("failure") or {}
-    where = _position(failure)
-    if failure.get("kind") == "died":
-        return Failure(kind=Kind.DIED, said=str(failure["error"]), **where)
-    if failure.get("kind") != "failed":
+    failure, error = log.failure, str(log.failure.error)
+    index, source = _index(failure), failure.source
+    if failure.kind == "died":
+        return Failure(kind=Kind.DIED, said=error, index=index, source=source)
+    if failure.kind != "failed":
         return None
-    own = next((one for one in log.records if one.rank == failure["rank"] and one.error is not None), None)
+    own = next((one for one in log.records if one.rank == failure.rank and one.error is not None), None)
     if own is not None:
-        return _exception(str(own.error_type), str(own.error), **where)
-    typed = _TYPED.match(str(failure.get("error")))
-    return _exception(*typed.groups(), **where) if typed else _exception("error", str(failure.get("error")), **where)
+        return _exception(str(own.error_type), str(own.error), index=index, source=source)
+    typed = _TYPED.match(error)
+    return _exception(*(typed.groups() if typed else ("error", error)), index=index, source=source)
 
 
 def _in_a_pass(child: Child, log: Log) -> Failure | None:
@@ -170,12 +184,13 @@ def _died(child: Child, log: Log) -> Failure | None:
 
 
 def _not_finite(child: Child, log: Log) -> Failure | None:
-    is_fp16 = log.run.get("spec", {}).get("actor", {}).get("dtype") == "fp16"  # whose loss scale makes norms infinite
+    # the loss scale of fp16 makes norms infinite
+    is_fp16 = log.start is not None and log.start.spec["actor"].get("dtype") == "fp16"
     for record in log.records:
         values: dict[str, Sequence[float | None]] = {
-            "loss": [record.loss],
-            "log-probs": record.row_log_probs,
-            "gradient norm": [] if is_fp16 else [record.grad_norm],
+            "loss": [record.result.loss],
+            "log-probs": record.result.row_log_probs,
+            "gradient norm": [] if is_fp16 else [record.result.grad_norm],
         }
         odd = [name for name, some in values.items() if any(one is not None and not math.isfinite(one) for one in some)]
         if odd:
@@ -194,35 +209,36 @@ def _not_finite(child: Child, log: Log) -> Failure | None:
 
 
 def _verdict(child: Child, log: Log) -> Failure | None:
-    verdict = log.run.get("verdict") or {}
-    kinds = {Outcome.DIFFERS.value: Kind.DIFFERS, Outcome.UNSETTLED.value: Kind.UNSETTLED}
-    kind = kinds.get(verdict.get("outcome", ""))
-    if kind is None:
+    verdict = log.verdict
+    kinds = {Outcome.DIFFERS: Kind.DIFFERS, Outcome.UNSETTLED: Kind.UNSETTLED}
+    if verdict is None or verdict.outcome not in kinds:
         return None
+    first = verdict.first
+    assert first is not None, "a verdict that differs or is unsettled names a pass"
+    kind = kinds[verdict.outcome]
     status = Status.DIFFERS if kind is Kind.DIFFERS else Status.UNSETTLED
-    first = verdict["first"]
-    findings = [one for one in first["findings"] if one["status"] == status.value]
-    rows = [_ROW.fullmatch(str(one["where"])) for one in findings]
+    findings = [finding for finding in first.findings if finding.status is status]
+    rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
     row = next((int(found[1]) for found in rows if found), None)
     said = "; ".join(
-        f"{one['name']}{' of ' + one['where'] if one['where'] else ''}: {one['recorded']} in the job, "
-        f"{one['replayed']} here, {one['difference']} apart, bound {one['bound']}"
-        for one in findings[:1]
+        f"{finding.name}{' of ' + finding.where if finding.where else ''}: {finding.recorded} in the job, "
+        f"{finding.replayed} here, {finding.difference} apart, bound {finding.bound}"
+        for finding in findings[:1]
     )
     return Failure(
         kind=kind,
-        quantities=tuple(dict.fromkeys(one["name"] for one in findings)),
-        said=said or str(verdict["reason"]),
-        index=first["index"],
-        source=first["source"],
+        quantities=tuple(dict.fromkeys(finding.name for finding in findings)),
+        said=said or str(verdict.reason),
+        index=first.index,
+        source=first.source,
         row=row,
-        bound=next((one["bound"] for one in findings if one["name"] == LOG_PROBS), None),
+        bound=next((finding.bound for finding in findings if finding.name == LOG_PROBS), None),
     )
 
 
 def _at_the_start(child: Child, log: Log) -> Failure | None:
     """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
-    if child.exit_code == 0 or log.run.get("verdict") is not None:
+    if child.exit_code == 0 or log.verdict is not None:
         return None
     said = child.error.removesuffix(ADVICE)
     typed = _TYPED.match(said)

@@ -74,8 +74,8 @@ def write_folder(
     redaction = _redacted(home, best, log.failure, check) if log.redact else ""
     chosen, outside, failure, child = _checked(home, best, check)
     shutil.copy(child.output, home / "output.txt")
-    run = Log.of(child.logs).run
-    settled = spec_from_dict(run["spec"]) if "spec" in run else chosen.spec
+    start = Log.of(child.logs).start
+    settled = chosen.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
     seconds = min(log.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
     with chdir(home):

@@ -13,7 +13,7 @@ from replay.minimise.failure import Failure, Kind
 from replay.option_parsing import command_line, spec_of
 from replay.parity.noise_floor import distances
 from replay.parity.results import MatrixJudge
-from replay.parity.state import ParityLog
+from replay.parity.rows import ParityLog
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 from replay.spec import ReplaySpec

@@ -203,8 +203,8 @@ class _Work:
             seen = self._seen(as_typed, None)
             if seen.child.is_refusal:
                 raise UsageError(seen.child.error)
-            config = Log.of(seen.child.logs).run.get("work", {}).get("config", {})
-            log.num_layers = _num_layers(config)
+            start = Log.of(seen.child.logs).start
+            log.num_layers = _num_layers({} if start is None else start.work.config)
             log.failure = seen.failure
             said = "no failure" if seen.failure is None else seen.failure.text
             self._settle(AS_TYPED, as_typed, seen.failure, said, seen.seconds, seen.num_runs)

@@ -7,15 +7,15 @@
 d is the replay's log-prob minus the rollout's, in nats, of each action token. mismatch.json has the same numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from actor_init.as_json import json_bytes
+from actor_init.as_json import json_bytes, to_json
 from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.model import ModelSource
 from actor_init.own_positions import with_own_positions
@@ -67,6 +67,31 @@ class Distance:
     largest: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchReport:
+    """How far replays are from a rollout, and from each other; `worst` holds the tokens that are farthest apart."""
+
+    spec: ReplaySpec
+    versions: Mapping[str, str | None]
+    replays: Sequence[Cell]
+    distances: Sequence[Distance]
+    worst: Sequence[WorstToken]
+
+    @classmethod
+    def of(cls, run: ReplaySpec, cells: Sequence[tuple[Cell, list[Tokens]]], num_worst: int) -> Self:
+        return cls(
+            spec=run,
+            versions=versions(),
+            replays=[cell for cell, _ in cells],
+            distances=[_distance(cell, other) for number, cell in enumerate(cells) for other in cells[number + 1 :]],
+            worst=worst_tokens([tokens for _, tokens in cells], num_worst),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of mismatch.json."""
+        return {**to_json(self), "spec": spec_to_dict(self.spec)}
+
+
 def mismatch(
     run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[str], num_worst: int, json_file: Path | None
 ) -> int:
@@ -101,11 +126,10 @@ def mismatch_in(
                 spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).settled())
                 cells.append(_replayed(spec, source, world, watch.tracker, batches))
         if world.rank == 0:
-            report = Report(cells=cells, num_worst=num_worst)
-            report.show(_header(run, source, world, selection), folder)
-            values = {"spec": spec_to_dict(run), "versions": versions(), **report.as_json()}
+            report = MismatchReport.of(run, cells, num_worst)
+            print_report(report, _header(run, source, world, selection), folder)
             for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
-                write_atomically(path, json_bytes(values))
+                write_atomically(path, json_bytes(report.to_dict()))
         world.gather(None)
     return 0
 
@@ -213,47 +237,37 @@ def _numbered(batches: Sequence[Tokens]) -> torch.Tensor:
     return torch.cat(numbers)
 
 
-class Report:
-    """What is said of all replays, on rank 0."""
-
-    def __init__(self, *, cells: Sequence[tuple[Cell, list[Tokens]]], num_worst: int) -> None:
-        self.cells = [cell for cell, _ in cells]
-        self.worst: list[WorstToken] = worst_tokens([tokens for _, tokens in cells], num_worst)
-        self.distances = [_distance(one, other) for number, one in enumerate(cells) for other in cells[number + 1 :]]
-
-    def show(self, header: Pairs, folder: Path) -> None:
-        out = open_console()
-        print_pairs(out, header)
-        print_line(out)
-        print_table(out, replays_table([(one.name, one.mismatch) for one in self.cells]))
-        if self.distances:
-            print_line(out)
-            print_table(out, distances_table([(f"{d.one} and {d.other}", d.mean, d.largest) for d in self.distances]))
-        print_line(out)
-        print_table(out, worst_table(self.worst, [one.name for one in self.cells]))
-        print_line(out)
-        print_pairs(out, [*self._conclusion(), ("log", str(folder))])
-
-    def _conclusion(self) -> Pairs:
-        """Name the replay that is nearest to the rollout, and what dtypes and kernels alone are apart."""
-        nearest = min(self.cells, key=lambda one: one.mismatch.mean)
-        said = f"{nearest.name}: {nearest.mismatch.mean:.3g} a token"
-        if self.distances:
-            widest = max(self.distances, key=lambda one: one.mean)
-            said += f"; replays are up to {widest.mean:.3g} from each other ({widest.one} and {widest.other})"
-            if widest.mean < nearest.mismatch.mean / 2:
-                said += ": dtype and kernel do not explain it. Other weights, temperature, or another engine's kernels"
-        return [("nearest", said)]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"replays": self.cells, "distances": self.distances, "worst": self.worst}
-
-
 def _distance(one: tuple[Cell, list[Tokens]], other: tuple[Cell, list[Tokens]]) -> Distance:
     apart_N = torch.cat([(a.replay_N - b.replay_N).abs() for a, b in zip(one[1], other[1], strict=True)])
     return Distance(
         one=one[0].name, other=other[0].name, mean=float(apart_N.double().mean()), largest=float(apart_N.max())
     )
+
+
+def print_report(report: MismatchReport, header: Pairs, folder: Path) -> None:
+    out = open_console()
+    print_pairs(out, header)
+    print_line(out)
+    print_table(out, replays_table([(cell.name, cell.mismatch) for cell in report.replays]))
+    if report.distances:
+        print_line(out)
+        print_table(out, distances_table([(f"{d.one} and {d.other}", d.mean, d.largest) for d in report.distances]))
+    print_line(out)
+    print_table(out, worst_table(report.worst, [cell.name for cell in report.replays]))
+    print_line(out)
+    print_pairs(out, [("nearest", _nearest(report)), ("log", str(folder))])
+
+
+def _nearest(report: MismatchReport) -> str:
+    """Name the replay that is nearest to the rollout, and what dtypes and kernels alone are apart."""
+    nearest = min(report.replays, key=lambda cell: cell.mismatch.mean)
+    said = f"{nearest.name}: {nearest.mismatch.mean:.3g} a token"
+    if report.distances:
+        widest = max(report.distances, key=lambda distance: distance.mean)
+        said += f"; replays are up to {widest.mean:.3g} from each other ({widest.one} and {widest.other})"
+        if widest.mean < nearest.mismatch.mean / 2:
+            said += ": dtype and kernel do not explain it. Other weights, temperature, or another engine's kernels"
+    return said
 
 
 def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selection) -> Pairs:

@@ -48,7 +48,10 @@ class Recorded:
     @classmethod
     def of(cls, call: Call, batch: MicroBatch) -> "Recorded":
         """Collect it from a capture; `batch` is as the replay feeds it."""
-        numbers = {name: float(fact) for name, fact in call.call_facts.items() if type(fact) in (int, float)}
+        facts = call.call_facts.items()
+        numbers = {
+            name: float(fact) for name, fact in facts if isinstance(fact, int | float) and type(fact) is not bool
+        }
         sequence_BS = (documents_of(batch).is_first_BS.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.sequences_BS)
         num_tokens = batch.sequences_BS.shape[1]
         num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]

@@ -1,8 +1,8 @@
 """Run a replay, or another command of many ranks, on a Ray cluster: Ray Train starts the ranks."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actor_init.spec import ParallelSpec, UsageError
@@ -13,7 +13,8 @@ from replay.on_ray.fit import Fit, fitting
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
-from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
+from replay.runlog.run_file import RUN_FILE, RunFile
+from replay.runlog.writer import INTERRUPTED
 
 POLL_SECONDS = 0.5
 DIED = 1  # exit code of a run whose ranks left none: they were killed, ended each other, or died with their node
@@ -86,9 +87,9 @@ class _RayRun:
     def _mark_interrupted(self) -> None:
         """Say so in run.json: the ranks are ended with the cluster's job and write nothing any more."""
         for folder in self._folders:
-            run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-            if run["status"] == "running":
-                replace_run(folder, {**run, "status": "interrupted", "exit_code": INTERRUPTED})
+            run = RunFile.read(folder)
+            if run.status == "running":
+                replace(run, status="interrupted", exit_code=INTERRUPTED).write(folder)
 
     def _take(self, change: Change) -> None:
         if change.name.startswith(EXIT_CODE):

@@ -22,7 +22,7 @@ from replay.on_ray.fit import FAILED, Fit, Fitting, fitting
 from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.training_rank import train
 from replay.processes.pool import Child, Task
-from replay.runlog.writer import RUN_FILE
+from replay.runlog.run_file import RUN_FILE
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5

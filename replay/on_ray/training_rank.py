@@ -64,7 +64,7 @@ def train(job: Mapping[str, Any]) -> int:
     import ray
     from ray.train import get_checkpoint
 
-    from replay.runner.session import run
+    from replay.runner.run import run
 
     node = ray.get_runtime_context().get_node_id()
     home = Path(job["homes"]) / node
@@ -80,7 +80,7 @@ def train(job: Mapping[str, Any]) -> int:
         states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
         stack.enter_context(output_into(output, output))
         exit_code = exit_code_of(
-            partial(_kept, broke_off, lambda: run(spec_of(arguments), show_traceback=False, states=states))
+            partial(_kept, broke_off, lambda: run(spec_of(arguments), show_traceback=False, states=states).exit_code)
         )
     if broke_off:
         raise broke_off[0]

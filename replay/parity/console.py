@@ -15,7 +15,7 @@ from typing import IO
 from capture.progress_bar import ProgressBar
 from replay.parity import text as parity_wording
 from replay.parity.results import MatrixResult
-from replay.parity.state import ParityLog, Row, State
+from replay.parity.rows import ParityLog, Row, State
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs
 

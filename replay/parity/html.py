@@ -5,7 +5,7 @@ from html import escape
 
 from replay.parity import text as words
 from replay.parity.results import MatrixResult
-from replay.parity.state import ParityLog
+from replay.parity.rows import ParityLog
 from replay.report.text import Pairs, is_text
 from replay.runlog.writer import versions
 

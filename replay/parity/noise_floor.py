@@ -11,7 +11,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from actor_init.spec import Dtype
-from replay.compare.differences import Comparison, Point
+from replay.compare.differences import Differences, Point
 from replay.tolerances.difference import as_share
 from replay.tolerances.roundoff import FP32_SPACING
 from replay.tolerances.runs import CEILINGS, bound_from_floor, is_trusted
@@ -59,7 +59,7 @@ class Noise:
         return self.group, self.dtype
 
 
-def distances(comparison: Comparison) -> dict[str, Distance]:
+def distances(comparison: Differences) -> dict[str, Distance]:
     """Return distances by quantity: loss, log-probs, token log-probs, gradient norm and gradients, where recorded."""
     return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
 

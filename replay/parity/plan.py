@@ -10,7 +10,7 @@ their own references and noise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -100,10 +100,14 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The runs in order (references, equivalents, cells), and the cells that cannot run, with the reason."""
+    """The runs in order (references, equivalents, cells), and the cells that cannot run, with the reason.
+
+    environments  that the runs are of; none: this one alone
+    """
 
     cells: list[Cell]
     refused: dict[str, str]
+    environments: list[Environment] = field(default_factory=list)
 
 
 def plan(
@@ -181,7 +185,7 @@ def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
             for cell in planned.cells
             if cell.varies not in REPEATS
         ]
-    return replace(planned, cells=cells)
+    return replace(planned, cells=cells, environments=list(environments))
 
 
 def _window_of(cell: Cell) -> int:

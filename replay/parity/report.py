@@ -4,17 +4,15 @@ from actor_init.as_json import to_json
 from replay.parity.console import ParityProgress
 from replay.parity.html import page
 from replay.parity.results import MatrixResult
+from replay.parity.rows import ParityLog
 from replay.parity.shares import shares_of
-from replay.parity.state import FILE, ParityLog, State
 from replay.report.text import Pairs
 
 
 def report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
     """Print what is known, and write it into parity.json, parity.html and, with matplotlib, parity.svg."""
-    log.finished = all(row.state is not State.PENDING for row in log.rows)
-    log.result = {**to_json(result), "first_differences": [text for _, text in differences]}
-    log.write()
-    written, note, picture = [log.folder / FILE], "", None
+    log.write({**to_json(result), "first_differences": [text for _, text in differences]})
+    written, note, picture = [log.campaign.path], "", None
     if shares := shares_of(log, result):
         drawn = log.folder / "parity.svg"
         try:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actor_init.spec import Dtype, UsageError
-from replay.compare.differences import Comparison, compare
+from replay.compare.differences import Differences, compare
 from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.parity.plan import Role
-from replay.parity.state import Row, State
+from replay.parity.rows import Row, State
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
@@ -55,7 +55,7 @@ class Distances:
     lacks_norms: bool = False  # the gradient norms are missing, or of other windows
 
     @classmethod
-    def of(cls, comparison: Comparison) -> "Distances":
+    def of(cls, comparison: Differences) -> "Distances":
         unfinished = [
             f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results
@@ -132,7 +132,7 @@ class MatrixJudge:
 
     def _ceiling(self, dtype: Dtype, row: Row) -> float:
         run = self._run(row)
-        return ceiling_of(dtype, run.config, max(record.real_tokens for record in run.records))
+        return ceiling_of(dtype, run.config, max(record.input.real_tokens for record in run.records))
 
     def _run(self, row: Row) -> PastRun:
         assert row.log is not None

@@ -8,24 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
+from replay.campaign.campaign import Campaign, until_interrupted
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, replay_spec, toggles
 from replay.parity.console import ParityProgress
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
-from replay.parity.plan import Here, Plan, Role, in_environments, plan, together
+from replay.parity.plan import Here, Plan, in_environments, plan, together
 from replay.parity.report import report
 from replay.parity.results import MatrixJudge
-from replay.parity.state import ParityLog, Row, State
+from replay.parity.rows import ParityLog, State
 from replay.parity.traced_rerun import Partings
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
 from replay.processes.limits import RunLimits
-from replay.processes.pool import Child, RunTasks, Task, sigterm_interrupts
 from replay.report.text import Pairs
 from replay.resolution.model_source import inputs_folder
-from replay.runlog.reader import PastRun
-from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runlog.writer import INTERRUPTED
 from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, ReplaySpec
 from replay.wording import in_flags
@@ -60,8 +59,8 @@ def begin(
     environments = [probe(python) for python in pythons]
     with executor(ray) as where:
         machine = where.machine(num_devices, "--num-devices")
-        log = _planned(matrix, common, spec, machine, num_devices, environments)
-        return _work(log, where, machine, limits, trace=trace)
+        campaign = _planned(matrix, common, spec, machine, num_devices, environments)
+        return _work(ParityLog(campaign=campaign), where, limits, trace=trace)
 
 
 def _planned(
@@ -71,7 +70,7 @@ def _planned(
     machine: Machine,
     num_devices: int | None,
     environments: Sequence[Environment],
-) -> ParityLog:
+) -> Campaign[Plan]:
     here = _here(spec, machine)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
     settings = settings_of(matrix, here.num_devices, here.kernel)
@@ -82,13 +81,12 @@ def _planned(
         planned = in_environments(planned, environments)
     pythons = [word for one in environments for word in ("--python", one.python)]
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
-    return ParityLog.begin(
-        create_folder(spec.measure.log_folder, "parity"),
-        planned,
+    return Campaign.begin(
+        "parity",
+        spec.measure.log_folder,
         command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *pythons, *command_line(spec)]),
-        device=here.device,
-        num_devices=here.num_devices,
-        environments=environments,
+        machine=machine,
+        plan=planned,
     )
 
 
@@ -133,25 +131,10 @@ def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | Non
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
     """
     log = ParityLog.read(folder)
-    machine = Machine(num_devices=log.num_devices, has_gpus=log.device == "cuda")
     with executor(ray) as where:
-        if any(log.pending()):
-            _refuse_elsewhere(log, machine, where)
-        return _work(log, where, machine, limits, trace=trace)
-
-
-def _refuse_elsewhere(log: ParityLog, machine: Machine, where: Executor) -> None:
-    """Raise UsageError on another kind of machine: new runs would be compared with runs made there."""
-    where.refuse_other(machine, log.folder)
-    for one in log.environments:
-        if (now := probe(one.python)) != one:
-            raise UsageError(
-                f"--continue {log.folder} has runs of {one.text}, which now has {now.beside(one)}. Begin anew"
-            )
-    if log.environments:
-        return
-    if done := [row.log for row in log.rows if row.log]:
-        PastRun.read(done[0]).refuse_other_versions(log.folder)
+        pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is State.PENDING]
+        log.campaign.refuse_elsewhere(where, pending)
+        return _work(log, where, limits, trace=trace)
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
@@ -181,66 +164,20 @@ def _here(spec: ReplaySpec, machine: Machine) -> Here:
     )
 
 
-def _work(log: ParityLog, where: Executor, machine: Machine, limits: RunLimits, *, trace: bool) -> int:
-    run, runs_alone = where.runner(log.folder, machine, limits.at_once), where.runs_alone(machine, limits.at_once)
-    until = limits.end()
+def _work(log: ParityLog, where: Executor, limits: RunLimits, *, trace: bool) -> int:
+    campaign = log.campaign
+    campaign.open(where, limits)
     judge, progress = MatrixJudge(), ParityProgress(log)
     differences: Pairs = []
-    interrupted = False
-    try:
-        with sigterm_interrupts():
-            for are_references in (True, False):  # the others depend on the outcome of their references
-                for number, settled in _settle(log, are_references, limits.each, run, until, runs_alone):
-                    progress.ended(number, settled, judge.result_of(log.rows), run.num_running)
-            if trace:
-                differences.extend(Partings(log, limits.each, run).of(judge.result_of(log.rows)))
-    except KeyboardInterrupt:
-        interrupted = True
+    with until_interrupted() as interruption:
+        for references in (True, False):
+            for number in log.settle(references=references):
+                progress.ended(number, log.rows[number], judge.result_of(log.rows), campaign.num_running)
+        if trace:
+            differences.extend(Partings(log).of(judge.result_of(log.rows)))
     result = judge.result_of(log.rows)
     report(log, result, differences, progress)
-    if interrupted:
+    if interruption.happened:
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
     return 0 if result.is_clean and result.cells and not failed else 1
-
-
-def _settle(
-    log: ParityLog, are_references: bool, limit: float, run: RunTasks, until: float, ran_alone: bool
-) -> Iterator[tuple[int, Row]]:
-    """Run pending rows, except those whose reference failed. Interrupted or out-of-time rows stay pending."""
-    states = {row.cell.name: row.state for row in log.rows}
-    runnable = []
-    for number, row in log.pending():
-        if (row.cell.role is Role.REFERENCE) is not are_references:
-            continue
-        reference = State.DONE if are_references else states[row.cell.reference]
-        if reference is State.DONE:
-            runnable.append((number, row))
-        elif reference is not State.PENDING:
-            error = f"not run because its reference was not: {row.cell.reference}"
-            yield number, log.settle(number, state=State.FAILED, error=error)
-    tasks = ((number, _task(log, number, row, limit)) for number, row in runnable)
-    for number, child in run(tasks, until=until):
-        state, error, folder = _outcome(child)
-        row = log.settle(number, state=state, error=error, seconds=child.seconds, ran_alone=ran_alone, log=folder)
-        yield number, row
-
-
-def _task(log: ParityLog, number: int, row: Row, limit: float) -> Task:
-    arguments = command_line(row.cell.spec)
-    return Task.attempt(
-        log.home_of(number), arguments, num_processes=row.cell.num_processes, limit=limit, python=row.cell.python
-    )
-
-
-def _outcome(child: Child) -> tuple[State, str, Path | None]:
-    if child.is_refusal:
-        return State.REFUSED, child.error, None
-    if child.exit_code not in (0, 1):
-        return State.FAILED, child.error, None
-    try:
-        # an exit code of 1 with every pass done: some inputs were damaged
-        return State.DONE, child.error, PastRun.read(child.logs).folder
-    except UsageError as error:
-        has_run = any(child.logs.glob("*/run.json"))
-        return State.FAILED, in_flags(error) if has_run else child.error, None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from replay.parity.plan import Cell
 from replay.parity.results import MatrixResult
-from replay.parity.state import ParityLog
+from replay.parity.rows import ParityLog
 from replay.report.text import counted, engine_text
 
 MAX_RUNS = 60  # a plot with more lines is unreadable

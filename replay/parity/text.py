@@ -8,7 +8,7 @@ from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell
 from replay.parity.results import JudgedCell, MatrixResult
-from replay.parity.state import ParityLog, Row, State
+from replay.parity.rows import ParityLog, Row, State
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
 
 QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
@@ -17,10 +17,12 @@ MOST_NAMED = 3
 
 def header(log: ParityLog) -> Pairs:
     roles = Counter(row.cell.role for row in log.rows)
+    machine, environments = log.campaign.machine, log.campaign.plan.environments
+    processes = counted(machine.num_devices, "GPU" if machine.has_gpus else "process")
     pairs: Pairs = [
-        ("command", log.command),
-        ("device", f"{counted(log.num_devices, 'GPU' if log.device == 'cuda' else 'process')} at most, {log.device}"),
-        *((f"env {number}", one.text) for number, one in enumerate(log.environments, start=1)),
+        ("command", log.campaign.command),
+        ("device", f"{processes} at most, {'cuda' if machine.has_gpus else 'cpu'}"),
+        *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
     ]
     if settled := sum(row.state is not State.PENDING for row in log.rows):
@@ -103,7 +105,7 @@ def failures(log: ParityLog, result: MatrixResult) -> Pairs:
 
 def _refused(log: ParityLog) -> Pairs:
     """Return a line per reason for refusing runs."""
-    reasons = log.refused | {row.cell.name: row.error for row in log.rows if row.state is State.REFUSED}
+    reasons = log.campaign.plan.refused | {row.cell.name: row.error for row in log.rows if row.state is State.REFUSED}
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from replay.campaign.job import Job
 from replay.compare.text import parting
-from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell
 from replay.parity.results import MEASURING, MatrixResult
-from replay.parity.state import ParityLog
-from replay.processes.pool import RunTasks, Task, run_child
+from replay.parity.rows import ParityLog, file_name
 from replay.runlog.reader import PastRun
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.wording import in_flags
@@ -23,12 +22,9 @@ from replay.wording import in_flags
 class Partings:
     """Find the first difference of each differing run. References and equivalents are traced once and shared."""
 
-    def __init__(self, log: ParityLog, limit: float, run: RunTasks) -> None:
-        self._log = log
-        self._run_tasks = run
-        self._limit = limit  # seconds per run
+    def __init__(self, log: ParityLog) -> None:
+        self._campaign = log.campaign
         self._rows = {row.cell.name: row for row in log.rows}
-        self._traced: dict[tuple[str, int, int], Path] = {}
 
     def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
         """Yield a line for each run that differs."""
@@ -56,27 +52,15 @@ class Partings:
 
     def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
         """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
-        if (key := (cell.name, first, num_inputs)) not in self._traced:
-            num_each = num_inputs // cell.num_data_ranks
-            spec = replace(
-                cell.spec,
-                actor=replace(cell.spec.actor, grad_accumulation=num_each),
-                inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
-                measure=replace(cell.spec.measure, trace=True, warmup=0),
-            )
-            traces = self._log.folder / "traces"
-            traces.mkdir(exist_ok=True)
-            home = traces / f"{len(list(traces.iterdir())):03d}"
-            task = Task(
-                arguments=command_line(spec),
-                num_processes=cell.num_processes,
-                logs=home,
-                output=home / "output.txt",
-                limit=self._limit,
-                python=cell.python,
-            )
-            child = run_child(task, self._run_tasks)
-            if child.exit_code != 0:
-                raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
-            self._traced[key] = PastRun.read(home).folder
-        return self._traced[key]
+        num_each = num_inputs // cell.num_data_ranks
+        spec = replace(
+            cell.spec,
+            actor=replace(cell.spec.actor, grad_accumulation=num_each),
+            inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
+            measure=replace(cell.spec.measure, trace=True, warmup=0),
+        )
+        home = f"traces/{first:04d}-{file_name(cell.name)}"
+        child = self._campaign.run(Job(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python))
+        if child.exit_code != 0:
+            raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
+        return PastRun.read(child.logs).folder

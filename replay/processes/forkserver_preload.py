@@ -18,7 +18,7 @@ MODULES = (
     "flash_attn",
     "replay.cli",
     "replay.report.printing",
-    "replay.runner.session",
+    "replay.runner.run",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,18 +25,35 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
-from replay.profiling.memory_peak import Block, Peak
+from replay.profiling.memory_peak import Block, Frame, Peak
 from replay.profiling.profiler import MICROSECOND, MODULE, named_modules
 from replay.profiling.shares import PHASE
 from replay.profiling.touched import Touched
 
 ALLOCATION = "[memory]"  # in a Chrome trace
-COMMUNICATION = {"filename": "distributed_c10d.py", "line": 0, "name": ""}  # the frame of what such a range allocates
+COMMUNICATION: Frame = {
+    "filename": "distributed_c10d.py",
+    "line": 0,
+    "name": "",
+}  # the frame of what such a range allocates
 COMMUNICATING = ("FSDP::", "c10d::", "gloo:")  # begin the names of ranges
 SECOND_NS = 1e9
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 SMALL = 64 * 1024  # bytes; what is smaller does not matter
 PROCESS = -1  # the address of what is no tensor
+
+
+class TraceEvent(TypedDict, total=False):
+    """An event of a Chrome trace, which has the keys of its kind: times are in microseconds."""
+
+    name: str
+    ts: float
+    dur: float
+    args: "Allocation"
+
+
+# What torch says of an event that its CPU allocator gave memory out, or took it back with a negative number of bytes.
+Allocation = TypedDict("Allocation", {"Device Type": int, "Addr": int, "Bytes": int})
 
 
 class HostHistory(Protocol):
@@ -107,7 +124,7 @@ def peak_of(one: Recorded, history: HostHistory, file: Path) -> Peak:
 
 
 def peak_in(
-    events: Iterable[Mapping[str, Any]],
+    events: Iterable[TraceEvent],
     before: Sequence[Block],
     history: HostHistory,
     *,
@@ -156,7 +173,7 @@ def peak_in(
     )
 
 
-def _lifetimes(changes: Sequence[Mapping[str, Any]], began: float) -> list[tuple[float, float]]:
+def _lifetimes(changes: Sequence[TraceEvent], began: float) -> list[tuple[float, float]]:
     """Return when each allocation was made and freed, in seconds since the epoch."""
     times: list[tuple[float, float]] = []
     live: dict[int, int] = {}
@@ -173,7 +190,7 @@ def _lifetimes(changes: Sequence[Mapping[str, Any]], began: float) -> list[tuple
 class _Ranges:
     """Ranges of a Chrome trace, which may hold each other: tells the innermost at a time."""
 
-    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, events: Iterable[TraceEvent]) -> None:
         self.borders: list[tuple[float, str | None]] = []  # from when on which is the innermost
         open_ranges: list[tuple[float, str]] = []  # their ends and names
         spans = [
@@ -195,7 +212,7 @@ class _Ranges:
         return self.borders[place][1] if place >= 0 else None
 
 
-def _complete(history: HostHistory, events: Sequence[Mapping[str, Any]], times: Sequence[float]) -> None:
+def _complete(history: HostHistory, events: Sequence[TraceEvent], times: Sequence[float]) -> None:
     """Note which module ran from which allocation on, and where forward and all phases ended, given when each was."""
     modules = _Ranges([event for event in events if str(event.get("name", "")).startswith(MODULE)])
     history.begins = [(bisect_left(times, at), name and name.removeprefix(MODULE)) for at, name in modules.borders]

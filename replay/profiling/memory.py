@@ -27,7 +27,7 @@ from actor_init.model import blocks_of
 from actor_init.spec import ActorSpec
 from replay.profiling import host_memory
 from replay.profiling.memory_advice import PassSize, savings
-from replay.profiling.memory_peak import Block, Peak, peak_of
+from replay.profiling.memory_peak import Block, Frame, Peak, Snapshot, peak_of
 from replay.profiling.modules import told_of_modules
 from replay.profiling.records import Holder, HolderKind, MemoryProfile
 from replay.runlog.records import is_out_of_memory
@@ -53,7 +53,7 @@ class History:
     peak: int = 0
     num_tokens: int = 0  # fed to the model on this rank
     trains: bool = True  # was autograd on?
-    failed: Mapping[str, Any] | None = None  # the allocator's snapshot when it ran out of memory
+    failed: Snapshot | None = None  # the allocator's snapshot when it ran out of memory
 
     def forward_ended(self) -> None:
         self.forward_end = self.number()
@@ -174,7 +174,7 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _write(snapshot: Mapping[str, Any], file: Path) -> None:
+def _write(snapshot: Snapshot, file: Path) -> None:
     with file.open("wb") as out:
         pickle.dump(snapshot, out)  # as torch.cuda.memory._dump_snapshot does, for pytorch.org/memory_viz
 
@@ -234,7 +234,7 @@ def _holder_of(
         return HolderKind.GRADIENTS, ""
     if block.number is None:
         return HolderKind.OPTIMIZER, ""
-    files = [str(frame["filename"]).replace("\\\\", "/") for frame in block.frames]
+    files = [frame["filename"].replace("\\\\", "/") for frame in block.frames]
     if any(part in file for file in files[:12] for part in COMMUNICATING):
         return HolderKind.COMMUNICATION, ""
     module = history.module_at(block.number)
@@ -248,7 +248,7 @@ def _holder_of(
     return HolderKind.ACTIVATIONS, NUMBER.sub("*", module) if is_in_block else module
 
 
-def _place_of(frames: Sequence[Mapping[str, Any]]) -> str:
+def _place_of(frames: Sequence[Frame]) -> str:
     """Name the innermost Python frame that is not torch's."""
-    own = next((frame for frame in frames if "/torch/" not in str(frame["filename"])), None)
-    return "" if own is None else f"{Path(str(own['filename'])).name}:{own['line']} in {own['name']}"
+    own = next((frame for frame in frames if "/torch/" not in frame["filename"]), None)
+    return "" if own is None else f"{Path(own['filename']).name}:{own['line']} in {own['name']}"

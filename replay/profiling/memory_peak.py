@@ -4,9 +4,49 @@ A history that began in the middle of a program is replayed here: what is freed 
 allocated in it, was there before. So the peak, and which blocks lived then, are exact.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
+
+
+class Frame(TypedDict):
+    """A frame of Python's stack, as torch names it."""
+
+    filename: str
+    line: int
+    name: str
+
+
+class AllocatorEvent(TypedDict):
+    """Something that CUDA's allocator did; what else torch says of it is not read."""
+
+    action: str
+    addr: int
+    size: int
+    frames: NotRequired[Sequence[Frame]]
+
+
+class SegmentBlock(TypedDict):
+    """A part of a segment, in use or not."""
+
+    address: int
+    size: int
+    state: str
+
+
+class Segment(TypedDict):
+    """Memory that the allocator holds from the driver."""
+
+    device: int
+    total_size: int
+    blocks: Sequence[SegmentBlock]
+
+
+class Snapshot(TypedDict):
+    """The part of torch's snapshot that is read: what is held now, and by device what happened since it is recorded."""
+
+    device_traces: Sequence[Sequence[AllocatorEvent]]
+    segments: Sequence[Segment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +56,7 @@ class Block:
     address: int
     num_bytes: int
     number: int | None  # of its allocation in the history, from 0; None: allocated before
-    frames: Sequence[Mapping[str, Any]]  # Python's stack then, innermost first
+    frames: Sequence[Frame]  # Python's stack then, innermost first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +70,7 @@ class Peak:
     num_allocations: int
 
 
-def peak_of(snapshot: Mapping[str, Any], device: int, *, until: int | None = None) -> Peak:
+def peak_of(snapshot: Snapshot, device: int, *, until: int | None = None) -> Peak:
     """Find the peak in the history of one device; if `until` is given, before the allocation of that number."""
     events = snapshot["device_traces"][device]
     live = {block.address: block for block in _before(snapshot, device)}
@@ -68,11 +108,11 @@ def peak_of(snapshot: Mapping[str, Any], device: int, *, until: int | None = Non
     )
 
 
-def _block(event: Mapping[str, Any], number: int) -> Block:
+def _block(event: AllocatorEvent, number: int) -> Block:
     return Block(address=event["addr"], num_bytes=event["size"], number=number, frames=event.get("frames", []))
 
 
-def _before(snapshot: Mapping[str, Any], device: int) -> list[Block]:
+def _before(snapshot: Snapshot, device: int) -> list[Block]:
     """Return the blocks that were in use when the history began."""
     sizes: dict[int, int] = {}
     touched: set[int] = set()
@@ -89,8 +129,8 @@ def _before(snapshot: Mapping[str, Any], device: int) -> list[Block]:
     return [Block(address=address, num_bytes=size, number=None, frames=()) for address, size in sizes.items()]
 
 
-def _reserved_before(snapshot: Mapping[str, Any], device: int) -> int:
+def _reserved_before(snapshot: Snapshot, device: int) -> int:
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    changed = sum(int(signs.get(event["action"], 0) * event["size"]) for event in snapshot["device_traces"][device])
-    held = sum(int(segment["total_size"]) for segment in snapshot["segments"] if segment["device"] == device)
+    changed = sum(signs.get(event["action"], 0) * event["size"] for event in snapshot["device_traces"][device])
+    held = sum(segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device)
     return held - changed

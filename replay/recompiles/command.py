@@ -1,15 +1,17 @@
 """Declare the options of `replay recompiles`: its own, and those of a replay that it does not set itself."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from actor_init.spec import UsageError
-from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.given_paths import check_inputs, check_left_by
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
-from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Asked, Policy, sizes_of
+from replay.processes.limits import RunLimits
+from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, sizes_of
 
 NUM_PASSES = 1000
 
@@ -26,32 +28,26 @@ def _serves_recompiles(toggle: Toggle) -> bool:
 
 @partial(with_options, serves=_serves_recompiles)
 def recompiles(
-    policies: str = typer.Option(
-        ",".join(NAMES),
-        metavar="A,B",
-        show_default=False,
-        help=f"Which to try, of {', '.join(NAMES)}. (default: all)",
+    policies: str | None = typer.Option(
+        None, metavar="A,B", help=f"Which to try, of {', '.join(NAMES)}. (default: all)"
     ),
-    buckets: str = typer.Option(
-        str(NUM_BUCKETS),
+    buckets: str | None = typer.Option(
+        None,
         metavar="N|N,N,...",
-        show_default=False,
         help=f"How many lengths the policy `buckets` pads to, or these lengths. (default: {NUM_BUCKETS}, chosen so "
         "that the least padding is added)",
     ),
-    multiple: int = typer.Option(
-        MULTIPLE,
+    multiple: int | None = typer.Option(
+        None,
         min=1,
         metavar="N",
-        show_default=False,
         help=f"Tokens to a multiple of which the policy `multiple` pads. (default: {MULTIPLE})",
     ),
-    num_passes: int = typer.Option(
-        NUM_PASSES,
-        min=1,
-        metavar="N",
-        show_default=False,
-        help=f"Passes of a job over which compiling has to pay. (default: {NUM_PASSES})",
+    num_passes: int | None = typer.Option(
+        None, min=1, metavar="N", help=f"Passes of a job over which compiling has to pay. (default: {NUM_PASSES})"
+    ),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Run what a folder of recompiles' lacks, and report all of it."
     ),
     policy_timeout: float = typer.Option(
         600.0, min=1.0, metavar="X", show_default=False, help="Seconds for each policy. (default: 600)"
@@ -62,31 +58,40 @@ def recompiles(
 
     Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
     """
-    words = [word.strip() for word in policies.split(",")]
+    own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
+    limits = RunLimits(each=policy_timeout, total=None, at_once=None)
+    if go_on is not None:
+        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
+        return partial(_go_on, go_on, limits)
+    words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError(
             f"--policies {wrong[0]!r} is not allowed. Give some of {', '.join(NAMES)}, with commas between"
         )
-    asked = Asked(
-        policies=[policy for policy in Policy if policy.value in words],
-        sizes=sizes_of(buckets),
-        multiple=multiple,
-        num_passes=num_passes,
-        limit=policy_timeout,
-        typed=[
-            *(["--policies", policies] if len(words) < len(NAMES) else []),
-            *(["--buckets", buckets] if buckets != str(NUM_BUCKETS) else []),
-            *(["--multiple", str(multiple)] if multiple != MULTIPLE else []),
-            *(["--num-passes", str(num_passes)] if num_passes != NUM_PASSES else []),
-        ],
+    plan = RecompilesPlan(
+        spec=replay_spec(given),
+        policies=[policy for policy in Policy if policy is Policy.OFF or policy.value in words],
+        sizes=NUM_BUCKETS if buckets is None else sizes_of(buckets),
+        multiple=multiple or MULTIPLE,
+        num_passes=num_passes or NUM_PASSES,
     )
-    spec = replay_spec(given)
+    typed = [
+        word for name, value in own.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
-    def try_policies() -> int:
+    def begin() -> int:
         refuse_launcher("recompiles")
-        check_inputs(spec.inputs)
+        check_inputs(plan.spec.inputs)
         from replay.recompiles import runs
 
-        return runs.try_policies(spec, asked)
+        return runs.begin(plan, typed, limits)
 
-    return try_policies
+    return begin
+
+
+def _go_on(folder: Path, limits: RunLimits) -> int:
+    refuse_launcher("recompiles")
+    check_left_by("recompiles", folder)
+    from replay.recompiles import runs
+
+    return runs.go_on(folder, limits)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from replay.recompiles.policies import Policy
-from replay.recompiles.result import FILE, Result, best, pays_from
+from replay.recompiles.result import Result, best, pays_from
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import counted, damaged_files, milliseconds
 
@@ -35,7 +35,7 @@ class RecompilesConsole:
         if result.error:
             print_pairs(self._out, [("failed", f"{result.policy}: {result.error}")])
 
-    def finish(self, results: Sequence[Result], num_passes: int, folder: Path) -> None:
+    def finish(self, results: Sequence[Result], num_passes: int, written: Path) -> None:
         """Print the table, the guards that failed, and which policy to use."""
         print_line(self._out)
         plain = next((one.fed_tokens for one in results if one.policy is Policy.OFF), 0)
@@ -57,9 +57,9 @@ class RecompilesConsole:
             reasons = list(one.recompilations.items())
             pairs = [("recompiled", f"{one.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]]
             rest = len(reasons) - MOST_REASONS
-            more = [("", f"{one.policy}: {counted(rest, 'other guard')}, see {FILE}")] if rest > 0 else []
+            more = [("", f"{one.policy}: {counted(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
             print_pairs(self._out, [*pairs, *more])
-        print_pairs(self._out, [*_advice(results, num_passes), ("written", str(folder / FILE))])
+        print_pairs(self._out, [*_advice(results, num_passes), ("written", str(written))])
 
 
 def _padding(one: Result, plain: int) -> str:

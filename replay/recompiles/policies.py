@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
+from replay.spec import ReplaySpec
 
 NUM_BUCKETS = 4
 MULTIPLE = 128  # tokens
@@ -24,15 +25,19 @@ NAMES = tuple(policy.value for policy in Policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What was asked of `replay recompiles`."""
+class RecompilesPlan:
+    """Which policies replay which inputs.
 
-    policies: Sequence[Policy]
-    sizes: int | Sequence[int]  # of buckets: how many, or which
+    spec        of a replay without compiling
+    sizes       of buckets: how many, or which
+    num_passes  over which compiling has to pay
+    """
+
+    spec: ReplaySpec
+    policies: list[Policy]
+    sizes: int | list[int]
     multiple: int
-    num_passes: int  # over which compiling has to pay
-    limit: float  # seconds for each policy
-    typed: Sequence[str]  # the words of these options
+    num_passes: int
 
 
 def sizes_of(typed: str) -> int | list[int]:

@@ -1,20 +1,9 @@
-"""Hold what a policy took, choose among policies, and keep them in `logs/<time>-recompiles/recompiles.json`.
-
-{"format": 1, "command": "replay recompiles --max-inputs 40", "num_passes": 1000,
- "policies": [{"policy": "dynamic", "options": "--compile", "num_graphs": 1, "recompilations": {}, ...,
-               "net_seconds": 120.3}]}
-"""
+"""Hold what a policy took, and choose among policies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from actor_init.as_json import json_bytes, to_json
-from capture.file_format.atomic_write import write_atomically
 from replay.recompiles.policies import Policy
-
-FORMAT = 1
-FILE = "recompiles.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +38,3 @@ def pays_from(one: Result, other: Result) -> int | None:
     if one.pass_seconds is None or other.pass_seconds is None or one.pass_seconds >= other.pass_seconds:
         return None
     return max(1, round((one.extra_seconds - other.extra_seconds) / (other.pass_seconds - one.pass_seconds)))
-
-
-def write(folder: Path, command: str, num_passes: int, results: Sequence[Result]) -> None:
-    """Write what is known so far."""
-    policies = [{**to_json(one), "net_seconds": one.net_seconds(num_passes)} for one in results]
-    whole = {"format": FORMAT, "command": command, "num_passes": num_passes, "policies": policies}
-    write_atomically(folder / FILE, json_bytes(whole))

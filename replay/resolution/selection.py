@@ -8,7 +8,6 @@ from functools import partial
 from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any
 
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
@@ -24,6 +23,7 @@ from replay.given_paths import check_inputs
 from replay.loss import tokens_for
 from replay.report.text import not_recorded_text, one_line, unreplayable
 from replay.resolution.windows import Captured, Round, WindowOrder
+from replay.runlog.run_file import RunInputs, UnusedFile
 from replay.shipped_inputs import default_folder
 from replay.spec import InputsSpec, LossName, Order, Passes
 from replay.wording import in_flags
@@ -50,17 +50,17 @@ class Selection:
     padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
     is_whole: bool = False  # all passes of the kind, of every rank, are replayed
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
-        return {
-            "num_inputs": len(self.inputs),
-            "dealing": self.dealing,
-            "num_left_out_passes": self.num_left_out_passes,
-            "num_left_over": self.num_left_over,
-            "not_recorded": dict(self.not_recorded),
-            "damaged": [{"path": str(path), "error": error} for path, error in self.damaged],
-            "unreplayable": [{"path": str(path), "error": error} for path, error in self.unreplayable],
-        }
+        return RunInputs(
+            num_inputs=len(self.inputs),
+            dealing=self.dealing,
+            num_left_out_passes=self.num_left_out_passes,
+            num_left_over=self.num_left_over,
+            not_recorded=self.not_recorded,
+            damaged=[UnusedFile(path=str(path), error=error) for path, error in self.damaged],
+            unreplayable=[UnusedFile(path=str(path), error=error) for path, error in self.unreplayable],
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from actor_init.spec import UsageError
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import MOST_RUNS
 from replay.run_page.comparing import changes
-from replay.run_page.logs import RunSoFar
 from replay.run_page.page import page
+from replay.runner.result import Run
 
 FILE_NAME = "report.html"
 
@@ -20,7 +20,7 @@ def write_report(folders: Sequence[Path], to: Path | None) -> int:
     """
     if len(folders) > MOST_RUNS:
         raise UsageError(f"at most {MOST_RUNS} logs fit on one page, not {len(folders)}. Try: replay report LOG LOG")
-    runs = [RunSoFar.read(folder) for folder in folders]
+    runs = [Run.read(folder) for folder in folders]
     path = to or runs[0].folder / FILE_NAME
     try:
         path.write_text(page(runs, changes(runs), path.parent), encoding="utf-8")

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actor_init.spec import UsageError
-from replay.compare.command import first_differences
-from replay.compare.comparable import settings_that_differ
-from replay.compare.differences import compare
+from replay.compare.comparison import Comparison
 from replay.compare.text import difference_table, other_work, partings, remarks, setting_table
 from replay.report.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
-from replay.run_page.logs import RunSoFar
 from replay.runlog.matching import matched
-from replay.runlog.reader import PastRun
 from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.runner.result import Run
 from replay.wording import in_flags
 
 
@@ -25,27 +22,23 @@ class Change:
     tables: dict[str, Columns]
 
 
-def changes(runs: Sequence[RunSoFar]) -> list[Change]:
+def changes(runs: Sequence[Run]) -> list[Change]:
     """Hold each run against the first. Numbers of runs that did other work are not compared; the reason is said."""
     return [_change(runs[0], other, name) for other, name in zip(runs[1:], run_letters(len(runs))[1:], strict=True)]
 
 
-def _change(first: RunSoFar, other: RunSoFar, name: str) -> Change:
-    names = ["A", name]
+def _change(first: Run, other: Run, name: str) -> Change:
     tables: dict[str, Columns] = {"Statistics": _statistics(first, other, name)}
     try:
-        both = [PastRun.read(first.folder), PastRun.read(other.folder)]
-        settings = setting_table(names, settings_that_differ(both))
-        comparison = compare(*both, tells_of_code=True)
-        said = other_work(names, [comparison]) + remarks(names, [comparison])
-        said += partings(names, first_differences(both[0], both[1:]))
-        tables = {"Settings": settings, **tables, "Numbers": difference_table(names, [comparison])}
+        comparison = Comparison.read([first.folder, other.folder], threshold=0.0, names=["A", name])
+        said = other_work(comparison) + remarks(comparison) + partings(comparison)
+        tables = {"Settings": setting_table(comparison), **tables, "Numbers": difference_table(comparison)}
     except UsageError as error:
         said = [("not compared", in_flags(error))]
     return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})
 
 
-def _statistics(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
+def _statistics(first: Run, other: Run, name: str) -> Columns:
     rows = []
     for what, said, values in (
         ("median ms", milliseconds, [run.statistics.median_seconds for run in (first, other)]),
@@ -57,15 +50,15 @@ def _statistics(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
     return _columns(("quantity", "A", name, f"{name} / A"), rows)
 
 
-def _passes(first: RunSoFar, other: RunSoFar, name: str) -> Columns:
+def _passes(first: Run, other: Run, name: str) -> Columns:
     """Make a row for each input and rank that both have, left-out passes too."""
     pairs = matched(first.records, other.records, key=lambda record: (record.source, record.rank))
     rows = []
     for a, b in pairs:
-        if a.phases and b.phases:
+        if a.cost.phases and b.cost.phases:
             seconds = phase_seconds(a), phase_seconds(b)
             peaks = peak_bytes(a), peak_bytes(b)
-            losses = tuple("-" if one.loss is None else f"{one.loss:.6g}" for one in (a, b))
+            losses = tuple("-" if one.result.loss is None else f"{one.result.loss:.6g}" for one in (a, b))
             rows.append(
                 (
                     short_names(a.source),
@@ -85,7 +78,7 @@ def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Columns:
     return {title: [row[number] for row in rows] for number, title in enumerate(titles)}
 
 
-def _highest(run: RunSoFar) -> float | None:
+def _highest(run: Run) -> float | None:
     return None if run.statistics.highest_peak is None else run.statistics.highest_peak.value
 
 

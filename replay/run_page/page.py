@@ -7,20 +7,17 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from actor_init.as_json import from_json
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
-from replay.profiling.records import MemoryPeak, Profile
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
 from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, run_letters, short_names
 from replay.run_page.comparing import Change
-from replay.run_page.logs import RunSoFar
 from replay.run_page.pictures import Bar, Point, Unit, bars, points
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner import text as run_text
-from replay.runner.out_of_memory import OutOfMemory
-from replay.verdict.judge import Verdict
+from replay.runner.result import Run
 from replay.verdict.text import verdict_lines
 from replay.wording import in_flags
 
@@ -36,7 +33,7 @@ LINKED = {
 }
 
 
-def page(runs: Sequence[RunSoFar], changes: Sequence[Change], beside: Path) -> str:
+def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
     """Return the page. `beside` is the folder that it is written into: links are relative to it."""
     title = " and ".join(run.folder.name for run in runs)
     names = run_letters(len(runs))
@@ -53,37 +50,38 @@ def page(runs: Sequence[RunSoFar], changes: Sequence[Change], beside: Path) -> s
     return "\n".join([*parts, f"<script>{SCRIPT.read_text()}</script></body></html>"]) + "\n"
 
 
-def _run(heading: str, run: RunSoFar, beside: Path) -> str:
-    records, statistics = run.records, run.statistics
+def _run(heading: str, run: Run, beside: Path) -> str:
+    records, statistics, start = run.records, run.statistics, run.start
     answer = [("problem", text) for text in run.problems] + _verdict(run)
-    if first := run.run.get("first_non_finite"):
-        answer.append(("not finite", str(first)))
+    if run.file.end is not None and (first := run.file.end.first_non_finite) is not None:
+        answer.append(("not finite", str(to_json(first))))
     answer += run_text.counts(statistics) + run_text.slowest(statistics)
-    answer += run_text.summary(statistics, str(run.run.get("memory_kind")))
+    answer += run_text.summary(statistics, start.memory_kind)
     parts = [f"<h1>{escape(heading)}</h1>", _pairs(answer), _command(run)]
     if statistics.num_counted:
         parts.append(_table(run_text.phase_table(statistics)))
     if records:
         parts += ["<h2>Passes</h2>", *_pictures(run), _table(_pass_table(run), sorts=True)]
-    facts = {**run.run.get("facts", {}), "devices": ", ".join(run.run["devices"]), "started": run.run.get("started")}
+    facts = {**start.facts, "devices": ", ".join(start.devices), "started": start.started}
     parts += ["<h2>How it ran</h2>", _pairs([(name.replace("_", " "), str(value)) for name, value in facts.items()])]
-    parts += ["<h2>Versions</h2>", _pairs([(name, number or "-") for name, number in run.run["versions"].items()])]
+    parts += ["<h2>Versions</h2>", _pairs([(name, number or "-") for name, number in start.versions.items()])]
     return "\n".join([*parts, *_profiles(run), _links(run, beside)])
 
 
-def _verdict(run: RunSoFar) -> Pairs:
-    written = run.run.get("verdict")
-    if not written:
-        return []
+def _verdict(run: Run) -> Pairs:
     try:
-        lines = verdict_lines(from_json(Verdict, written, source=f"{run.folder / 'run.json'}: verdict"))
+        verdict = run.verdict
     except UsageError as error:
-        return [("verdict", f"{written.get('outcome')}; the rest cannot be read: {in_flags(error)}")]
-    first = written.get("first")
-    return [*lines, *([("first", f"pass {first['index'] + 1}, {first['source']}")] if first else [])]
+        outcome = run.file.end and run.file.end.verdict and run.file.end.verdict.get("outcome")
+        return [("verdict", f"{outcome}; the rest cannot be read: {in_flags(error)}")]
+    if verdict is None:
+        return []
+    first = verdict.first
+    place = [] if first is None else [("first", f"pass {first.index + 1}, {first.source}")]
+    return [*verdict_lines(verdict), *place]
 
 
-def _pictures(run: RunSoFar) -> list[str]:
+def _pictures(run: Run) -> list[str]:
     marks = run.marks()
     drawn = []
     for rank in _shown_ranks(run):
@@ -94,22 +92,25 @@ def _pictures(run: RunSoFar) -> list[str]:
         peaks = [Bar(name=_name(r), values=_rising_peaks(r), mark=marks.get(r.index, "")) for r in own]
         drawn.append(bars(f"Peak memory by pass{who}", peaks, GIBIBYTES))
     tokens = [
-        Bar(name=_name(r), values={"real tokens": r.real_tokens, "padding": r.padded_tokens - r.real_tokens})
+        Bar(
+            name=_name(r),
+            values={"real tokens": r.input.real_tokens, "padding": r.input.padded_tokens - r.input.real_tokens},
+        )
         for r in {(r.index, r.data_rank): r for r in run.records}.values()
     ]
     drawn.append(bars("Tokens of the inputs by pass", tokens, TOKENS))
     return [*drawn, *_scatters([("", run)])]
 
 
-def _scatters(runs: Sequence[tuple[str, RunSoFar]]) -> list[str]:
+def _scatters(runs: Sequence[tuple[str, Run]]) -> list[str]:
     seconds, peaks = [], []
     for name, run in runs:
         marks = run.marks()
         for r in run.records:
-            if r.phases:
+            if r.cost.phases:
                 who = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
                 place = Point(
-                    name=_name(r), series=who, x=r.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
+                    name=_name(r), series=who, x=r.input.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
                 )
                 seconds.append(place)
                 peaks.append(replace(place, y=peak_bytes(r)))
@@ -119,34 +120,34 @@ def _scatters(runs: Sequence[tuple[str, RunSoFar]]) -> list[str]:
     ]
 
 
-def _together(names: Sequence[str], runs: Sequence[RunSoFar]) -> str:
+def _together(names: Sequence[str], runs: Sequence[Run]) -> str:
     return "\n".join(_scatters(list(zip(names, runs, strict=True))))
 
 
-def _shown_ranks(run: RunSoFar) -> list[int]:
+def _shown_ranks(run: Run) -> list[int]:
     """All ranks; of many, those that waited least and most: the slow and the fast ones."""
     if len(run.ranks) <= MOST_RANKS:
         return run.ranks
-    waited = {rank: sum(r.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
+    waited = {rank: sum(r.cost.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
     order = sorted(run.ranks, key=lambda rank: waited[rank])
     return sorted([*order[: MOST_RANKS // 2], *order[-MOST_RANKS // 2 :]])
 
 
 def _seconds_by_phase(record: PassRecord) -> dict[str, float]:
-    seconds = {name: cost.seconds for name, cost in record.phases.items()}
-    return seconds if record.wait_seconds is None else seconds | {"waiting": record.wait_seconds}
+    seconds = {name: cost.seconds for name, cost in record.cost.phases.items()}
+    return seconds if record.cost.wait_seconds is None else seconds | {"waiting": record.cost.wait_seconds}
 
 
 def _rising_peaks(record: PassRecord) -> dict[str, float]:
     """Return by how much each phase's peak is above that of the phases before it: the bar ends at the pass's peak."""
     rising, highest = {}, 0.0
-    for name, cost in record.phases.items():
+    for name, cost in record.cost.phases.items():
         rising[name] = max(cost.peak_allocated_bytes - highest, 0.0)
         highest = max(highest, cost.peak_allocated_bytes)
     return rising
 
 
-def _pass_table(run: RunSoFar) -> Columns:
+def _pass_table(run: Run) -> Columns:
     columns = run_text.pass_table(run.records, full_names=True)
     columns["input"] = [short_names(name) for name in columns["input"]]
     marks = run.marks()
@@ -163,32 +164,27 @@ def _change(one: Change) -> str:
     return "\n".join(parts)
 
 
-def _command(run: RunSoFar) -> str:
-    command = run.run.get("command")
-    return f"<p>To repeat it: <code>{escape(str(command))}</code></p>" if command else ""
+def _command(run: Run) -> str:
+    return f"<p>To repeat it: <code>{escape(run.start.command)}</code></p>"
 
 
-def _profiles(run: RunSoFar) -> list[str]:
+def _profiles(run: Run) -> list[str]:
     """Return what --profile and --memory-snapshot found, if the run had them."""
     parts: list[str] = []
-    source = f"{run.folder / 'run.json'}"
     try:
-        if written := run.run.get("profile"):
-            profile = from_json(Profile, written, source=f"{source}: profile")
+        if profile := run.profile:
             parts += ["<h2>One pass, profiled</h2>", _table(share_table(profile)), _table(kernel_table(profile))]
             parts.append(_pairs(profile_remarks(profile)))
-        if written := run.run.get("out_of_memory"):
-            ran_out = from_json(OutOfMemory, written, source=f"{source}: out_of_memory")
-            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines(has_snapshot=bool(run.run.get("memory"))))]
-        if written := run.run.get("memory"):
-            memory = from_json(MemoryPeak, written, source=f"{source}: memory")
+        if ran_out := run.out_of_memory:
+            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines(has_snapshot=run.memory is not None))]
+        if memory := run.memory:
             parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]
     except UsageError as error:
         parts.append(_pairs([("problem", in_flags(error))]))
     return parts
 
 
-def _links(run: RunSoFar, beside: Path) -> str:
+def _links(run: Run, beside: Path) -> str:
     there = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
     there |= {path.name: "a timeline, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.profile.json.gz"))}
     there |= {path.name: "for pytorch.org/memory_viz" for path in sorted(run.folder.glob("rank*.memory.pickle"))}

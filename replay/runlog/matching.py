@@ -55,9 +55,9 @@ def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[
         is_counted = reason_to_leave_out(ranks) is None
         for peers in by_data_rank.values():
             passes.append(Pass(peers=peers, is_counted=is_counted, num_windows_before=len(windows)))
-            if peers[0].trains:
+            if peers[0].input.trains:
                 open_inputs.append(peers[0].source)
-        if norms := [record.grad_norm for record in ranks if record.grad_norm is not None]:
+        if norms := [record.result.grad_norm for record in ranks if record.result.grad_norm is not None]:
             inputs = tuple(sorted(open_inputs))
             windows.append(Window(inputs=inputs, norms=norms, last_pass=len(passes) - 1, index=ranks[0].index))
             open_inputs = []

@@ -1,18 +1,18 @@
 """Read a run from its log. An incomplete log, or one of another format, is refused in one line."""
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from actor_init.as_json import from_json, parse_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.given_paths import EXAMPLE, check_log
 from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
-from replay.runlog.records import PassRecord
-from replay.runlog.writer import FORMAT, INTERRUPTED, RUN_FILE, versions
+from replay.runlog.records import PassRecord, parse_line
+from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
+from replay.runlog.writer import INTERRUPTED, versions
 from replay.spec import Parts
 from replay.wording import in_flags
 
@@ -23,11 +23,11 @@ class PastRun(Parts):
 
     folder: Path
     command: str  # without the launcher
-    facts: dict[str, Any]
+    facts: Mapping[str, object]
     weights: str  # digest
-    config: dict[str, Any]  # of the model
-    devices: list[str]
-    versions: dict[str, str | None]
+    config: Values  # of the model
+    devices: Sequence[str]
+    versions: Mapping[str, str | None]
     memory_kind: str
     records: list[PassRecord]  # by pass and rank
 
@@ -35,18 +35,9 @@ class PastRun(Parts):
     def read(cls, path: Path) -> Self:
         """Read the run in the folder `path`, or the only one below it. Raises UsageError if it cannot be compared."""
         folder = folder_of(path)
-        run = read_run(folder)
-        command = run.get("command", "replay")
-        _check_end(folder, run, command)
-        path = folder / RUN_FILE
-        try:
-            written = from_json(_Run, run, source=f"{path} is damaged", ignore_others=True)
-            num_passes = from_json(
-                _Passes, written.statistics, source=f"{path} is damaged: statistics", ignore_others=True
-            ).num_passes
-        except UsageError as error:
-            raise UsageError(f"{error.text}. Try: {command}, again") from error
-        spec = spec_from_dict(written.spec, source=f"{path}, spec")
+        run = RunFile.read(folder)
+        start, num_passes = _whole(folder, run)
+        spec = spec_from_dict(start.spec, source=f"{folder / RUN_FILE}, spec")
         past_run = cls(
             folder=folder,
             actor=spec.actor,
@@ -54,20 +45,20 @@ class PastRun(Parts):
             measure=spec.measure,
             state=spec.state,
             objective=spec.objective,
-            command=command,
-            facts=written.facts,
-            weights=written.work.weights,
-            config=written.work.config,
-            devices=written.devices,
-            versions=written.versions,
-            memory_kind=written.memory_kind,
-            records=_read_records(folder, len(written.devices), num_passes, spec.inputs.uneven, command),
+            command=start.command,
+            facts=start.facts,
+            weights=start.work.weights,
+            config=start.work.config,
+            devices=start.devices,
+            versions=start.versions,
+            memory_kind=start.memory_kind,
+            records=_read_records(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command),
         )
         if failed := [record for record in past_run.records if record.error is not None]:
             first = failed[0]
             raise UsageError(
                 f"{folder}: pass {first.index + 1} failed on rank {first.rank} ({first.source}: {first.error_type}: "
-                f"{first.error}). Runs are compared when every pass succeeded. Try: {command}, without that input"
+                f"{first.error}). Runs are compared when every pass succeeded. Try: {run.command}, without that input"
             )
         if not past_run.records:
             raise UsageError(f"{folder}: no pass was replayed. Try: replay with other inputs")
@@ -83,30 +74,6 @@ class PastRun(Parts):
         other = [name for name in here if here[name] != self.versions.get(name)]
         if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
             raise UsageError(Setting("continue", going_on_with), f"has runs of {said}", "Go on with those")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    weights: str
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Passes:
-    num_passes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """The fields of run.json that a comparison reads."""
-
-    spec: dict[str, Any]
-    facts: dict[str, Any]
-    work: _Work
-    devices: list[str]
-    versions: dict[str, str | None]
-    memory_kind: str
-    statistics: dict[str, Any]
 
 
 def folder_of(path: Path) -> Path:
@@ -125,37 +92,40 @@ def folder_of(path: Path) -> Path:
     return runs[0]
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return run.json. Raises UsageError if it cannot be read, or is of another format."""
-    path = folder / RUN_FILE
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(str(error))}. Try: the run again") from error
-    if not isinstance(run, dict):
-        raise UsageError(f"{path} holds a {type(run).__name__}, not a run. Give a folder that a run left")
-    if run.get("format") != FORMAT:
-        version = (run.get("versions") or {}).get("micro-replay")
-        wrote = f", by micro-replay {version}" if version else ""
-        form = f"in format {run['format']}" if "format" in run else "before logs had a format"
-        raise UsageError(
-            f"{folder} was written {form}{wrote}; this version compares logs of format {FORMAT}. "
-            f"Try: the version that wrote it, or the run again"
-        )
-    return run
+def _whole(folder: Path, run: RunFile) -> tuple[RunStart, int]:
+    """Return the start of a run that finished, and the number of its passes.
+
+    A run can fail with all its passes: damaged inputs and a failed save do that.
+    """
+    again = f"Try: {run.command}, again"
+    if run.failure:
+        where = run.where_it_broke_off()
+        raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. {again}")
+    if run.exit_code is None:
+        raise UsageError(f"{folder}: the log is cut short: it has no end, so the run goes on or was killed. {again}")
+    if run.exit_code == INTERRUPTED:
+        raise UsageError(f"{folder}: the log is cut short: the run was interrupted. {again}")
+    if run.start is None or run.end is None:
+        missing = "devices is" if run.start is None else "statistics is"
+        raise UsageError(f"{folder / RUN_FILE} is damaged: {missing} missing. {again}")
+    return run.start, run.end.statistics.num_passes
 
 
-def _check_end(folder: Path, run: dict[str, Any], command: str) -> None:
-    """Check that the run finished. A run can fail with all its passes: damaged inputs and a failed save do that."""
-    if failure := run.get("failure"):
-        where = f" on rank {failure['rank']}" if failure.get("rank") is not None else ""
-        raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. Try: {command}, again")
-    if run.get("exit_code") is None:
-        raise UsageError(
-            f"{folder}: the log is cut short: it has no end, so the run goes on or was killed. Try: {command}, again"
-        )
-    if run["exit_code"] == INTERRUPTED:
-        raise UsageError(f"{folder}: the log is cut short: the run was interrupted. Try: {command}, again")
+def log_below(folder: Path) -> tuple[Path | None, RunFile | None, list[PassRecord]]:
+    """Read the only run below `folder`: its folder, run.json and records; nothing where it did not get that far."""
+    logs = sorted(path.parent for path in folder.glob(f"*/{RUN_FILE}"))
+    if not logs:
+        return None, None, []
+    return logs[0], RunFile.read(logs[0]), read_records(logs[0])
+
+
+def read_records(folder: Path) -> list[PassRecord]:
+    """Read all ranks' records, by pass and rank. An incomplete last line of a killed run is skipped."""
+    records: list[PassRecord] = []
+    for path in folder.glob("rank*.jsonl"):
+        *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+        records += [parse_line(line, source=f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return sorted(records, key=lambda record: (record.index, record.rank))
 
 
 def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
@@ -184,7 +154,7 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
     records: list[PassRecord] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(parse_json(PassRecord, line, source=f"{path} is damaged in line {number}"))
+            records.append(parse_line(line, source=f"{path} is damaged in line {number}"))
         except UsageError as error:
             raise UsageError(f"{error.text}. Try: {command}, again") from error
     return records
@@ -199,7 +169,7 @@ def lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
         return records, f"{path.name} cannot be read: {error.strerror}"
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(parse_json(PassRecord, line, source=f"{path.name} is damaged in line {number}"))
+            records.append(parse_line(line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
             return records, in_flags(error)
     return records, f"{path.name} is cut short in line {len(lines) + 1}" if rest else None

@@ -4,10 +4,12 @@ A pass counts if it counts on every rank: no warm-up, no new graph or other firs
 for each other within a pass, so one rank's compilation slows them all.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
+from actor_init.as_json import AnyFloat
 from replay.runlog.records import FirstUse, PassRecord
 
 FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a new graph"
@@ -30,7 +32,7 @@ class PhaseStatistics:
 
     median_seconds: float
     p95_seconds: float  # statistics.quantiles, inclusive: never outside the measured range
-    iqr_seconds: float  # inter-quartile range, by the same method
+    iqr_seconds: AnyFloat = math.nan  # inter-quartile range, by the same method; older logs have none
     peak_allocated_bytes: int
 
 
@@ -64,11 +66,11 @@ class Statistics:
 
 
 def phase_seconds(record: PassRecord) -> float:
-    return sum(cost.seconds for cost in record.phases.values())
+    return sum(cost.seconds for cost in record.cost.phases.values())
 
 
 def peak_bytes(record: PassRecord) -> int:
-    return max((cost.peak_allocated_bytes for cost in record.phases.values()), default=0)
+    return max((cost.peak_allocated_bytes for cost in record.cost.phases.values()), default=0)
 
 
 def summarize(records: Sequence[PassRecord]) -> Statistics:
@@ -86,9 +88,9 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
 
     flat = [record for ranks in counted for record in ranks]
     seconds = [phase_seconds(record) for record in flat]
-    pass_seconds = sum(max(phase_seconds(r) + (r.wait_seconds or 0.0) for r in ranks) for ranks in counted)
+    pass_seconds = sum(max(phase_seconds(r) + (r.cost.wait_seconds or 0.0) for r in ranks) for ranks in counted)
     own_inputs = list({(record.index, record.data_rank): record for record in flat}.values())
-    num_real = sum(record.real_tokens for record in own_inputs)
+    num_real = sum(record.input.real_tokens for record in own_inputs)
     return Statistics(
         num_passes=len(passes),
         num_counted=len(counted),
@@ -100,7 +102,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
         slowest=_place(flat, seconds),
         highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
-        padding_share=1 - num_real / sum(record.padded_tokens for record in own_inputs),
+        padding_share=1 - num_real / sum(record.input.padded_tokens for record in own_inputs),
         padding_time_share=_padding_time_share(flat),
         wait_share=_wait_share(flat),
     )
@@ -114,7 +116,7 @@ def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
         return TRACED
     if any(record.warmup for record in ranks):
         return WARMUP
-    if any(record.new_graphs for record in ranks):
+    if any(record.compilation.new_graphs for record in ranks):
         return NEW_GRAPH
     uses = [use for record in ranks for use in record.first_uses]
     return next((FIRST_USES.get(use, use) for use in [*FirstUse, *uses] if use in uses), None)
@@ -136,7 +138,7 @@ def inter_quartile_range(values: Sequence[float]) -> float:
 def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistics]:
     costs: dict[str, list[tuple[float, int]]] = {}
     for record in records:
-        for name, cost in record.phases.items():
+        for name, cost in record.cost.phases.items():
             costs.setdefault(name, []).append((cost.seconds, cost.peak_allocated_bytes))
     return {
         name: PhaseStatistics(
@@ -155,11 +157,17 @@ def _place(records: Sequence[PassRecord], values: Sequence[float]) -> Place:
 
 
 def _padding_time_share(records: Sequence[PassRecord]) -> float | None:
-    costs = [(phase_seconds(r) * (1 - r.real_tokens / r.fed_tokens), phase_seconds(r)) for r in records if r.fed_tokens]
+    costs = [
+        (phase_seconds(r) * (1 - r.input.real_tokens / r.input.fed_tokens), phase_seconds(r))
+        for r in records
+        if r.input.fed_tokens
+    ]
     whole = sum(seconds for _, seconds in costs)
     return sum(padding for padding, _ in costs) / whole if whole else None
 
 
 def _wait_share(records: Sequence[PassRecord]) -> float | None:
-    waits = [(r.wait_seconds, r.seconds) for r in records if r.wait_seconds is not None and r.seconds]
+    waits = [
+        (r.cost.wait_seconds, r.cost.seconds) for r in records if r.cost.wait_seconds is not None and r.cost.seconds
+    ]
     return sum(wait for wait, _ in waits) / sum(whole for _, whole in waits) if waits else None

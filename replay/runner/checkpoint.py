@@ -7,7 +7,7 @@ go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-input
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -105,10 +105,11 @@ def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None
         raise UsageError(problem)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Saver:
-    """What saving needs of a run. All ranks must call its methods. They raise SavingError; the other ranks may then
-    wait for this one.
+    """Saves what a run asks for: a state every few steps, and what is left at its end.
+
+    All ranks must call its methods. They raise SavingError; the other ranks may then wait for this one.
     """
 
     spec: ResolvedReplay
@@ -116,18 +117,31 @@ class Saver:
     world: World
     logs: Path  # the run's log folder
     states: States | None  # of --save-every
+    num_steps: int  # that were done so far
+    num_steps_kept: int = field(init=False)  # of the latest state
 
-    def keep(self, backend: Backend, num_steps: int, num_inputs: int) -> None:
-        """Keep a state after `num_steps` steps and `num_inputs` inputs of each data rank, with the log so far."""
-        assert self.states is not None
+    def __post_init__(self) -> None:
+        self.num_steps_kept = self.num_steps
+
+    def is_due(self, *, has_stepped: bool) -> bool:
+        """Count a step, if the latest pass ended with one, and tell whether a state is to be kept now."""
+        self.num_steps += has_stepped
+        every = self.spec.state.save_every
+        return every is not None and has_stepped and self.num_steps % every == 0
+
+    def keep(self, backend: Backend, num_inputs: int) -> None:
+        """Keep a state after `num_inputs` inputs of each data rank, with the log so far."""
+        states = self.states
+        assert states is not None
 
         def write(folder: Path) -> None:
             self._write_state(backend, folder, self.spec.inputs.skip_inputs + num_inputs)
             with passes_file(self.logs, self.world.rank).open("rb") as log:
                 passes_file(folder, self.world.rank).write_bytes(b"".join(islice(log, num_inputs)))
 
-        with _saving(f"{self.spec.state.save_state}, the state after {counted(num_steps, 'step')},"):
-            self.states.keep(num_steps, write, self.world)
+        with _saving(f"{self.spec.state.save_state}, the state after {counted(self.num_steps, 'step')},"):
+            states.keep(self.num_steps, write, self.world)
+        self.num_steps_kept = self.num_steps
 
     def at_end(self, backend: Backend, num_settled: int, num_passes: int) -> Pairs:
         """Write what was asked for and return the lines that report it.
@@ -136,6 +150,8 @@ class Saver:
         """
         spec = self.spec
         lines: Pairs = []
+        if spec.state.save_every is not None and self.num_steps > self.num_steps_kept:
+            self.keep(backend, num_settled)
         if (folder := spec.state.save_model) is not None:
             with _saving(str(folder)), whole_folder(folder, self.world) as unfinished:
                 backend.save_model(unfinished)

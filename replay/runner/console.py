@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
 from capture.progress_bar import ProgressBar
@@ -11,9 +10,8 @@ from replay.report.printing import open_console, print_line, print_pairs, print_
 from replay.report.text import Pairs, damaged_files, short_names
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import Statistics
 from replay.runner import text as wording
-from replay.runner.reruns import Found
+from replay.runner.result import Run
 
 TICK_SECONDS = 0.25
 MILLION = 10**6
@@ -66,25 +64,26 @@ class Console:
 
     def finish(
         self,
-        records: Sequence[PassRecord],
-        statistics: Statistics,
+        run: Run,
         selection: Selection,
-        log_folder: Path,
         *,
-        memory_kind: str,
         verdict: Pairs,
         saved: Pairs,
-        found: Found,
+        missing: Pairs,
     ) -> None:
-        """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary."""
-        out, profile, memory = self._out, found.profile, found.memory
+        """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary.
+
+        missing  what passes that ran once more should have shown and did not, and why
+        """
+        out, records, statistics = self._out, run.records, run.statistics
+        profile, memory, ran_out = run.profile, run.memory, run.out_of_memory
         shows_passes = not self._quiet and records
         if shows_passes:
             self._bar.clear() if out.is_terminal else print_line(out)
         print_pairs(out, [(name, self._named(text)) for name, text in verdict])
         print_pairs(out, wording.not_finite(records))
         print_pairs(out, wording.failures(records))
-        print_pairs(out, [] if found.ran_out is None else found.ran_out.lines(has_snapshot=found.memory is not None))
+        print_pairs(out, [] if ran_out is None else ran_out.lines(has_snapshot=memory is not None))
         print_pairs(out, damaged_files(selection.damaged))
         print_pairs(out, [(name, self._named(text)) for name, text in wording.slowest(statistics)])
         if shows_passes:
@@ -94,7 +93,7 @@ class Console:
         print_pairs(out, wording.counts(statistics, all_damaged=bool(selection.damaged) and not records))
         if statistics.num_counted:
             print_table(out, wording.phase_table(statistics))
-        summary = wording.summary(statistics, memory_kind) + wording.left_behind(selection)
+        summary = wording.summary(statistics, run.start.memory_kind) + wording.left_behind(selection)
         print_pairs(out, [(name, self._named(text)) for name, text in summary])
         if profile is not None:
             print_line(out)
@@ -106,7 +105,7 @@ class Console:
             print_line(out)
             print_table(out, holder_table(memory))
             print_pairs(out, [(name, self._named(text)) for name, text in memory_remarks(memory)])
-        print_pairs(out, [*found.missing, *saved, ("log", str(log_folder))])
+        print_pairs(out, [*missing, *saved, ("log", str(run.folder))])
 
     def _named(self, text: str) -> str:
         return text if self._full_names else short_names(text)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from actor_init.declarations.attention import form_of
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
@@ -38,7 +37,7 @@ class Header:
 
     resolved: ResolvedReplay
     selection: Selection
-    facts: Mapping[str, Any]
+    facts: Mapping[str, str | int]
     devices: Sequence[str]
     num_inputs: Sequence[int]
     objective: Objective | None
@@ -49,7 +48,7 @@ class Header:
     other_config: list[str]
     world: World
 
-    def run_facts(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, str | int]:
         """Return what was resolved, for run.json."""
         resolved, source = self.resolved, self.resolved.source
         facts = {
@@ -91,7 +90,7 @@ class Header:
 
     def _model(self) -> str:
         source = self.resolved.source
-        layers, millions = source.config.get_text_config().num_hidden_layers, self.facts["num_parameters"] / 1e6
+        layers, millions = source.config.get_text_config().num_hidden_layers, int(self.facts["num_parameters"]) / 1e6
         weights = source.weights.describe()
         return f"{source.name}, {layers} layers, {millions:,.4g} M parameters; weights {weights}"
 

@@ -13,7 +13,7 @@ NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_a
 }
 
 
-def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping[str, Any] | None) -> list[str]:
+def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None) -> list[str]:
     """List the settings in which the model of `--model` computes otherwise than the job's config says.
 
     captured  the config in the job's actor.json; None without one

@@ -27,6 +27,7 @@ from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
 from replay.runlog.records import PassRecord
+from replay.runlog.run_file import FirstNonFinite
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 
 MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
@@ -38,20 +39,18 @@ NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --dee
 
 def is_finite(record: PassRecord) -> bool:
     """Are the loss and gradient norm finite? Callers skip an fp16 gradient norm: it overflows in healthy runs."""
-    numbers = [*record.row_log_probs, *(n for n in (record.loss, record.grad_norm) if n is not None)]
+    numbers = [
+        *record.result.row_log_probs,
+        *(n for n in (record.result.loss, record.result.grad_norm) if n is not None),
+    ]
     return record.error is not None or all(map(math.isfinite, numbers))
 
 
-def first_non_finite(records: Iterable[PassRecord]) -> dict[str, Any] | None:
-    """Return the run's first non-finite tensor, for run.json."""
+def first_non_finite(records: Iterable[PassRecord]) -> FirstNonFinite | None:
+    """Return the run's first non-finite tensor."""
     for record in records:
-        if record.first_non_finite is not None:
-            return {
-                "index": record.index,
-                "source": record.source,
-                "rank": record.rank,
-                "what": record.first_non_finite,
-            }
+        if (what := record.first_non_finite) is not None:
+            return FirstNonFinite(index=record.index, source=record.source, rank=record.rank, what=what)
     return None
 
 
@@ -72,7 +71,9 @@ class Search:
         return not all(is_finite(self._judged(record)) for record in ranks)
 
     def _judged(self, record: PassRecord) -> PassRecord:
-        return replace(record, grad_norm=None) if self.spec.dtype is Dtype.FP16 else record
+        return (
+            replace(record, result=replace(record.result, grad_norm=None)) if self.spec.dtype is Dtype.FP16 else record
+        )
 
     def is_any(self, loss: Tensor) -> bool:
         """Is the loss of any rank not finite? Waits for the device."""

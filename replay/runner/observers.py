@@ -1,7 +1,7 @@
 """What a replay looks at in a pass besides running it: each is an observer of `run_pass`."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +17,7 @@ from actor_init.world import World
 from capture.file_format.parameter_samples import Sample
 from replay.objective.objective import gain
 from replay.runlog import gradient_sketches
+from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner import compilations
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
@@ -39,28 +40,18 @@ class PositionMarker(PassObserver):
 
 
 class FirstUseCounter(PassObserver):
-    """Counts what a pass does for the first time in its process: graphs, compilations, plans, kernels, libraries."""
+    """Counts what a pass does for the first time in its process: compilations, plans, kernels, libraries."""
 
     def __init__(self, device: torch.device, kernel: str) -> None:
-        self.new_graphs = 0
         self.first_uses: list[str] = []
-        self.compile_seconds = 0.0
-        self.recompilations: list[str] = []
         self._counters = FirstUses(device)
         self._kernel = kernel
-        self._num_graphs_before = 0
 
     def begin(self, inputs: PassInputs) -> None:
-        self._num_graphs_before = num_graphs()
         self._counters.begin(self._cudnn_calls(inputs.fed, backward=inputs.backward))
-        compilations.begin()
 
     def after_clock(self) -> None:
         self.first_uses = self._counters.end()
-        self.compile_seconds, self.recompilations = compilations.end()
-
-    def close(self, error: BaseException | None) -> None:
-        self.new_graphs = num_graphs() - self._num_graphs_before
 
     def _cudnn_calls(self, fed: ActorInputs, *, backward: bool) -> set[Hashable]:
         """Return what tells the calls of cuDNN's attention in a pass from each other."""
@@ -70,6 +61,24 @@ class FirstUseCounter(PassObserver):
         lengths = [] if fed.cu_seq_lens is None else fed.cu_seq_lens.diff().tolist()
         rows, num_tokens = fed.input_ids.shape
         return {(*call, backward) for call in planned(rows, num_tokens, lengths)}
+
+
+class CompilationCounter(PassObserver):
+    """Counts the graphs that torch.compile makes for a pass, also behind its clock, and its time inside the clock."""
+
+    def __init__(self) -> None:
+        self.section = CompilationSection()
+        self._num_graphs_before = 0
+
+    def begin(self, inputs: PassInputs) -> None:
+        self._num_graphs_before = num_graphs()
+        compilations.begin()
+
+    def after_clock(self) -> None:
+        self.section = compilations.end()
+
+    def close(self, error: BaseException | None) -> None:
+        self.section = replace(self.section, new_graphs=num_graphs() - self._num_graphs_before)
 
 
 class TraceObserver(PassObserver):
@@ -162,6 +171,7 @@ class PassObservers:
     """What a run looks at in one pass; None: not in this one."""
 
     first_uses: FirstUseCounter
+    compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker
     gain: GainProbe | None
@@ -172,8 +182,18 @@ class PassObservers:
     @property
     def each(self) -> list[PassObserver]:
         """Those of this pass. Their order is that of their collectives, and the same on every rank."""
-        ordered = (self.first_uses, self.trace, self.position, self.gain, self.gradient, self.sketch, self.check)
+        counters = (self.first_uses, self.compilation)
+        ordered = (*counters, self.trace, self.position, self.gain, self.gradient, self.sketch, self.check)
         return [observer for observer in ordered if observer is not None]
+
+    def add_to(self, record: PassRecord) -> PassRecord:
+        """Return the record of the pass with what they have seen. They are closed."""
+        return replace(
+            record,
+            compilation=self.compilation.section,
+            first_uses=self.first_uses.first_uses,
+            first_non_finite=self.check.first_non_finite if self.check is not None else None,
+        )
 
 
 class HistoryMarker(PassObserver):

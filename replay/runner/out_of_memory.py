@@ -120,7 +120,9 @@ class Known:
     def _needed(self, failed: PassRecord, records: Sequence[PassRecord], model: PreTrainedModel) -> Needed | str:
         """Return what is predicted, or why nothing can be."""
         finished = {
-            record.index: record for record in records if record.error is None and record.trains == failed.trains
+            record.index: record
+            for record in records
+            if record.error is None and record.input.trains == failed.input.trains
         }
         if len(finished) < LEAST:
             passes = counted(len(finished), "pass")
@@ -150,7 +152,7 @@ class Known:
             self.config,
             self.actor,
             shape.fed_tokens(predictor.rows) // self.actor.parallel.ring,
-            trains=failed.trains is not False,
+            trains=failed.input.trains is not False,
         )
         return Needed(
             num_measured=len(measured),
@@ -196,9 +198,9 @@ def _numbered(shape: Shape, number: int) -> Shape:
 
 
 def _measured(shape: Shape, record: PassRecord) -> Measured:
-    phases = record.phases.items()
+    phases = record.cost.phases.items()
     cost = Cost(
         seconds={name: one.seconds for name, one in phases},
         peaks={name: float(one.peak_allocated_bytes) for name, one in phases},
     )
-    return Measured(shape=shape, fed_tokens=record.fed_tokens, cost=cost)
+    return Measured(shape=shape, fed_tokens=record.input.fed_tokens, cost=cost)

@@ -26,14 +26,14 @@ class Expectations:
         """Did the host hold up the device in a pass that would count, and that took far longer than expected?"""
         if not _would_count(ranks) or not any(map(_host_held_up, ranks)):
             return False
-        expected = self._expected("backward" in ranks[0].phases, ranks[0].fed_tokens)
+        expected = self._expected("backward" in ranks[0].cost.phases, ranks[0].input.fed_tokens)
         return expected is None or _seconds(ranks) > FACTOR * expected
 
     def learn(self, ranks: Sequence[PassRecord], seconds_again: float = math.inf) -> None:
         """Expect of later passes what this one took, or its second run, if it is one that counts."""
         if _would_count(ranks):
-            known = self._known.setdefault("backward" in ranks[0].phases, [])
-            known.append((ranks[0].fed_tokens, min(seconds_again, _seconds(ranks))))
+            known = self._known.setdefault("backward" in ranks[0].cost.phases, [])
+            known.append((ranks[0].input.fed_tokens, min(seconds_again, _seconds(ranks))))
 
     def _expected(self, has_backward: bool, fed_tokens: int) -> float | None:
         """Return the most that a pass of so many tokens should take: more tokens, as much longer."""
@@ -42,16 +42,18 @@ class Expectations:
 
 
 def _would_count(ranks: Sequence[PassRecord]) -> bool:
-    return not any(r.error is not None or r.warmup or r.traced or r.new_graphs or r.first_uses for r in ranks)
+    return not any(
+        r.error is not None or r.warmup or r.traced or r.compilation.new_graphs or r.first_uses for r in ranks
+    )
 
 
 def _seconds(ranks: Sequence[PassRecord]) -> float:
     """Return the seconds of a pass without those of its step, which is not run again."""
-    return max(sum(cost.seconds for name, cost in record.phases.items() if name != "step") for record in ranks)
+    return max(sum(cost.seconds for name, cost in record.cost.phases.items() if name != "step") for record in ranks)
 
 
 def _host_held_up(record: PassRecord) -> bool:
-    phases = [cost for name, cost in record.phases.items() if name != "step"]
+    phases = [cost for name, cost in record.cost.phases.items() if name != "step"]
     return any(cost.host_seconds is not None and cost.host_seconds >= WAITED * cost.seconds for cost in phases)
 
 
@@ -60,7 +62,7 @@ def with_second_run(record: PassRecord, seconds: Sequence[float], ranks: Sequenc
 
     seconds  of the second run, on each rank
     """
-    record = replace(record, seconds_again=seconds[record.rank])
+    record = replace(record, cost=replace(record.cost, seconds_again=seconds[record.rank]))
     if _seconds(ranks) > FACTOR * max(seconds):
         return replace(record, first_uses=[*record.first_uses, FirstUse.ONCE.value])
     return record

@@ -24,13 +24,14 @@ from replay.report.text import one_line
 from replay.resolution.windows import Round
 from replay.resolved import ResolvedReplay
 from replay.runlog import token_log_probs
-from replay.runlog.records import PassRecord
+from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation import Window
 from replay.runner.digests import digest_of_inputs
 from replay.runner.laying_out import inputs_for
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Search
 from replay.runner.observers import (
+    CompilationCounter,
     FirstUseCounter,
     GainProbe,
     GradientProbe,
@@ -145,8 +146,7 @@ class Replayer:
         try:
             call = read_call(path)
             batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
-            record = replace(
-                record,
+            section = InputSection(
                 rows=batch.num_rows,
                 padded_tokens=batch.num_padded_tokens,
                 real_tokens=batch.num_real_tokens,
@@ -154,6 +154,7 @@ class Replayer:
                 input_digest=digest_of_inputs(batch),
                 trains=batch.trains,
             )
+            record = replace(record, input=section)
             weights = self.same_weights.check(call.weights)
             recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             recorded = without_router_loss(recorded, call, self.source.config)
@@ -194,23 +195,16 @@ class Replayer:
         if self.details_folder is not None:
             token_log_probs.keep(self.details_folder, record.index, record.rank, replayed.action_log_probs)
         order = -1 if inputs.reverses else 1
-        record = replace(
-            record,
-            fed_tokens=inputs.fed.input_ids.numel() * self.spec.actor.parallel.ring,
-            phases=outcome.cost.phases,
-            seconds=outcome.cost.seconds,
-            wait_seconds=outcome.cost.wait_seconds,
+        result = ResultSection(
             loss=outcome.loss.item(),
             row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::order],
             row_action_tokens=inputs.fed.action_mask_BA.sum(dim=1).tolist()[::order],
             weight=inputs.weight,
             grad_norm=outcome.grad_norm,
-            new_graphs=self._first_uses.new_graphs,
-            first_uses=self._first_uses.first_uses,
-            compile_seconds=self._first_uses.compile_seconds,
-            recompilations=self._first_uses.recompilations,
-            first_non_finite=looked_at.check.first_non_finite if looked_at.check is not None else None,
         )
+        fed_tokens = inputs.fed.input_ids.numel() * self.spec.actor.parallel.ring
+        record = replace(record, input=replace(record.input, fed_tokens=fed_tokens), cost=outcome.cost, result=result)
+        record = looked_at.add_to(record)
         if self.trace:
             self.trace.write(record.index, record.source, num_columns=inputs.num_columns)
         if not self.window.num_passes:
@@ -224,6 +218,7 @@ class Replayer:
         folder = self.details_folder if ends_window else None
         return PassObservers(
             first_uses=self._first_uses,
+            compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
             gain=GainProbe() if self._objective is not None else None,

@@ -188,8 +188,10 @@ class Reruns:
                 own, error = replay([HistoryMarker(history, self.replayer.actor.backend.model)])
                 done.append((own, error))
                 record = own.record
-                history.num_tokens = (record.fed_tokens or record.real_tokens) // self.spec.actor.parallel.ring
-                history.trains = record.trains is not False
+                history.num_tokens = (
+                    record.input.fed_tokens or record.input.real_tokens
+                ) // self.spec.actor.parallel.ring
+                history.trains = record.input.trains is not False
                 history.peak = peak_bytes(record) or self.meter.peak_bytes()
                 if is_out_of_memory(error) and not is_alone:
                     unbroken.enter_context(self.watch.unbroken())
@@ -233,7 +235,7 @@ class Reruns:
         done = [
             record.index
             for record in records
-            if record.rank == self.world.rank and record.trains and record.error is None
+            if record.rank == self.world.rank and record.input.trains and record.error is None
         ]
         while self.replayer.window.num_passes and self._fills(done[-1]):
             pass
@@ -271,7 +273,7 @@ def _with_highest_peak(records: Sequence[PassRecord], device_type: str) -> int |
     if device_type != "cpu":
         return index
     equal = [record for record in finished if peak_bytes(record) >= SAME_PEAK * highest]
-    return max(equal, key=lambda record: record.fed_tokens).index
+    return max(equal, key=lambda record: record.input.fed_tokens).index
 
 
 def _finished(records: Sequence[PassRecord]) -> list[int]:

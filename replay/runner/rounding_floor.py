@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed
@@ -179,9 +178,11 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
         if (record.index, record.rank) not in by_index_and_rank:
             continue
         other, replayed_again = by_index_and_rank[record.index, record.rank]
-        if record.loss is not None and other.loss is not None:
-            apart.setdefault(LOSS, []).append(difference(record.loss, other.loss))
-        rows = zip(record.row_log_probs, other.row_log_probs, record.row_action_tokens, strict=True)
+        if record.result.loss is not None and other.result.loss is not None:
+            apart.setdefault(LOSS, []).append(difference(record.result.loss, other.result.loss))
+        rows = zip(
+            record.result.row_log_probs, other.result.row_log_probs, record.result.row_action_tokens, strict=True
+        )
         apart.setdefault(LOG_PROBS, []).extend(
             difference(here / tokens, there / tokens) for here, there, tokens in rows if tokens
         )
@@ -189,8 +190,8 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
         apart.setdefault(TOKENS, []).extend(
             difference(here, there) for here, there in tokens if here is not None and there is not None
         )
-        if record.grad_norm is not None and other.grad_norm is not None:
-            apart.setdefault(GRAD_NORM, []).append(relative_difference(other.grad_norm, record.grad_norm))
+        if record.result.grad_norm is not None and other.result.grad_norm is not None:
+            apart.setdefault(GRAD_NORM, []).append(relative_difference(other.result.grad_norm, record.result.grad_norm))
         one, two = replayed.gradient, replayed_again.gradient
         if one is not None and two is not None:
             for key in one.values.keys() & two.values.keys():
@@ -242,7 +243,7 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
         str((world.world_size, world.device.type)),
         str(
             [
-                (record.input_digest, recorded is not None and recorded.optimizer is not None)
+                (record.input.input_digest, recorded is not None and recorded.optimizer is not None)
                 for record, recorded, _ in passes
             ]
         ),
@@ -260,7 +261,7 @@ def _known(folder: Path, key: str) -> dict[str, Floor] | None:
         raise UsageError(f"{error.text}. Try: rm {folder / FILE}") from error
 
 
-def _read(folder: Path) -> Mapping[str, Any]:
+def _read(folder: Path) -> Mapping[str, object]:
     try:
         known = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):

@@ -11,10 +11,10 @@ probes after it; the ranks meet; those of the backward; those of probes after it
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
+from capture.file_format.body import RandomStates
 from capture.record.rng_and_outputs import restore_random_states
-from replay.runlog.records import PhaseCost
+from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
 from replay.watch.progress import Phase
 
@@ -55,18 +56,9 @@ class PassInputs:
     weight: float = 1.0
     ends_window: bool = False
     steps: bool = False
-    random: Mapping[str, Any] = field(default_factory=dict)
+    random: RandomStates = field(default_factory=RandomStates)
     num_columns: int
     reverses: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassCost:
-    """What a pass cost: its phases, the host's seconds for all of it, and those of waiting for the slowest rank."""
-
-    phases: Mapping[str, PhaseCost] = field(default_factory=dict)
-    seconds: float | None = None
-    wait_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +68,7 @@ class PassOutcome:
     log_probs_BA: Tensor
     loss: Tensor
     grad_norm: float | None
-    cost: PassCost
+    cost: CostSection
 
 
 class PassObserver:
@@ -118,7 +110,7 @@ class Clock(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]: ...
     def wait(self) -> None: ...  # for the slowest rank's forward, so that no later phase is charged for it
     def paused(self) -> AbstractContextManager[None]: ...
-    def stop(self) -> PassCost: ...
+    def stop(self) -> CostSection: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +137,10 @@ class MeterClock:
     def paused(self) -> AbstractContextManager[None]:
         return self.meter.paused()
 
-    def stop(self) -> PassCost:
+    def stop(self) -> CostSection:
         phases, seconds = self.meter.end_pass()
         wait = phases.pop(WAIT, None)
-        return PassCost(phases=phases, seconds=seconds, wait_seconds=wait.seconds if wait else None)
+        return CostSection(phases=phases, seconds=seconds, wait_seconds=wait.seconds if wait else None)
 
 
 class Untimed:
@@ -169,8 +161,8 @@ class Untimed:
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def stop(self) -> PassCost:
-        return PassCost()
+    def stop(self) -> CostSection:
+        return CostSection()
 
 
 @dataclass(frozen=True, slots=True)

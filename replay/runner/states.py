@@ -141,5 +141,5 @@ class Earlier:
                 break
         if problem := next(filter(None, world.gather(problem)), None):
             raise UsageError(f"{problem}. Try: the inputs and options of the run that was begun")
-        num_steps = sum(record.grad_norm is not None for record in records if record.rank == world.rank)
+        num_steps = sum(record.result.grad_norm is not None for record in records if record.rank == world.rank)
         return cls(folder=folder, num_steps=num_steps, num_passes=len(own), records=records)

@@ -37,26 +37,27 @@ def _value_text(value: object) -> str:
 def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
     """Return a row per pass and rank. A column appears only if it has content, and if there is room."""
     records = sorted(records, key=lambda r: (r.index, r.rank))
-    phases = [name for name in PHASES if any(name in r.phases for r in records)]
+    phases = [name for name in PHASES if any(name in r.cost.phases for r in records)]
     columns: Columns = {"pass": [str(r.index + 1) for r in records]}
     if len({r.rank for r in records}) > 1:
         columns["rank"] = [str(r.rank) for r in records]
     columns["input"] = [r.source if full_names else short_names(r.source) for r in records]
-    columns["rows"] = [str(r.rows) for r in records]
-    columns["padded"] = [f"{r.padded_tokens:,}" for r in records]
-    columns["real"] = [f"{r.real_tokens:,}" for r in records]
+    columns["rows"] = [str(r.input.rows) for r in records]
+    columns["padded"] = [f"{r.input.padded_tokens:,}" for r in records]
+    columns["real"] = [f"{r.input.real_tokens:,}" for r in records]
     for name in phases:
-        seconds = [r.phases[name].seconds if name in r.phases else None for r in records]
+        seconds = [r.cost.phases[name].seconds if name in r.cost.phases else None for r in records]
         columns[f"{SHORT.get(name, name)} ms"] = [milliseconds(s) for s in seconds]
-    if any(r.wait_seconds is not None for r in records):
-        columns["wait ms"] = [milliseconds(r.wait_seconds) for r in records]
+    if any(r.cost.wait_seconds is not None for r in records):
+        columns["wait ms"] = [milliseconds(r.cost.wait_seconds) for r in records]
     if phases:
         columns["peak GiB"] = [
-            gibibytes(max((cost.peak_allocated_bytes for cost in r.phases.values()), default=None)) for r in records
+            gibibytes(max((cost.peak_allocated_bytes for cost in r.cost.phases.values()), default=None))
+            for r in records
         ]
-    columns["loss"] = ["-" if r.loss is None else f"{r.loss:.5f}" for r in records]
-    if any(r.grad_norm is not None for r in records):
-        columns["grad norm"] = ["-" if r.grad_norm is None else f"{r.grad_norm:.4g}" for r in records]
+    columns["loss"] = ["-" if r.result.loss is None else f"{r.result.loss:.5f}" for r in records]
+    if any(r.result.grad_norm is not None for r in records):
+        columns["grad norm"] = ["-" if r.result.grad_norm is None else f"{r.result.grad_norm:.4g}" for r in records]
     if any(notes := [_note(r) for r in records]):
         columns["note"] = notes
     for name in () if full_names else LEFT_OUT_FIRST:
@@ -71,19 +72,22 @@ def _width(columns: Columns) -> int:
 
 def _note(record: PassRecord) -> str:
     marks = ["warm-up"] if record.warmup else []
-    compiled = record.new_graphs or FirstUse.COMPILED in record.first_uses
+    compiled = record.compilation.new_graphs or FirstUse.COMPILED in record.first_uses
     marks += ["compiled"] if compiled else []
     marks += [] if record.warmup else [use for use in record.first_uses if use != FirstUse.COMPILED]
-    marks += ["rollout"] if record.trains is False else []
+    marks += ["rollout"] if record.input.trains is False else []
     marks += [f"failed: {record.error_type}"] if record.error is not None else []
     return ", ".join(marks)
 
 
 def progress(ranks: Sequence[PassRecord]) -> str:
     """Format one pass: phase times on its slowest rank, the first rank's loss and input."""
-    slowest = {name: max((r.phases[name].seconds for r in ranks if name in r.phases), default=None) for name in PHASES}
+    slowest = {
+        name: max((r.cost.phases[name].seconds for r in ranks if name in r.cost.phases), default=None)
+        for name in PHASES
+    }
     parts = [f"{name} {milliseconds(s)} ms" for name, s in slowest.items() if s is not None]
-    parts += [] if ranks[0].loss is None else [f"loss {ranks[0].loss:.5f}"]
+    parts += [] if ranks[0].result.loss is None else [f"loss {ranks[0].result.loss:.5f}"]
     parts += ["warm-up"] if ranks[0].warmup else []
     parts += [f"failed on rank {r.rank}: {r.error_type}" for r in ranks if r.error is not None]
     return ", ".join([*parts, ranks[0].source])

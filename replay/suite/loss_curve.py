@@ -81,7 +81,7 @@ def curve_of(run: PastRun) -> Curve:
 
 
 def _norms(window: Sequence[PassRecord]) -> list[float]:
-    return [record.grad_norm for record in window if record.grad_norm is not None]
+    return [record.result.grad_norm for record in window if record.result.grad_norm is not None]
 
 
 def _step(number: int, window: Sequence[PassRecord]) -> Step:
@@ -91,13 +91,13 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
     by_pass: dict[int, list[float]] = {}
     by_data_rank: dict[tuple[int, int], str] = {}
     for record in window:
-        assert record.seconds is not None
-        assert record.input_digest is not None
-        by_pass.setdefault(record.index, []).append(record.seconds)
-        by_data_rank[record.index, record.data_rank] = record.input_digest
+        assert record.cost.seconds is not None
+        assert record.input.input_digest is not None
+        by_pass.setdefault(record.index, []).append(record.cost.seconds)
+        by_data_rank[record.index, record.data_rank] = record.input.input_digest
     return Step(
         step=number + 1,
-        loss=fmean(record.loss for record in window if record.loss is not None),
+        loss=fmean(record.result.loss for record in window if record.result.loss is not None),
         norm=_norms(window)[0],
         seconds=sum(max(ranks) for ranks in by_pass.values()),
         memory_bytes=max(map(peak_bytes, window)),

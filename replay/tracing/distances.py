@@ -59,7 +59,7 @@ def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
     if not pairs:
         raise UsageError(f"{other.run.folder} and {reference.run.folder} have no input in common")
     for one, partner in pairs:
-        if one.peers[0].input_digest != partner.peers[0].input_digest:
+        if one.peers[0].input.input_digest != partner.peers[0].input.input_digest:
             raise UsageError(f"{one.source} holds other tensors in {other.run.folder}, so that no rows match")
     all_distances = list(_of_tables(reference.parameters, other.parameters, group=0, source=None))
     passes: dict[int, list[Distance]] = {}

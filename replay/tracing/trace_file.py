@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
@@ -69,7 +69,7 @@ def pass_file(index: int, rank: int) -> str:
     return f"pass{index:06}-rank{rank}.safetensors"
 
 
-def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]) -> None:
+def write_trace(path: Path, tensors: "Mapping[str, Tensor]", about: Mapping[str, object]) -> None:
     """Write the file whole or not at all. Raises OSError."""
     from safetensors.torch import save_file
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.runlog.records import PassRecord
 from replay.tolerances.job import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
@@ -99,10 +100,10 @@ class Finding:
 
     name: str
     status: Status
-    recorded: float
-    replayed: float | None = None
-    difference: float | None = None
-    bound: float | None = None
+    recorded: AnyFloat
+    replayed: AnyFloat | None = None
+    difference: AnyFloat | None = None
+    bound: AnyFloat | None = None
     where: str | None = None
     doubt: str | None = None
     counts: bool = True
@@ -229,7 +230,7 @@ def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Rep
     for where, there, here, tokens in _pairs(claim, record, replayed):
         doubt = claim.doubt
         if claim.num_tokens is not None and list(claim.num_tokens) != _own_tokens(claim, record):
-            own = sum(record.row_action_tokens)
+            own = sum(record.result.row_action_tokens)
             doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {own}"
         bound = setting.bound(claim.name, dtypes, tokens, record.index)
         if claim.name == LOSS:
@@ -255,14 +256,14 @@ def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Rep
 
 
 def _own_tokens(claim: Claim, record: PassRecord) -> list[int]:
-    return list(record.row_action_tokens) if claim.name == LOG_PROBS else [sum(record.row_action_tokens)]
+    return list(record.result.row_action_tokens) if claim.name == LOG_PROBS else [sum(record.result.row_action_tokens)]
 
 
 def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[str | None, float, float, int]]:
     """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means of."""
     if claim.name == LOSS:
-        [there], here = claim.values, record.loss
-        return [] if here is None else [(None, there, here, sum(record.row_action_tokens))]
+        [there], here = claim.values, record.result.loss
+        return [] if here is None else [(None, there, here, sum(record.result.row_action_tokens))]
     if claim.name in (TOKENS, ACTION_TOKENS):
         ours = replayed.token_log_probs if claim.name == TOKENS else replayed.action_log_probs
         pairs = zip(claim.values, ours, strict=False)
@@ -271,7 +272,12 @@ def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[s
             for number, (there, here) in enumerate(pairs)
             if here is not None
         ]
-    rows = zip(claim.values, record.row_log_probs, record.row_action_tokens, strict=bool(record.row_log_probs))
+    rows = zip(
+        claim.values,
+        record.result.row_log_probs,
+        record.result.row_action_tokens,
+        strict=bool(record.result.row_log_probs),
+    )
     return [
         (f"row {row}", there / max(tokens, 1), here / max(tokens, 1), tokens)
         for row, (there, here, tokens) in enumerate(rows)

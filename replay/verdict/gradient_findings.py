@@ -55,10 +55,10 @@ def windows_of(members: Sequence[Member]) -> list[list[Member]]:
     seen: set[tuple[int, int]] = set()
     for member in members:
         place = member.record.index, member.record.data_rank
-        if place in seen or not member.record.trains:
+        if place in seen or not member.record.input.trains:
             continue
         seen.add(place)
-        if window and member.record.index > window[-1].record.index and window[-1].record.grad_norm is not None:
+        if window and member.record.index > window[-1].record.index and window[-1].record.result.grad_norm is not None:
             windows.append(window)
             window = []
         window.append(member)
@@ -78,7 +78,7 @@ def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) ->
 
 def _norms(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> tuple[float | None, float | None]:
     """Return the norm of the gradient in the job, if it is known, and here."""
-    return next((there for _, there in _noted(window, steps)), None), window[-1].record.grad_norm
+    return next((there for _, there in _noted(window, steps)), None), window[-1].record.result.grad_norm
 
 
 def why_not_judged(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
@@ -120,7 +120,7 @@ def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
         return []
     if not any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps) and not noted:
         return []
-    here = window[-1].record.grad_norm
+    here = window[-1].record.result.grad_norm
     why_not = _why_not_comparable(window, steps, setting)
     if why_not is not None or here is None:
         reason = why_not or "the replay ran no backward, or its window was cut short"
@@ -206,7 +206,7 @@ def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | No
     if any(member.loss is None or not member.loss.counts for member in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):
-        shares = _as_shares([member.record.weight for member in window])
+        shares = _as_shares([member.record.result.weight for member in window])
         if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:
             return ANOTHER_LOSS
         return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
@@ -224,7 +224,7 @@ def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], her
     weights = job_weights(window) if len(window) > 1 else None
     if weights is None:
         return None
-    there, ours = _as_shares(weights), _as_shares([one.record.weight for one in window])
+    there, ours = _as_shares(weights), _as_shares([one.record.result.weight for one in window])
     if _largest_difference(there, ours) <= SAME_SHARES:
         return None
     norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""

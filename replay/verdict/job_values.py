@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
@@ -46,8 +47,8 @@ class OtherValue:
 
     name: str
     index: int  # in the flattened parameter
-    recorded: float
-    replayed: float
+    recorded: AnyFloat
+    replayed: AnyFloat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from actor_init.as_json import to_json
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
 from replay.tolerances.job import Floor
@@ -82,6 +83,11 @@ class Verdict:
     floors: Mapping[str, Floor] = field(default_factory=dict)  # measured
     passes: Sequence[PassVerdict] = ()
     windows: Sequence[PassVerdict] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `verdict` of run.json."""
+        values: dict[str, Any] = to_json(self)
+        return values
 
 
 def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:

@@ -3,10 +3,12 @@
 Where nodes share no disk that is the first rank of each node, and run.json is on the node of rank 0.
 """
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
-from replay.runlog.writer import INTERRUPTED, RUN_FILE, replace_run
+from actor_init.as_json import to_json
+from replay.runlog.run_file import RUN_FILE, RunFailure, RunFile
+from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import Failure
 from replay.watch.progress import position_file
 
@@ -23,20 +25,20 @@ def claim_failure(folder: Path, failure: Failure, text: str) -> bool:
             file.write(text + "\n")
     except FileExistsError:
         return False
-    path = folder / RUN_FILE
-    if not path.is_file() and not position_file(folder, 0).is_file():
+    has_begun = (folder / RUN_FILE).is_file()
+    if not has_begun and not position_file(folder, 0).is_file():
         return True  # rank 0 is on another node and shares no disk with this one
-    run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # none while the actor is opened
     position = failure.position
-    named = {
-        "kind": failure.kind,
-        "rank": failure.rank,
-        "index": position and position.index,
-        "source": position and position.source,
-        "phase": position and position.phase,
-        "error": failure.error,
-        "ranks": failure.sightings,
-    }
+    named = RunFailure(
+        kind=failure.kind,
+        rank=failure.rank,
+        index=None if position is None else position.index,
+        source=None if position is None else position.source,
+        phase=None if position is None else position.phase,
+        error=failure.error,
+        ranks=to_json(failure.sightings),
+    )
     status, exit_code = ("interrupted", INTERRUPTED) if failure.kind == "interrupted" else ("failed", 1)
-    replace_run(folder, {**run, "status": status, "failure": named, "exit_code": exit_code})
+    run = RunFile.read(folder) if has_begun else RunFile(status=status)
+    replace(run, status=status, failure=named, exit_code=exit_code).write(folder)
     return True

@@ -7,9 +7,9 @@ from pathlib import Path
 from replay.option_parsing import command_line
 from replay.prediction.costs import Cost
 from replay.processes.pool import Task, run_child
+from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
-from replay.runlog.writer import log_below
 from replay.spec import Order, ReplaySpec
 
 NUM_COUNTING = 3  # repetitions of an input
@@ -52,7 +52,7 @@ def measure(
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
     child = run_child(Task.attempt(home, command_line(run), num_processes=num_processes, limit=limit))
-    folder, facts, records = log_below(child.logs)
+    folder, run_file, records = log_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
     for index, ranks in _whole_passes(records, num_processes):
         if (index + 1) % window == 0:
@@ -61,10 +61,10 @@ def measure(
     for record in records:
         if record.error is not None:
             failed.setdefault(record.index // num_repeats, f"{record.error_type}: {record.error}")
-    is_whole = child.exit_code in (0, 1) and "exit_code" in facts
+    is_whole = child.exit_code in (0, 1) and run_file is not None and run_file.exit_code is not None
     return Measuring(
         costs={place: _cost(repeated) for place, repeated in counting.items()},
-        fed_tokens={place: max(one.fed_tokens for one in repeated[-1]) for place, repeated in counting.items()},
+        fed_tokens={place: max(one.input.fed_tokens for one in repeated[-1]) for place, repeated in counting.items()},
         failed=failed,
         overhead=_overhead(records),
         ended="" if is_whole else child.error or f"no end in its log, see {child.output}",
@@ -84,17 +84,17 @@ def _whole_passes(records: Sequence[PassRecord], num_ranks: int) -> Iterator[tup
 
 def _cost(repeated: Sequence[Sequence[PassRecord]]) -> Cost:
     clean = [ranks for ranks in repeated if reason_to_leave_out(ranks) is None] or repeated[-1:]
-    phases = clean[-1][0].phases
+    phases = clean[-1][0].cost.phases
     return Cost(
-        seconds={name: min(max(one.phases[name].seconds for one in ranks) for ranks in clean) for name in phases},
+        seconds={name: min(max(one.cost.phases[name].seconds for one in ranks) for ranks in clean) for name in phases},
         peaks={
-            name: float(max(one.phases[name].peak_allocated_bytes for ranks in clean for one in ranks))
+            name: float(max(one.cost.phases[name].peak_allocated_bytes for ranks in clean for one in ranks))
             for name in phases
         },
     )
 
 
 def _overhead(records: Sequence[PassRecord]) -> float:
-    costs = [cost for record in records for cost in record.phases.values()]
+    costs = [cost for record in records for cost in record.cost.phases.values()]
     reserved = max((cost.peak_reserved_bytes or 0 for cost in costs), default=0)
     return max(1.0, reserved / max((cost.peak_allocated_bytes for cost in costs), default=1)) if reserved else 1.0

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed.autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from replay.wording import in_flags
 from tests.helpers.commands import run
@@ -25,6 +24,7 @@ from tests.helpers.contract import (
 )
 from tests.helpers.gradients import GRADIENT_BOUND
 from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import MODELS, SIZES, save_models
 
@@ -111,8 +111,8 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
     expected = Reference(folders[name]).clipped_steps(paths, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
     for record in records:
         loss, norm = expected[record.index]
-        assert record.loss == pytest.approx(loss, rel=LOSS_BOUND)
-        assert record.grad_norm == pytest.approx(norm, rel=NORM_BOUND)
+        assert record.result.loss == pytest.approx(loss, rel=LOSS_BOUND)
+        assert record.result.grad_norm == pytest.approx(norm, rel=NORM_BOUND)
 
 
 @pytest.mark.parametrize("flags", BF16)
@@ -121,7 +121,7 @@ def test_the_norm_in_bf16_has_every_rank_in_it(
 ) -> None:
     records = records_of(logs[QWEN3, f"--dtype bf16 --max-inputs 1 {flags}"])
     expected = Reference(folders[QWEN3]).gradient_norm([default_folder() / records[0].source])
-    assert [r.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
+    assert [r.result.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
 
 
 @pytest.mark.parametrize(

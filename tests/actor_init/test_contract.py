@@ -84,8 +84,8 @@ def test_losses_and_norms_are_the_reference_s(row: Row, logs: dict[str, Path], r
 def test_bf16_stays_within_its_bound(name: str, logs: dict[str, Path], reference: Reference) -> None:
     for record in records_of(logs[f"bf16 {name}"]):
         path = default_folder() / record.source
-        assert record.loss == pytest.approx(reference.answer(path).loss, rel=BF16_BOUND)
-        assert record.grad_norm == pytest.approx(reference.gradient_norm([path]), rel=BF16_NORM_BOUND)
+        assert record.result.loss == pytest.approx(reference.answer(path).loss, rel=BF16_BOUND)
+        assert record.result.grad_norm == pytest.approx(reference.gradient_norm([path]), rel=BF16_NORM_BOUND)
 
 
 @pytest.mark.parametrize("name", STEP_ROWS)

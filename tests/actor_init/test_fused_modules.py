@@ -17,7 +17,7 @@ from actor_init.fused import rotary
 from actor_init.fused.replacing import NONE_FOUND, fuse
 from actor_init.fused.rms_norm import replace_norm
 from actor_init.fused.swiglu import replace_swiglu, silu_times
-from replay.runlog.writer import read_log
+from tests.helpers.read_logs import read_log
 from tests.helpers.sharded import FEW, MODELS, ONE, SIZES, Job, Outcome, replay_jobs, save_models
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
 from replay.cli import main
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 
 def replayed(tmp_path: Path, name: str, *more: str) -> list[PassRecord]:
@@ -54,10 +54,10 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
     [plain] = replayed(tmp_path, "plain")
     [turned] = replayed(tmp_path, "turned", "--reverse-rows")
     assert fed[1] == fed[0][::-1]
-    assert turned.row_log_probs == pytest.approx(plain.row_log_probs, rel=1e-6)
-    assert len({round(one, 3) for one in plain.row_log_probs}) == 3  # so that an order shows
-    assert (turned.input_digest, turned.row_tokens) == (plain.input_digest, plain.row_tokens)
-    assert turned.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert turned.result.row_log_probs == pytest.approx(plain.result.row_log_probs, rel=1e-6)
+    assert len({round(one, 3) for one in plain.result.row_log_probs}) == 3  # so that an order shows
+    assert (turned.input.input_digest, turned.input.row_tokens) == (plain.input.input_digest, plain.input.row_tokens)
+    assert turned.result.loss == pytest.approx(plain.result.loss, rel=1e-6)
 
 
 def test_a_trace_tells_rows_by_their_place(capsys: pytest.CaptureFixture[str]) -> None:

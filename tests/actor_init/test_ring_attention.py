@@ -79,7 +79,7 @@ def test_rows_of_one_document_go_zigzag_and_are_right(folders: dict[str, Path], 
         assert len(records) == 2 * len(captures)
         for record in records:
             expected = captures[record.index]
-            assert record.loss == pytest.approx(reference.answer(expected).loss, rel=LOSS_BOUND)
-            assert record.grad_norm == pytest.approx(reference.gradient_norm([expected]), rel=NORM_BOUND)
+            assert record.result.loss == pytest.approx(reference.answer(expected).loss, rel=LOSS_BOUND)
+            assert record.result.grad_norm == pytest.approx(reference.gradient_norm([expected]), rel=NORM_BOUND)
         windows = [[capture] for capture in captures]
         assert_gradients_are_the_reference_s(tmp_path / f"{number}.pt", windows, reference)

@@ -155,7 +155,7 @@ def windows_of(records: list[PassRecord], inputs: Path) -> list[list[Path]]:
 
 
 def numbers_of(records: list[PassRecord]) -> list[tuple[int, str, float | None, float | None]]:
-    return [(record.rank, record.source, record.loss, record.grad_norm) for record in records]
+    return [(record.rank, record.source, record.result.loss, record.result.grad_norm) for record in records]
 
 
 @pytest.mark.parametrize(("world", "strategy"), ALONE)
@@ -200,8 +200,8 @@ def test_going_on_is_as_if_it_had_never_stopped(world: str, strategy: str, runs:
 
 @pytest.mark.parametrize(("world", "strategy"), ALONE)
 def test_a_saved_model_replays_to_the_losses_of_the_actor_that_saved_it(world: str, strategy: str, runs: Runs) -> None:
-    whole = [record.loss for record in runs.records("whole", world, strategy) if record.index == 3]
-    assert [record.loss for record in runs.records("again", world, strategy)] == whole
+    whole = [record.result.loss for record in runs.records("whole", world, strategy) if record.index == 3]
+    assert [record.result.loss for record in runs.records("again", world, strategy)] == whole
 
 
 @pytest.mark.parametrize(("came", "saver", "world", "loader"), MOVES)
@@ -216,5 +216,7 @@ def test_going_on_with_other_ranks_is_what_a_plain_loop_does(
     )
     for record in moved:
         losses, norm = expected[3 + record.index]
-        assert record.loss == pytest.approx(losses[record.source], rel=10 * LOSS_BOUND)  # after five steps of AdamW
-        assert record.grad_norm == pytest.approx(norm, rel=10 * NORM_BOUND)
+        assert record.result.loss == pytest.approx(
+            losses[record.source], rel=10 * LOSS_BOUND
+        )  # after five steps of AdamW
+        assert record.result.grad_norm == pytest.approx(norm, rel=10 * NORM_BOUND)

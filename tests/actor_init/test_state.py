@@ -12,9 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from replay.cli import main
-from replay.runlog.writer import read_log
 from tests.helpers.contract import records_of
 from tests.helpers.failing_inputs import TOO_LONG, folder_of
+from tests.helpers.read_logs import read_log
 
 pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")
 
@@ -29,7 +29,7 @@ def replay(home: Path, typed: str) -> int:
 
 
 def numbers(home: Path, run: int) -> list[tuple[str, float | None, float | None]]:
-    return [(record.source, record.loss, record.grad_norm) for record in records_of(home / f"log-{run}")]
+    return [(record.source, record.result.loss, record.result.grad_norm) for record in records_of(home / f"log-{run}")]
 
 
 def said(out: str, name: str) -> list[str]:
@@ -162,7 +162,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, world: Any) -> Path:
     home = tmp_path_factory.mktemp("saved")
     inputs = folder_of(home, [20, 22])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replay.runner.session.World.from_env", lambda _: nullcontext(world))
+        patch.setattr("replay.runner.run.World.from_env", lambda _: nullcontext(world))
         for name, flags in {"zero1": "--zero-stage 1", "fsdp2": "--backend fsdp2"}.items():
             assert replay(home, f"{flags} {TRAINING} --inputs {inputs} --max-inputs 1 --save-state {home}/{name}") == 0
     (home / "empty").mkdir()

@@ -15,7 +15,6 @@ from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
 from actor_init.world import World
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
@@ -34,6 +33,7 @@ from tests.helpers.gradients import (
     windows_in,
 )
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import (
     ALL,
@@ -160,8 +160,10 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
         max_norm=MAX_NORM,
         kind=torch.optim.SGD if sgd else torch.optim.AdamW,
     )
-    assert [record.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
-    assert [record.grad_norm for record in records] == pytest.approx([norm for _, norm in expected], rel=NORM_BOUND)
+    assert [record.result.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
+    assert [record.result.grad_norm for record in records] == pytest.approx(
+        [norm for _, norm in expected], rel=NORM_BOUND
+    )
 
 
 @pytest.mark.parametrize("job", WRONG, ids=lambda job: job.name)
@@ -225,7 +227,7 @@ def test_a_sequence_shorter_than_the_number_of_ranks_leaves_some_without_a_share
     replay_all([job], tmp_path / "jobs.json", num_processes=4, parallel=(4, 1))
     reference = Reference(tmp_path / "model")
     for record in records_of(tmp_path / "log"):
-        assert record.loss == pytest.approx(reference.answer(captures[record.index]).loss, rel=LOSS_BOUND)
+        assert record.result.loss == pytest.approx(reference.answer(captures[record.index]).loss, rel=LOSS_BOUND)
     windows = [[capture] for capture in captures]
     assert_gradients_are_the_reference_s(tmp_path / "gradients.pt", windows, reference)
 
@@ -263,8 +265,8 @@ def test_what_cannot_be_split_is_refused(arguments: str, expected: str, tmp_path
 
 def test_one_graph_serves_every_length(outcomes: dict[Job, Outcome]) -> None:
     records = [record for record in records_of(outcomes[ANY_LENGTH].log) if record.rank == 0]
-    assert len({record.real_tokens for record in records}) > 1
-    assert [record.new_graphs for record in records] == [1, 0, 0]
+    assert len({record.input.real_tokens for record in records}) > 1
+    assert [record.compilation.new_graphs for record in records] == [1, 0, 0]
 
 
 def test_the_processes_that_are_missing_are_started(tmp_path: Path) -> None:

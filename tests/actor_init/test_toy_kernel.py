@@ -20,10 +20,10 @@ from replay.cli import main
 from replay.doctor.report import _checked
 from replay.option_parsing import command_line, replay_spec, spec_from_dict, spec_to_dict
 from replay.resolution.job_defaults import job_kernel
-from replay.runlog.writer import read_log
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from tests.helpers import toy_kernel
+from tests.helpers.read_logs import read_log
 from tests.helpers.toy_kernel import KERNEL
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def losses(kernel: str, logs: Path, *typed: str) -> list[float | None]:
     options = ["--attention", kernel, "--backend", "ddp", "--dtype", "fp32", "--max-inputs", "2", *typed]
     assert main([*options, "--log-folder", str(logs / kernel)]) == 0
     (log,) = (logs / kernel).iterdir()
-    return [record.loss for record in read_log(log)[1]]
+    return [record.result.loss for record in read_log(log)[1]]
 
 
 @pytest.mark.usefixtures("one_world", "registered")

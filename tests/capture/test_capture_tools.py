@@ -95,7 +95,7 @@ def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: P
     call = replace(
         read_call(capture_files(default_folder())[0]),
         outputs={"loss": 1.5},
-        random={"python": {"state": [1, 2]}},
+        random={"python": {"version": 3, "state": b"12", "gauss": None}},
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     call.write(source)

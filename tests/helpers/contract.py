@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture.file_format.actor_config import read_actor_config
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order
@@ -118,13 +118,13 @@ def check_losses_and_norms(row: Row, log: Path, reference: Reference) -> None:
     assert len({record.source for record in records}) == row.max_inputs * row.num_ranks
     for record in records:
         expected = reference.answer(default_folder() / record.source).loss
-        assert record.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source
+        assert record.result.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source
     for window in windows_of(records, row.accumulation).values():
         expected = reference.gradient_norm([default_folder() / record.source for record in window])
         for record in window:
             is_last = (record.index + 1) % row.accumulation == 0
             norm = pytest.approx(expected, rel=NORM_BOUND) if is_last else None
-            assert record.grad_norm == norm, record.source
+            assert record.result.grad_norm == norm, record.source
 
 
 def check_clipped_steps(log: Path, model_folder: Path) -> None:
@@ -134,5 +134,7 @@ def check_clipped_steps(log: Path, model_folder: Path) -> None:
     expected = Reference(model_folder).clipped_steps(
         [default_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM
     )
-    assert [record.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
-    assert [record.grad_norm for record in records] == pytest.approx([norm for _, norm in expected], rel=NORM_BOUND)
+    assert [record.result.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
+    assert [record.result.grad_norm for record in records] == pytest.approx(
+        [norm for _, norm in expected], rel=NORM_BOUND
+    )

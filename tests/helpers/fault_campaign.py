@@ -21,7 +21,7 @@ from replay.option_parsing import command_line
 from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.parity.plan import Cell, Here, plan
 from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
-from replay.parity.state import Row, State
+from replay.parity.rows import Row, State
 from replay.runlog.reader import PastRun
 from replay.shipped_inputs import edge_folder
 from replay.tracing.distances import distances

@@ -19,7 +19,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
 from replay.runner.replayer import Replayer
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from tests.helpers.faults import FAULTS
 from tests.helpers.more_faults import MORE_FAULTS
 from tests.helpers.unproved_rows import rows_unproved
@@ -67,7 +67,7 @@ def main() -> int:
                     stack.enter_context(ALL[job["fault"]].breaks(world))
                 if "compare" in job:
                     stack.enter_context(recorded(logs))
-                codes.append(run_in(world, spec, show_traceback=True))
+                codes.append(run_in(world, spec, show_traceback=True).exit_code)
             if "compare" in job:
                 answers = world.gather(said(before, logs))
                 Path(job["compare"]).write_text(json.dumps(answers))

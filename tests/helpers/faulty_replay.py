@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import replay.runner.replayer
-import replay.runner.session
+import replay.runner.run
 import replay.watch.shutdown
 import replay.watch.watcher
 from replay.cli import run_and_leave
@@ -191,7 +191,7 @@ WATCHES: list[Watch] = []
 def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
-    vars(replay.runner.session)["watching"] = _watched
+    vars(replay.runner.run)["watching"] = _watched
     vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
     vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)

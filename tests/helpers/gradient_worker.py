@@ -27,7 +27,7 @@ from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
@@ -88,7 +88,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.reopened_actor.open_backend", opened))
         spec = action_of([*job["arguments"], *PATIENCE]).args[0]
-        code = run_in(world, spec, show_traceback=True)
+        code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:
         torch.save(windows, job["gradients"])
         if watch:

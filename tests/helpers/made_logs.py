@@ -7,14 +7,28 @@ from typing import Any
 from replay.option_parsing import replay_spec
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
+from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
 from replay.spec import ReplaySpec
+from replay.verdict.judge import Outcome, Verdict
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 
 FACTS = {"weights": "random, seed 0", "zero_stage": 1}
-WORK = {"weights": "random, seed 0", "config": {"num_hidden_layers": 4, "vocab_size": 264}}
+WORK: dict[str, Any] = {"weights": "random, seed 0", "config": {"num_hidden_layers": 4, "vocab_size": 264}}
+VERDICT = Verdict(
+    outcome=Outcome.REPRODUCED,
+    reason=None,
+    counts={},
+    window_counts={},
+    first=None,
+    worst=[],
+    open=[],
+    weights=None,
+    environment={},
+    dtypes=("float32", "float32"),
+)
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="in recorded order")
 
 
@@ -51,15 +65,15 @@ def write_log(
     books[0].begin(
         MadeReplay.of(spec),
         facts=FACTS | (facts or {}),
-        work=WORK | (work or {}),
-        inputs=SELECTION.described(),
+        work=RunWork(**(WORK | (work or {}))),
+        inputs=SELECTION.describe(),
         memory_kind=memory_kind,
         devices=["H200"] * len(ranks),
     )
     for one in records:
         books[one.rank].write(one)
     if exit_code is not None:
-        books[0].finish(summarize(records), exit_code=exit_code)
+        books[0].finish(RunEnd(statistics=summarize(records)), exit_code=exit_code)
     for book in books:
         book.close()
     return folder

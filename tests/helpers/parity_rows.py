@@ -8,7 +8,7 @@ from replay.option_parsing import replay_spec
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.parity.results import MatrixJudge, MatrixResult
-from replay.parity.state import Row, State
+from replay.parity.rows import Row, State
 from replay.runlog.records import PassRecord
 from replay.spec import ReplaySpec
 from tests.helpers.made_logs import passed, write_log

@@ -20,7 +20,7 @@ from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
 
@@ -61,7 +61,7 @@ def main() -> int:
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             spec = action_of([*command, *PATIENCE]).args[0]
-            codes.append(run_in(world, spec, show_traceback=True))
+            codes.append(run_in(world, spec, show_traceback=True).exit_code)
     return max(codes)
 
 

@@ -111,11 +111,11 @@ class Outcome(NamedTuple):
     def check_losses(self, bound: float = LOSS_BOUND) -> None:
         for record in (record for window in self.windows() for record in window):
             expected = self.reference.answer(default_folder() / record.source).loss
-            assert record.loss == pytest.approx(expected, rel=bound), record.source
+            assert record.result.loss == pytest.approx(expected, rel=bound), record.source
 
     def check_norms(self, bound: float = NORM_BOUND) -> None:
         for window in self.windows():
-            norms = [record.grad_norm for record in window if record.grad_norm is not None]
+            norms = [record.result.grad_norm for record in window if record.result.grad_norm is not None]
             expected = self.reference.gradient_norm(sources_of(window))
             assert norms == pytest.approx([expected] * self.job.num_processes, rel=bound)
 

@@ -16,11 +16,8 @@ from actor_init.as_json import AnyFloat, from_json, parse_json, to_json
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import Dtype, UsageError
 from replay.on_ray.executor import ThisMachine
-from replay.parity.plan import Role
-from replay.parity.state import ParityLog, State
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import read_log
 from replay.runner.rounding_floor import _known
 from replay.spec import LossName
 from replay.suite.inputs import SuiteInputs
@@ -31,6 +28,7 @@ from replay.tolerances.job import Floor
 from replay.tracing.trace_file import TraceFile
 from replay.watch.blame import Sighting
 from replay.watch.progress import Phase, Position, last_position
+from tests.helpers.read_logs import read_log
 
 OLD = Path(__file__).parents[1] / "old_logs"  # written before there was actor_init/as_json.py
 
@@ -128,18 +126,13 @@ def test_an_old_log_is_read() -> None:
     assert (run.config["vocab_size"], run.devices) == (264, ["H200", "H200"])
     assert str(read_log(OLD / "replay")[1]) == str(run.records)  # as text: nan is not nan
     first, _, second, last = run.records
-    assert (str(first.loss), first.grad_norm, first.row_log_probs) == ("nan", math.inf, [-math.inf, -20.0])
-    assert (second.wait_seconds, second.weight, second.phases["backward"].seconds) == (0.25, 0.5, 0.5)
-    assert last.grad_norm is None
-
-
-def test_an_old_parity_run_goes_on() -> None:
-    log = ParityLog.read(OLD / "parity")
-    assert [row.state for row in log.rows] == [State.DONE, State.FAILED, State.PENDING]
-    assert (log.rows[0].cell.role, log.rows[0].seconds) == (Role.REFERENCE, 8.5)
-    assert log.rows[0].log == OLD / "parity" / "cells/001/20260301-replay"
-    assert (log.rows[1].cell.spec.inputs.max_inputs, log.rows[1].cell.group) == (2, "edges")
-    assert log.refused == {"fsdp2 flash": "flash-attn has no CPU kernel"}
+    assert (str(first.result.loss), first.result.grad_norm, first.result.row_log_probs) == (
+        "nan",
+        math.inf,
+        [-math.inf, -20.0],
+    )
+    assert (second.cost.wait_seconds, second.result.weight, second.cost.phases["backward"].seconds) == (0.25, 0.5, 0.5)
+    assert last.result.grad_norm is None
 
 
 def test_an_old_suite_goes_on(tmp_path: Path) -> None:
@@ -187,13 +180,6 @@ def curve_of(folder: Path) -> Curve | None:
 @pytest.mark.parametrize(
     ("file", "edit", "read", "complaint"),
     [
-        (
-            "parity/parity.json",
-            ('"backend": "fsdp2"', '"backend": "zero"'),
-            ParityLog.read,
-            "cells.0.spec: backend 'zero' is not allowed",
-        ),
-        ("parity/parity.json", ('"done"', '"finished"'), ParityLog.read, 'cells.0.state is "finished"'),
         ("suite/suite.json", ('"bf16"', '"int8"'), partial(Suite.read, where=ThisMachine()), 'spec.dtype is "int8"'),
         ("suite/fsdp2.jsonl", ("2.5", '"2.5"'), curve_of, 'line 1: loss is "2.5"; allowed is a valid number'),
         ("state/state.json", ('"tp": 1', '"tp": "1"'), SavedState.read, 'tp is "1"; allowed is a valid'),

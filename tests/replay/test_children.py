@@ -53,7 +53,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
     asked = [
         "sys.argv[2:]",
         "__name__",
-        "'deepspeed' in sys.modules and 'replay.runner.session' in sys.modules",
+        "'deepspeed' in sys.modules and 'replay.runner.run' in sys.modules",
         "sys.modules['torch'].distributed.is_initialized()",
         "len(os.listdir('/proc/self/task'))",  # threads
         "os.getsid(0) == os.getpid()",
@@ -252,7 +252,7 @@ def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Pat
     subprocess.run(by_hand, cwd=ROOT, check=True, capture_output=True)
 
     def numbers(logs: Path) -> list[Any]:
-        return [(one.rank, one.source, one.loss, one.grad_norm) for one in PastRun.read(logs).records]
+        return [(one.rank, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(logs).records]
 
     assert numbers(task.logs) == numbers(tmp_path / "b")
     assert len(numbers(task.logs)) == 4

@@ -16,12 +16,12 @@ import torch
 from capture.file_format.capture_file import read_micro_batch
 from replay import cli
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.runner.digests import digest_of_inputs, digest_of_weights
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES, save_model
 
@@ -65,7 +65,7 @@ def test_one_run_beyond_is_enough_and_each_is_held_against_the_first(tmp_path: P
 
 
 def test_what_is_said_into_a_pipe_is_plain_text(tmp_path: Path) -> None:
-    slower = {name: passed(0, "x").phases["backward"] for name in ("forward", "backward")}
+    slower = {name: passed(0, "x").cost.phases["backward"] for name in ("forward", "backward")}
     write_log(tmp_path / "a" / "run", [passed(0, "x"), passed(1, "y")])
     b = write_log(tmp_path / "b", [passed(0, "x", 2.5, phases=slower), passed(1, "new")], typed="--backend fsdp2")
     done = subprocess.run(
@@ -213,7 +213,7 @@ def edit_lines(log: Path, change: Callable[[str], str]) -> None:
 
 def empty(log: Path) -> None:
     edit_lines(log, lambda _: "")
-    edit_run(log, statistics={"num_passes": 0})
+    edit_run(log, statistics={"num_passes": 0, "num_counted": 0})
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -438,7 +438,7 @@ def test_a_row_s_log_probs_are_those_of_a_plain_model_on_every_rank(
             with torch.no_grad():
                 expected = reference.log_probs(read_micro_batch(default_folder() / record.source))
             sums = expected.double().sum(dim=1).tolist()
-            assert record.row_log_probs == pytest.approx(sums, rel=1e-5)  # fp32 logits, summed in another order
+            assert record.result.row_log_probs == pytest.approx(sums, rel=1e-5)  # fp32 logits, summed in another order
 
 
 def test_other_weights_are_refused(runs: dict[str, Path], capsys: Captured) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replay.compare.comparable import settings_that_differ
-from replay.compare.differences import Comparison, Quantity, compare
+from replay.compare.differences import Differences, Quantity, compare
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from tests.helpers.made_logs import passed, write_log
@@ -17,13 +17,13 @@ from tests.helpers.made_records import cost
 Records = Sequence[PassRecord]
 
 
-def compared(tmp_path: Path, reference: Records, other: Records, **changes: Any) -> Comparison:
+def compared(tmp_path: Path, reference: Records, other: Records, **changes: Any) -> Differences:
     """`changes` are those of the other log."""
     folders = write_log(tmp_path / "a", reference), write_log(tmp_path / "b", other, **changes)
     return compare(*map(PastRun.read, folders))
 
 
-def found(comparison: Comparison, name: str) -> Quantity:
+def found(comparison: Differences, name: str) -> Quantity:
     [quantity] = [one for one in (*comparison.results, *comparison.costs) if one.name == name]
     return quantity
 

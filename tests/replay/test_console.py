@@ -12,18 +12,21 @@ import pytest
 
 from actor_init.declarations.backends import BACKENDS
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import FolderFacts
+from replay.inspection.inspection import Inspection
 from replay.inspection.totals import KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
 from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import summarize
+from replay.runlog.run_file import RunFile, RunStart, RunWork
 from replay.runner.console import Console
-from replay.runner.reruns import Found
+from replay.runner.result import Run
 from tests.helpers.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
+START = RunStart(
+    spec={}, facts={}, work=RunWork(weights="", config={}), memory_kind="cuda allocator", devices=[], versions={}
+)
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 
@@ -41,14 +44,11 @@ def said(
     for index in dict.fromkeys(r.index for r in records):
         console.passed([r for r in records if r.index == index])
     console.finish(
-        records,
-        summarize(records),
+        Run(folder=Path("logs/x"), file=RunFile(status="finished", start=START), records=records),
         selection,
-        Path("logs/x"),
-        memory_kind="cuda allocator",
         verdict=verdict or [],
         saved=[],
-        found=Found(),
+        missing=[],
     )
     return file.getvalue()
 
@@ -249,7 +249,7 @@ def test_the_facts_of_a_folder_are_a_table() -> None:
         real_tokens=7008,
         action_tokens=4211,
     )
-    facts = FolderFacts(
+    facts = Inspection(
         folder=Path("inputs/sample"),
         model="llama, layers 2",
         num_by_format={"of format 1": 32, "damaged": 1},

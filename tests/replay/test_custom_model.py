@@ -15,11 +15,11 @@ from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
 from replay.cli import main
 from replay.resolution.model_source import source_of_all
-from replay.runlog.writer import read_log
 from replay.spec import ReplaySpec
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
 
 MODEL = "tests/custom_models/nano.py:build"
 NUM_STEPS = 3  # of tests/custom_models/train.py

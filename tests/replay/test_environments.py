@@ -1,6 +1,5 @@
 """`parity --python`: what is planned for several environments, what is refused, and who runs a cell."""
 
-import json
 import math
 import sys
 from importlib.metadata import version
@@ -9,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
+from replay.campaign.campaign import Campaign
 from replay.parity.plan import Plan, Role, in_environments
-from replay.parity.state import ParityLog
+from replay.parity.rows import ParityLog
 from replay.parity.text import commands, header
+from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import RunHere, Task
 from replay.wording import in_flags
@@ -71,11 +72,16 @@ def test_the_others_run_every_configuration_against_the_first_ones_reference() -
 
 
 def test_the_log_keeps_the_environments_and_says_their_versions(tmp_path: Path) -> None:
-    log = ParityLog.begin(
-        tmp_path, plan(), command="replay parity", device="cpu", num_devices=2, environments=[OLD, NEW]
+    campaign = Campaign.begin(
+        "parity",
+        tmp_path,
+        command="replay parity",
+        machine=Machine(num_devices=2, has_gpus=False),
+        plan=plan(),
     )
-    again = ParityLog.read(tmp_path)
-    assert (again.environments, [row.cell for row in again.rows]) == ([OLD, NEW], [row.cell for row in log.rows])
+    again = ParityLog.read(campaign.folder)
+    assert again.campaign.plan == campaign.plan
+    assert again.campaign.plan.environments == [OLD, NEW]
     said = dict(header(again))
     assert said["env 2"] == "/new/bin/python: torch 2.8.0, transformers 5.23.0, no deepspeed"
     assert commands(again)[0].startswith("/old/bin/python -m replay --backend fsdp2")
@@ -92,14 +98,3 @@ def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(
     assert child.is_refusal
     said = task.output.read_text().replace("replay: ", "").split("|")
     assert said[:9] == ["", "", "-u", "-P", "-m", "replay", "--tp", "2", "--log-folder"]
-
-
-def test_a_log_of_one_environment_reads_as_before(tmp_path: Path) -> None:
-    ParityLog.begin(tmp_path, planned([{"dtype": "fp32"}]), command="", device="cpu", num_devices=1)
-    path = tmp_path / "parity.json"
-    whole = json.loads(path.read_text())
-    del whole["environments"]
-    for cell in whole["cells"]:
-        del cell["python"]
-    path.write_text(json.dumps(whole))
-    assert {row.cell.python for row in ParityLog.read(tmp_path).rows} == {""}

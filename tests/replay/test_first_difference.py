@@ -13,11 +13,11 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from replay import cli
 from replay.cli import action_of
-from replay.runlog.writer import read_log
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.trace_file import Kind, TraceFile
 from tests.helpers.made_logs import passed, write_log
+from tests.helpers.read_logs import read_log
 from tests.helpers.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.helpers.tracing_faults import FAULTS, change_border, in_module
 
@@ -40,7 +40,7 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
         if anew or (model, flags) not in done:
             folder = tmp_path_factory.mktemp("logs")
             spec = action_of(arguments_of(flags, folders[model], folder)).args[0]
-            assert run_in(world, spec, show_traceback=True) == 0
+            assert run_in(world, spec, show_traceback=True).exit_code == 0
             [log] = folder.iterdir()
             if anew:
                 return log
@@ -112,10 +112,10 @@ def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
 def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str, Path], tmp_path: Path) -> None:
     flags = "--attention eager --gradient-checkpointing"
     arguments = [one for one in arguments_of(flags, folders["llama"], tmp_path) if one != "--trace"]
-    assert run_in(world, action_of(arguments).args[0]) == 0
+    assert run_in(world, action_of(arguments).args[0]).exit_code == 0
     [plain] = read_log(next(tmp_path.iterdir()))[1]
     run, [seen] = read_log(traced(flags))
-    assert (seen.loss, seen.grad_norm) == (plain.loss, plain.grad_norm)
+    assert (seen.result.loss, seen.result.grad_norm) == (plain.result.loss, plain.result.grad_norm)
     assert (seen.traced, plain.traced) == (True, False)
     assert run["statistics"]["left_out"] == {"traced": 1}
 

@@ -18,7 +18,6 @@ from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
-from replay.runlog.writer import read_log
 from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
@@ -26,6 +25,7 @@ from replay.runner.observers import FirstUseCounter
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 from tests.helpers.made_time import Clock, at_the_meter
+from tests.helpers.read_logs import read_log
 
 CPU = torch.device("cpu")
 LOSS = """
@@ -97,10 +97,10 @@ def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graphs are the same
     folder = captures(tmp_path / "captures", [2 + 7 * step % 41 for step in range(40)], rows)
     records, statistics = replayed(folder, tmp_path / "logs", "--compile")
-    assert len({one.fed_tokens for one in records}) > 30
-    assert records[0].new_graphs > 0
-    assert sum(one.new_graphs for one in records[1:]) <= 2
-    compiled = [one for one in records if one.new_graphs or one.first_uses]
+    assert len({one.input.fed_tokens for one in records}) > 30
+    assert records[0].compilation.new_graphs > 0
+    assert sum(one.compilation.new_graphs for one in records[1:]) <= 2
+    compiled = [one for one in records if one.compilation.new_graphs or one.first_uses]
     assert statistics.num_counted == len(records) - len({0, *(one.index for one in compiled)})
 
 
@@ -136,16 +136,16 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
     folder = captures(tmp_path / "captures", lengths)
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [one.first_uses for one in records[1:]] == [[], [FirstUse.ONCE], [], []]
-    assert [one.seconds_again for one in records] == [None, 1.0, 1.0, None, 8.0]
+    assert [one.cost.seconds_again for one in records] == [None, 1.0, 1.0, None, 8.0]
     assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
 
     monkeypatch.setattr("replay.runner.pass_again.FACTOR", 100.0)
     never, _ = replayed(folder, tmp_path / "never", "--no-noise-floor", *typed)
-    assert [one.seconds_again for one in never] == [None, 1.0, None, None, None]
-    numbers = [(one.loss, one.row_log_probs, one.grad_norm) for one in records]
-    assert numbers == [(one.loss, one.row_log_probs, one.grad_norm) for one in never]
+    assert [one.cost.seconds_again for one in never] == [None, 1.0, None, None, None]
+    numbers = [(one.result.loss, one.result.row_log_probs, one.result.grad_norm) for one in records]
+    assert numbers == [(one.result.loss, one.result.row_log_probs, one.result.grad_norm) for one in never]
 
 
 @pytest.mark.parametrize("use", FirstUse)

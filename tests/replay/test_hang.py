@@ -21,7 +21,7 @@ from replay.hang.behind import who_was_behind
 from replay.hang.last_seen import End, LastSeen, last_seen, world_size_of
 from replay.hang.report import report
 from replay.hang.text import post_mortem
-from replay.inspection.folder_facts import inspect_folder
+from replay.inspection.inspection import inspect_folder
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 

@@ -4,21 +4,20 @@ import gzip
 import json
 import mmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
-from replay.profiling.host_memory import PROCESS, peak_in
+from replay.profiling.host_memory import PROCESS, TraceEvent, peak_in
 from replay.profiling.memory import History, _holders
 from replay.profiling.memory_peak import Block
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import memory_remarks
 from replay.profiling.touched import MAPPED, Touched, mappings_in
-from replay.runlog.writer import read_log
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA has the allocator's history")
@@ -38,11 +37,11 @@ NUM_PARAMETERS = (
 )  # embedding and head, blocks, the last norm
 
 
-def range_of(name: str, begin: float, end: float) -> dict[str, Any]:
+def range_of(name: str, begin: float, end: float) -> TraceEvent:
     return {"name": name, "ts": begin, "dur": end - begin}
 
 
-def given(at: float, address: int, num_bytes: int) -> dict[str, Any]:
+def given(at: float, address: int, num_bytes: int) -> TraceEvent:
     return {"name": "[memory]", "ts": at, "args": {"Device Type": 0, "Addr": address, "Bytes": num_bytes}}
 
 

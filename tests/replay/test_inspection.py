@@ -23,7 +23,7 @@ from capture.record.retention import Keep
 from capture.record.salvage import salvage
 from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import inspect_folder
+from replay.inspection.inspection import inspect_folder
 from replay.inspection.totals import Spread
 from tests.helpers.doomed_jobs import TinyModel
 from tests.helpers.made_captures import damage, write_config, write_pass

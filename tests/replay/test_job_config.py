@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from capture import recording
 from replay.cli import main
-from replay.runlog.writer import read_log
+from tests.helpers.read_logs import read_log
 from tests.trainers.common import make_batches
 
 SIZES: dict[str, Any] = {

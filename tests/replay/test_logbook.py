@@ -11,14 +11,16 @@ import pytest
 from actor_init.spec import UsageError
 from replay.option_parsing import spec_from_dict
 from replay.resolution.selection import Selection
+from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
-from replay.runlog.writer import Logbook, create_folder, read_log, versions
+from replay.runlog.writer import Logbook, create_folder, versions
 from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.watch.blame import failed
 from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
+from tests.helpers.read_logs import read_log
 
 SPEC = ReplaySpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
 SELECTION = Selection(
@@ -47,12 +49,12 @@ def run_json(folder: Path) -> Any:
 def logbook(tmp_path: Path) -> Logbook:
     book = Logbook(create_folder(tmp_path / "logs", "night"), rank=0)
     facts = {"zero_stage": 1}
-    work = {"weights": "random, seed 0", "config": {"vocab_size": 264}}
+    work = RunWork(weights="random, seed 0", config={"vocab_size": 264})
     book.begin(
         MadeReplay.of(SPEC),
         facts=facts,
         work=work,
-        inputs=SELECTION.described(),
+        inputs=SELECTION.describe(),
         memory_kind="cuda allocator",
         devices=["H200", "H200"],
     )
@@ -87,7 +89,7 @@ def test_a_line_can_be_read_before_the_run_has_ended(logbook: Logbook) -> None:
 
 
 def test_the_end_adds_statistics_and_exit_code(logbook: Logbook) -> None:
-    logbook.finish(summarize([record(0), record(1)]), exit_code=0)
+    logbook.finish(RunEnd(statistics=summarize([record(0), record(1)])), exit_code=0)
     run = run_json(logbook.folder)
     assert (run["status"], run["exit_code"]) == ("finished", 0)
     assert run["statistics"]["phases"]["forward"]["median_seconds"] == 0.1
@@ -97,7 +99,8 @@ def test_the_end_adds_statistics_and_exit_code(logbook: Logbook) -> None:
 
 
 def test_a_run_with_a_failed_pass_has_failed(logbook: Logbook) -> None:
-    logbook.finish(summarize([record(0, error="broken", error_type="RuntimeError")]), exit_code=1)
+    failed_pass = record(0, error="broken", error_type="RuntimeError")
+    logbook.finish(RunEnd(statistics=summarize([failed_pass])), exit_code=1)
     assert (run_json(logbook.folder)["status"], run_json(logbook.folder)["exit_code"]) == ("failed", 1)
 
 
@@ -118,8 +121,8 @@ def test_a_loss_that_json_cannot_say_is_text_and_comes_back(logbook: Logbook, lo
     [line] = (logbook.folder / "rank0.jsonl").read_text().splitlines()
     assert strictly(line)["loss"] == written
     [back] = read_log(logbook.folder)[1]
-    assert back.loss is not None
-    assert str(back.loss) == str(back.grad_norm) == str(back.row_log_probs[0]) == written
+    assert back.result.loss is not None
+    assert str(back.result.loss) == str(back.result.grad_norm) == str(back.result.row_log_probs[0]) == written
 
 
 def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:
@@ -131,7 +134,7 @@ def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:
     ]
     for one in written:
         (logbook if one.rank == 0 else other).write(one)
-    logbook.finish(summarize(written), exit_code=1)
+    logbook.finish(RunEnd(statistics=summarize(written)), exit_code=1)
     run, records = read_log(logbook.folder)
     assert run["status"] == "failed"
     assert records == [written[0], written[2], written[1]]

@@ -13,9 +13,9 @@ from actor_init.optimizer import total_norm
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_time import at_the_meter
+from tests.helpers.read_logs import read_log
 
 SECONDS = 0.5
 MEGABYTES = 300
@@ -65,8 +65,8 @@ def test_seconds_are_found_in_their_phase(
         clock.now += SECONDS
 
     for record in measured(tmp_path, monkeypatch, place(work)):
-        assert (record.phases[phase].seconds, record.phases[other].seconds) == (SECONDS, 0.0)
-        assert record.seconds == SECONDS
+        assert (record.cost.phases[phase].seconds, record.cost.phases[other].seconds) == (SECONDS, 0.0)
+        assert record.cost.seconds == SECONDS
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_memory_is_found_in_its_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for record in measured(tmp_path, monkeypatch, place(allocate)):
-        excess = record.phases[phase].peak_allocated_bytes - record.phases[other].peak_allocated_bytes
+        excess = record.cost.phases[phase].peak_allocated_bytes - record.cost.phases[other].peak_allocated_bytes
         assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
 
 

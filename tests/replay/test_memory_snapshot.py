@@ -1,7 +1,7 @@
 """`--memory-snapshot` says what held the peak: blocks found in the allocator's history, each charged to one part."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,25 @@ from replay.cli import main
 from replay.profiling import memory
 from replay.profiling.memory import History, _holders, held_at_peak
 from replay.profiling.memory_advice import PassSize, savings
-from replay.profiling.memory_peak import peak_of
+from replay.profiling.memory_peak import AllocatorEvent, Frame, SegmentBlock, Snapshot, peak_of
 from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runner.meter import Meter
 
-GATHERING = [
+GATHERING: list[Frame] = [
     {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
 ]
-ELSEWHERE = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
+ELSEWHERE: list[Frame] = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
 
 
-def event(action: str, address: int, size: int, frames: Any = ()) -> dict[str, Any]:
+def event(action: str, address: int, size: int, frames: Sequence[Frame] = ()) -> AllocatorEvent:
     return {"action": action, "addr": address, "size": size, "frames": list(frames)}
 
 
-def snapshot(*events: dict[str, Any], at_end: dict[int, int], reserved: int) -> dict[str, Any]:
-    blocks = [{"address": address, "size": size, "state": "active_allocated"} for address, size in at_end.items()]
+def snapshot(*events: AllocatorEvent, at_end: dict[int, int], reserved: int) -> Snapshot:
+    blocks: list[SegmentBlock] = [
+        {"address": address, "size": size, "state": "active_allocated"} for address, size in at_end.items()
+    ]
     blocks.append({"address": 9_000, "size": 5, "state": "inactive"})
     return {"device_traces": [list(events)], "segments": [{"device": 0, "total_size": reserved, "blocks": blocks}]}
 
@@ -160,7 +162,7 @@ class Allocator:
         monkeypatch.setattr(cuda.memory, "_snapshot", lambda _: self.snapshot())
         monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         self.num_snapshots += 1
         at = 1_000 * self.num_snapshots
         return snapshot(event("alloc", 7, at), at_end={7: at}, reserved=at + 1)

@@ -30,10 +30,12 @@ from replay.minimise.state import FILE, MinimiseLog
 from replay.option_parsing import spec_of
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
+from replay.verdict.findings import Finding, Status
+from replay.verdict.judge import Outcome, PassVerdict
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
 from tests.helpers.made_captures import write_pass
-from tests.helpers.made_logs import passed, write_log
+from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
 from tests.trainers.common import make_model
@@ -85,13 +87,14 @@ def test_a_failure_is_read_from_the_log_of_a_replay(tmp_path: Path) -> None:
 
 
 def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
-    numbers = {"recorded": -3.0, "replayed": -2.0, "difference": 0.3, "bound": 1e-4}
+    numbers: dict[str, Any] = {"recorded": -3.0, "replayed": -2.0, "difference": 0.3, "bound": 1e-4}
     findings = [
-        {"name": "loss", "status": "agrees", "where": None, **numbers},
-        {"name": "log-probs", "status": "differs", "where": "row 1", **numbers},
+        Finding(name="loss", status=Status.AGREES, **numbers),
+        Finding(name="log-probs", status=Status.DIFFERS, where="row 1", **numbers),
     ]
-    verdict = {"outcome": "DIFFERS", "reason": None, "first": {"index": 4, "source": "e.pkl", "findings": findings}}
-    found = failure_of(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict))
+    first = PassVerdict(index=4, source="e.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
+    verdict = replace(VERDICT, outcome=Outcome.DIFFERS, first=first)
+    found = failure_of(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict.to_dict()))
     assert found is not None
     assert (found.kind, found.quantities, found.row, found.index) == ("differs", ("log-probs",), 1, 4)
     assert found.bound == 1e-4

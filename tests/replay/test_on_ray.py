@@ -3,7 +3,6 @@
 Needs the extra `ray`. The cluster has two nodes on this machine.
 """
 
-import json
 import os
 import re
 import select
@@ -28,13 +27,15 @@ from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
+from replay.parity.rows import ParityLog
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED, read_log
+from replay.runlog.writer import INTERRUPTED
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 Fds = pytest.CaptureFixture[str]  # of file descriptors
@@ -157,13 +158,13 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     assert done.stdout.startswith(f"model      {inputs / 'actor.json'}, ")
     assert f"log        {folder}" in done.stdout.splitlines()
     assert main([*options.split(), "--max-inputs", "8", "--log-folder", str(tmp_path / "here")]) == 0
-    alone = {record.source: record.loss for record in only_log(tmp_path / "here")[2]}
+    alone = {record.source: record.result.loss for record in only_log(tmp_path / "here")[2]}
     assert {record.rank for record in records} == {0, 1, 2, 3}
     for record in records:
         peer = next(r for r in records if r.rank == record.rank ^ 1 and r.index == record.index)
         assert peer.source == record.source
         if record.source in alone:
-            assert record.loss == pytest.approx(alone[record.source], rel=1e-6)
+            assert record.result.loss == pytest.approx(alone[record.source], rel=1e-6)
     assert len({record.source for record in records} & alone.keys()) >= 2
 
 
@@ -351,7 +352,7 @@ def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path
 
 
 def states_of(folder: Path) -> dict[str, str]:
-    return {cell["name"]: cell["state"] for cell in json.loads((folder / "parity.json").read_text())["cells"]}
+    return {row.cell.name: row.state for row in ParityLog.read(folder).rows}
 
 
 def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from capture.file_format.actor_config import write_actor_config
 from replay.cli import main
 from replay.resolution.model_source import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
-from replay.runlog.writer import read_log
 from replay.runner.out_of_memory import Known, OutOfMemory
 from replay.spec import InputsSpec, ReplaySpec
 from replay.watch.shutdown import Ending
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20

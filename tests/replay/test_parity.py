@@ -18,12 +18,12 @@ from replay.cli import action_of
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
-from replay.parity.state import ParityLog, State
+from replay.parity.rows import ParityLog, State
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
-from replay.runner.session import run_in
+from replay.runner.run import run_in
 from replay.spec import ReplaySpec
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
@@ -135,8 +135,7 @@ def folder_in(tmp_path: Path) -> Path:
 
 
 def states(folder: Path) -> dict[str, str]:
-    whole = json.loads((folder / "parity.json").read_text())
-    return {cell["name"]: cell["state"] for cell in whole["cells"]}
+    return {row.cell.name: row.state for row in ParityLog.read(folder).rows}
 
 
 def said(capsys: Captured, word: str) -> list[str]:
@@ -151,7 +150,8 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     assert runs.names == RUNS
     folder = folder_in(tmp_path)
     whole = json.loads((folder / "parity.json").read_text())
-    assert whole["finished"]
+    assert whole["result"]["finished"]
+    assert {run["name"]: run["state"] for run in whole["result"]["runs"]} == states(folder)
     assert set(states(folder).values()) == {"done"}
     loss = next(one for one in whole["result"]["noises"] if one["quantity"] == "loss")
     assert loss["floor"] == pytest.approx(3e-7)
@@ -219,7 +219,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]  # nothing is left
-    monkeypatch.setattr("replay.runlog.reader.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("replay.campaign.campaign.versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert MatrixJudge().result_of(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
 
@@ -326,10 +326,10 @@ def test_a_folder_that_parity_cannot_go_on_with_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("of_the_log", "of_a_run", "says"),
+    ("machine", "other", "says"),
     [
         (
-            {"device": "cuda", "num_devices": 4},
+            {"has_gpus": True, "num_devices": 4},
             {},
             "was begun on 4 GPUs, and here is a CPU. Go on there",
         ),
@@ -341,16 +341,14 @@ def test_a_folder_that_parity_cannot_go_on_with_is_refused(
     ],
 )
 def test_runs_of_another_machine_are_not_gone_on_with(
-    tmp_path: Path, runs: Runs, capsys: Captured, of_the_log: dict[str, Any], of_a_run: dict[str, str], says: str
+    tmp_path: Path, runs: Runs, capsys: Captured, machine: dict[str, Any], other: dict[str, str], says: str
 ) -> None:
     runs.told = {3: KeyboardInterrupt()}
     typed(tmp_path)
     folder = folder_in(tmp_path)
     state = json.loads((folder / "parity.json").read_text())
-    (folder / "parity.json").write_text(json.dumps(state | of_the_log))
-    run = folder / state["cells"][0]["log"] / "run.json"
-    made = json.loads(run.read_text())
-    run.write_text(json.dumps({**made, "versions": made["versions"] | of_a_run}))
+    changed = {"machine": state["machine"] | machine, "versions": state["versions"] | other}
+    (folder / "parity.json").write_text(json.dumps(state | changed))
     runs.names = []
     capsys.readouterr()
     assert cli.main(["parity", "--continue", str(folder)]) == 2
@@ -362,7 +360,7 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(task: Task) -> Child:
         spec = action_of([*task.arguments, "--log-folder", str(task.logs)]).args[0]
-        return Child(exit_code=run_in(world, spec), seconds=0.0, output=task.output, logs=task.logs)
+        return Child(exit_code=run_in(world, spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)
 

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
+from replay.campaign.campaign import Campaign
 from replay.compare.plot import draw_parity
 from replay.parity import shares as parity_shares
 from replay.parity.matrix import settings_of
 from replay.parity.noise_floor import CellResult, Distance, Noise
 from replay.parity.plan import Cell, Role
 from replay.parity.results import JudgedCell, MatrixResult
-from replay.parity.state import ParityLog, Row
+from replay.parity.rows import ParityLog
+from replay.processes.devices import Machine
 from tests.helpers.planning import planned
 
 BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
@@ -20,14 +22,10 @@ BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     """The full matrix of two devices, whose nth cell is n away from its reference."""
     found = planned([dict(one) for one in settings_of("full", 2)])
-    log = ParityLog(
-        folder=Path(),
-        command="",
-        device="cpu",
-        num_devices=2,
-        rows=[Row(cell=cell) for cell in found.cells],
-        refused={},
+    campaign = Campaign(
+        folder=Path(), name="parity", command="", machine=Machine(num_devices=2, has_gpus=False), plan=found
     )
+    log = ParityLog(campaign=campaign)
     cells = [cell for cell in found.cells if cell.role is Role.CELL]
     judged = {
         cell.name: JudgedCell(

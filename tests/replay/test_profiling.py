@@ -11,8 +11,8 @@ from replay.cli import main
 from replay.profiling.records import LongKernel, Profile, RankProfile
 from replay.profiling.shares import Interval, Work, hidden_seconds, seconds_by_work, waited_for, work_of
 from replay.profiling.text import _short, kernel_table, remarks, share_table
-from replay.runlog.writer import read_log
 from tests.helpers.made_captures import LLAMA, write_pass
+from tests.helpers.read_logs import read_log
 
 BUSY_LOSS = """
 import torch

@@ -20,8 +20,9 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, least_padding
 from replay.recompiles.result import Result, best, pays_from
-from replay.runlog.writer import read_log
+from replay.runlog.records import CompilationSection
 from replay.runner import compilations
+from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
 
@@ -38,7 +39,7 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         for key, task in given:
             torch.compiler.reset()
             tasks.append(task)
-            task.output.parent.mkdir(parents=True)
+            task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("")
             code = main([*task.arguments, "--quiet", "--log-folder", str(task.logs)])
             yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
@@ -52,14 +53,14 @@ def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]
     own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
     code = main(["recompiles", *typed, *own])
     (path,) = logs.glob("*-recompiles/recompiles.json")
-    return code, {one["policy"]: one for one in json.loads(path.read_text())["policies"]}
+    return code, {one["policy"]: one for one in json.loads(path.read_text())["result"]["policies"]}
 
 
 def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
     code, found = recompiles(tmp_path, "--buckets", "2", "--multiple", "64")
     assert code == 0, capsys.readouterr().out
     records = read_log(Path(found["off"]["log"]))[1]
-    lengths = [record.fed_tokens for record in records[:4]]
+    lengths = [record.input.fed_tokens for record in records[:4]]
     assert len(records) == 8
     assert len(set(lengths)) == 4  # of two rows each: more or fewer documents would make another graph
     assert {name: one["num_graphs"] for name, one in found.items()} == {
@@ -80,7 +81,9 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     assert found["buckets"]["options"] == f"--pad-tokens {first},{second} --compile --compile-lengths static"
     assert found["off"]["compile_seconds"] == 0 < found["dynamic"]["compile_seconds"]
     losses = {
-        name: [record.loss for record in read_log(Path(one["log"]))[1]] for name, one in found.items() if one["log"]
+        name: [record.result.loss for record in read_log(Path(one["log"]))[1]]
+        for name, one in found.items()
+        if one["log"]
     }
     for name, own in losses.items():
         assert own == pytest.approx(losses["off"], rel=1e-5), name
@@ -97,6 +100,19 @@ def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     assert found["buckets"]["error"].startswith("--buckets 8,16 holds no row of ")
     assert found["dynamic"]["pass_seconds"] > 0
     assert "failed     buckets: --buckets 8,16 holds no row of " in capsys.readouterr().out
+
+
+def test_policies_that_have_run_are_not_run_again(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
+    code, found = recompiles(tmp_path, "--policies", "dynamic")
+    capsys.readouterr()
+    (folder,) = tmp_path.glob("*-recompiles")
+    (folder / "journal.jsonl").write_text((folder / "journal.jsonl").read_text().splitlines(keepends=True)[0])
+    num_runs = len(here)
+    assert main(["recompiles", "--continue", str(folder)]) == code == 0
+    assert [task.logs.parent.name for task in here[num_runs:]] == ["dynamic"]
+    again = {one["policy"]: one for one in json.loads((folder / "recompiles.json").read_text())["result"]["policies"]}
+    assert again["off"] == found["off"]
+    assert again["dynamic"]["num_graphs"] == found["dynamic"]["num_graphs"]
 
 
 def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
@@ -169,11 +185,13 @@ def test_padding_to_lengths_changes_no_log_prob(layout: str, one_world: None, tm
         (folder,) = (tmp_path / name).iterdir()
         logs[name] = read_log(folder)[1]
     for own, padded in zip(logs["own"], logs["padded"], strict=True):
-        rows = 1 if layout == "--packing" else own.rows
-        assert padded.fed_tokens == rows * (128 if own.fed_tokens <= rows * 128 else 256)
-        assert padded.fed_tokens > own.fed_tokens
-        assert padded.row_log_probs == pytest.approx(own.row_log_probs, rel=1e-5)  # fp32 sums in another order
-        assert padded.grad_norm == pytest.approx(own.grad_norm, rel=1e-4)
+        rows = 1 if layout == "--packing" else own.input.rows
+        assert padded.input.fed_tokens == rows * (128 if own.input.fed_tokens <= rows * 128 else 256)
+        assert padded.input.fed_tokens > own.input.fed_tokens
+        assert padded.result.row_log_probs == pytest.approx(
+            own.result.row_log_probs, rel=1e-5
+        )  # fp32 sums in another order
+        assert padded.result.grad_norm == pytest.approx(own.result.grad_norm, rel=1e-4)
 
 
 def test_a_row_that_no_length_holds_fails_and_says_which_would(one_world: None, tmp_path: Path) -> None:
@@ -218,4 +236,6 @@ def test_a_guard_is_named_without_the_code_that_made_it(monkeypatch: pytest.Monk
     utils = SimpleNamespace(get_compilation_metrics=lambda: metrics)
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
 
-    assert compilations.end() == (2.5, ["forward: 0/0: kwargs['max_length_q'] == 12"])
+    assert compilations.end() == CompilationSection(
+        compile_seconds=2.5, recompilations=["forward: 0/0: kwargs['max_length_q'] == 12"]
+    )

@@ -165,7 +165,7 @@ def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
 def test_explain_prints_the_table_and_opens_no_actor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.session.ReopenedActor", None)
+    monkeypatch.setattr("replay.runner.run.ReopenedActor", None)
     typed = ["--max-inputs", "1", "--dtype", "fp16", "--backend", "ddp", "--log-folder", str(tmp_path / "logs")]
     assert main([*typed, "--explain"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -186,7 +186,7 @@ ROOMS_BELOW = """
 runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
 runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
 runner: rounding_floor.in_fp32(spec)
-runner: Saver(spec=spec, source=source, world=world, logs=path, states=None)
+runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
 tracing: RunTrace.of(path, spec, source, world, backend)
 profiling: profiled(lambda: True, backend.model, spec, world.device, path)
 verdict: judge([], spec)
@@ -252,4 +252,4 @@ def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
     assert len(knowing) < 25
     below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
     assert not [name for name in knowing if name.startswith(tuple(f"replay/{room}/" for room in below))]
-    assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/session.py"}
+    assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/run.py"}

@@ -16,7 +16,9 @@ from torch import Tensor
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from capture import capture_files, read_micro_batch
-from replay.runner.run_pass import PassCost, PassInputs, PassObserver, run_pass
+from capture.file_format.body import RandomStates
+from replay.runlog.records import CostSection
+from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 from replay.shipped_inputs import default_folder
 from replay.watch.progress import Phase
 
@@ -81,9 +83,9 @@ class Clock:
         yield
         self.events.append("go on")
 
-    def stop(self) -> PassCost:
+    def stop(self) -> CostSection:
         self.events.append("stop")
-        return PassCost(seconds=1.0)
+        return CostSection(seconds=1.0)
 
 
 class Marker(PassObserver):
@@ -242,7 +244,7 @@ def test_random_states_are_those_given_and_the_same_pass_draws_the_same(
     restored: list[Any] = []
     monkeypatch.setattr("replay.runner.run_pass.restore_random_states", restored.append)
     backend: Any = Backend(events)
-    states = {"torch": torch.get_rng_state()}
+    states: RandomStates = {"torch": {"cpu": bytes(3)}}
     run_pass(backend, replace(inputs, random=states))
     run_pass(backend, inputs)
     assert restored == [states]

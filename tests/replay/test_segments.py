@@ -16,7 +16,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
 from replay.cli import main as replay_main
 from replay.inspection.console import print_inspection
-from replay.inspection.folder_facts import FolderFacts, inspect_folder
+from replay.inspection.inspection import Inspection, inspect_folder
 from replay.inspection.totals import MOST_ODD
 from replay.on_ray.node_agent import arguments_on_node, inputs_of
 from replay.resolution import selection
@@ -93,7 +93,7 @@ def test_passes_of_a_window_that_is_not_whole_come_last(segment: str | None, tmp
     assert chosen.grad_accumulation == 2
 
 
-def facts_and_text(folder: Path) -> tuple[FolderFacts, list[str]]:
+def facts_and_text(folder: Path) -> tuple[Inspection, list[str]]:
     facts, out = inspect_folder(folder), io.StringIO()
     print_inspection(facts, out)
     return facts, [line for line in out.getvalue().splitlines() if not line.startswith(("folder", "files"))]

@@ -17,9 +17,9 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import MicroBatch, Origin, with_labels_of_own_tokens
 from capture.folder_tools.redact import Tokens, redact_folder
 from replay.cli import main
-from replay.runlog.writer import read_log
 from replay.tolerances.quantities import GRADIENT, LOSS, TOKENS
 from tests.custom_models.nano import build
+from tests.helpers.read_logs import read_log
 from tests.helpers.reference import reference_of_a_small_llama
 from tests.trainers.common import make_batches, make_model
 

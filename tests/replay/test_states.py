@@ -29,7 +29,7 @@ def train(home: Path, typed: str, logs: str = "logs", *, backend: str = "fsdp2")
 
 def numbers(logs: Path) -> list[tuple[object, ...]]:
     (folder,) = logs.iterdir()
-    return [(one.index, one.source, one.loss, one.grad_norm) for one in PastRun.read(folder).records]
+    return [(one.index, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(folder).records]
 
 
 def names(home: Path) -> list[str]:

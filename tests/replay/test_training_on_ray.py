@@ -84,7 +84,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(folder: Path) -> list[tuple[object, ...]]:
-    return [(one.index, one.rank, one.source, one.loss, one.grad_norm) for one in PastRun.read(folder).records]
+    return [
+        (one.index, one.rank, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(folder).records
+    ]
 
 
 def doomed(run: Any, marks: Path) -> Any:

@@ -14,11 +14,11 @@ from capture.file_format.listing import capture_files
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import read_log
 from replay.shipped_inputs import default_folder
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass
+from tests.helpers.read_logs import read_log
 
 pytestmark = pytest.mark.usefixtures("one_world")
 
@@ -40,12 +40,12 @@ def test_a_crashed_pass_is_recorded_and_leaves_the_next_ones_right(flags: str, t
     code, records = replay(tmp_path, "--inputs", str(folder), *flags.split())
     assert code == 1
     assert [record.index for record in records if record.error] == [2, 4]
-    assert all(record.loss is None for record in records if record.error)
+    assert all(record.result.loss is None for record in records if record.error)
     code, clean = replay(tmp_path, "--inputs", str(folder_of(tmp_path / "clean", [20, 24, 28, 30])), *flags.split())
     assert code == 0
     good = [record for record in records if not record.error]
-    assert [r.loss for r in good] == pytest.approx([r.loss for r in clean], rel=1e-6)
-    assert [r.grad_norm for r in good] == pytest.approx([r.grad_norm for r in clean], rel=1e-6)
+    assert [r.result.loss for r in good] == pytest.approx([r.result.loss for r in clean], rel=1e-6)
+    assert [r.result.grad_norm for r in good] == pytest.approx([r.result.grad_norm for r in clean], rel=1e-6)
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--backend fsdp2"])
@@ -62,7 +62,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
     assert [bool(record.error) for record in records] == [False, True, False]
     for before, after in zip(clean, records, strict=True):
         if not after.error:
-            assert after.grad_norm == pytest.approx(before.grad_norm, rel=1e-6)
+            assert after.result.grad_norm == pytest.approx(before.result.grad_norm, rel=1e-6)
 
 
 def _break_backward(call: int) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ def test_a_job_replayed_from_its_weights_is_reproduced(
     said = capsys.readouterr().out
     assert "recorded   as the job's in 21 of its 21 parameters, sampled" in said
     assert "verdict    REPRODUCED: 3 of 3 passes and 3 of 3 gradients; loss to " in said
-    assert PastRun.read(log).records[0].row_action_tokens == [5, 7]  # what `replay compare` reads
+    assert PastRun.read(log).records[0].result.row_action_tokens == [5, 7]  # what `replay compare` reads
 
 
 def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path: Path, one_world: None) -> None:
@@ -153,7 +153,7 @@ def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: 
     floor = verdict["floors"][TOKENS]["value"]
 
     def planted(call: Call) -> Call:
-        values = list(call.outputs["token_log_probs"])
+        values = call.numbers("token_log_probs") or []
         values[-1] += 6 * floor * max(1.0, abs(values[-1]))  # 5, and what rounding may take away from it
         return replace(call, outputs={**call.outputs, "token_log_probs": values})
 
@@ -199,7 +199,9 @@ def test_a_loss_that_is_not_the_jobs_differs(
     rule: str, expected: int, job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(call: Call) -> Call:
-        return replace(call, outputs={**call.outputs, "loss": call.outputs["loss"] * 1.001})
+        loss = call.outputs["loss"]
+        assert isinstance(loss, float)
+        return replace(call, outputs={**call.outputs, "loss": loss * 1.001})
 
     captures = changed(job, tmp_path / "wrong", wrong)
     code, verdict, _ = replayed(job, tmp_path / "logs", *FP32, "--verdict", rule, captures=captures)

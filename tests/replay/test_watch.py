@@ -175,7 +175,7 @@ def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pyt
         timeouts.append(timeout)
         return watching(world, folder, timeout, **given)
 
-    monkeypatch.setattr("replay.runner.session.watching", noted)
+    monkeypatch.setattr("replay.runner.run.watching", noted)
     handlers = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     threads = threading.enumerate()
     arguments = ["--inputs", str(folder_of(tmp_path, [20, 22])), "--log-folder", str(tmp_path / "logs")]

@@ -151,7 +151,7 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     for one in log["ranking"]:
         path = default_folder() / one["source"]
         true = law.passed(spec_of([]), 1, 0, path, 1)
-        for name, cost in true.phases.items():
+        for name, cost in true.cost.phases.items():
             assert one["seconds"][name] == pytest.approx(cost.seconds, rel=1e-6)
             assert one["peaks"][name] == pytest.approx(cost.peak_allocated_bytes, rel=1e-6)
     totals = [sum(one["seconds"].values()) for one in log["ranking"]]
@@ -200,7 +200,7 @@ def test_the_largest_is_held_against_the_memory_here(
     capsys: Captured,
 ) -> None:
     largest = max(select(spec_of([]).inputs, 0, 1).inputs, key=lambda path: tokens_of(path.name))
-    peak = max(cost.peak_allocated_bytes for cost in law.passed(spec_of([]), 1, 0, largest, 1).phases.values())
+    peak = max(cost.peak_allocated_bytes for cost in law.passed(spec_of([]), 1, 0, largest, 1).cost.phases.values())
     free(monkeypatch, free_share * 1.25 * peak)  # the allocator reserves a quarter more
     came, log = worst(tmp_path)
     assert (came, log["fits_here"]) == (code, said)
@@ -241,8 +241,10 @@ def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path:
     for one in other["passes"]:
         true = [law.passed(spec, 1, 0, default_folder() / source, 2) for source in one["sources"]]
         for name in ("forward", "backward"):
-            assert one["most"]["seconds"][name] == pytest.approx(max(r.phases[name].seconds for r in true), rel=1e-6)
-            peaks = [r.phases[name].peak_allocated_bytes for r in true]
+            assert one["most"]["seconds"][name] == pytest.approx(
+                max(r.cost.phases[name].seconds for r in true), rel=1e-6
+            )
+            peaks = [r.cost.phases[name].peak_allocated_bytes for r in true]
             assert one["most"]["peaks"][name] == pytest.approx(max(peaks), rel=1e-6)
     ran = law.runs[-1]
     assert (ran.actor.num_layers, ran.actor.zero_stage) == (4, 3)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.end_record import not_recorded_in
@@ -30,7 +31,9 @@ class RankIncident:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FolderFacts:
+class Inspection:
+    """What a folder of captures holds."""
+
     folder: Path
     model: str
     num_by_format: Mapping[str, int]
@@ -50,8 +53,14 @@ class FolderFacts:
     odd: list[Odd] = field(default_factory=list)  # the first ones
     num_odd: int = 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the inspection as JSON has it."""
+        files = {"damaged": self.damaged, "unreplayable": self.unreplayable}
+        named = {name: [{"path": str(path), "error": error} for path, error in pairs] for name, pairs in files.items()}
+        return {**to_json(self), **named, "hang": dict(self.hang)}
 
-def inspect_folder(folder: Path) -> FolderFacts:
+
+def inspect_folder(folder: Path) -> Inspection:
     """Summarise the captures in `folder`, and the passes that dead processes of this host left in memory.
 
     Of a pass in a segment only what stands out is read; whether the others are damaged is for `capture check`. Raises
@@ -71,7 +80,7 @@ def inspect_folder(folder: Path) -> FolderFacts:
         for path in segments:
             totals.add_segment(path)
     model = _model_of(folder, damaged)
-    return FolderFacts(
+    return Inspection(
         folder=folder,
         model=model,
         num_by_format=totals.num_by_format | ({"damaged": len(damaged)} if damaged else {}),
@@ -123,7 +132,7 @@ def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
     return "no actor.json: replay needs --model" if config is None else describe_model(config)
 
 
-def describe_model(config: Mapping[str, Any]) -> str:
+def describe_model(config: Mapping[str, object]) -> str:
     """Describe a model's config in one line; missing fields are left out."""
     sizes = {"num_hidden_layers": "layers", "hidden_size": "hidden", "vocab_size": "vocabulary"}
     said = [f"{word} {config[key]}" for key, word in sizes.items() if key in config]

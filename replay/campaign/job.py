@@ -1,0 +1,31 @@
+"""Define what one run of a campaign is: a replay, in a number of processes, in an environment."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+from actor_init.as_json import to_json
+from replay.spec import MeasureSpec, ReplaySpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A replay in processes of its own.
+
+    home    its folder in the campaign's, such as `groups/0001`, which holds a folder for each attempt
+    python  path of another environment's interpreter; empty: this one
+    repeat  which of several runs of the same
+    """
+
+    home: str
+    spec: ReplaySpec
+    num_processes: int = 1
+    python: str = ""
+    repeat: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of what is run. Where its files lie makes no other job of it."""
+        measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
+        what = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,196 @@
+"""A campaign runs each job once, whatever ends the command that asked for it."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor_init.spec import UsageError
+from replay.campaign.campaign import JOURNAL, Campaign, until_interrupted
+from replay.campaign.job import Job
+from replay.on_ray.executor import ThisMachine
+from replay.processes.devices import Machine
+from replay.processes.limits import RunLimits
+from replay.processes.pool import Child, Task
+from replay.spec import ReplaySpec
+
+LIMITS = RunLimits(each=9.0, total=None, at_once=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Of as many jobs, which differ in the input that they replay."""
+
+    spec: ReplaySpec
+    num_jobs: int
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [
+            Job(
+                home=f"runs/{number}",
+                spec=replace(self.spec, inputs=replace(self.spec.inputs, skip_inputs=number, max_inputs=1)),
+            )
+            for number in range(self.num_jobs)
+        ]
+
+
+@dataclass
+class Where(ThisMachine):
+    """In the place of processes: each job ends with the exit code for its place; KeyboardInterrupt comes before it."""
+
+    codes: dict[int, int | None] = field(default_factory=dict)
+    breaks_at: int | None = None
+    is_alone: bool = True
+    ran: list[str] = field(default_factory=list)
+
+    def runner(self, root: Path, machine: Machine, at_once: int | None) -> Any:
+        return self
+
+    def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
+        return self.is_alone
+
+    num_running = 0
+
+    def __call__(self, tasks: Any, *, until: float = math.inf) -> Iterator[tuple[int, Child]]:
+        for place, task in tasks:
+            if place == self.breaks_at:
+                raise KeyboardInterrupt
+            assert isinstance(task, Task)
+            task.output.parent.mkdir(parents=True, exist_ok=True)
+            task.output.write_text("replay: out of memory\n")
+            self.ran.append(task.arguments[task.arguments.index("--skip-inputs") + 1] if place else "0")
+            yield place, Child(exit_code=self.codes.get(place, 0), seconds=1.5, output=task.output, logs=task.logs)
+
+
+def begun(tmp_path: Path, num_jobs: int = 4) -> Campaign[Plan]:
+    plan = Plan(spec=ReplaySpec(), num_jobs=num_jobs)
+    machine = Machine(num_devices=2, has_gpus=False)
+    return Campaign.begin("scan", tmp_path, command="replay scan", machine=machine, plan=plan)
+
+
+def settled(campaign: Campaign[Plan], where: Where, jobs: Sequence[Job] | None = None) -> dict[int, tuple[Any, ...]]:
+    campaign.open(where, LIMITS)
+    results = {}
+    with until_interrupted():
+        for one in campaign.settle(campaign.plan.jobs if jobs is None else jobs):
+            results[one.place] = (one.child.exit_code, one.child.seconds, one.child.logs, one.child.error)
+    return results
+
+
+@pytest.mark.parametrize("breaks_at", range(4))
+def test_a_campaign_that_was_broken_off_goes_on_and_runs_no_job_twice(breaks_at: int, tmp_path: Path) -> None:
+    whole = settled(begun(tmp_path / "whole"), Where(codes={1: 1, 2: -9}))
+    campaign = begun(tmp_path / "logs")
+    first, second = Where(codes={1: 1, 2: -9}, breaks_at=breaks_at), Where(codes={1: 1, 2: -9})
+    before = settled(campaign, first)
+    again = settled(Campaign.read("scan", campaign.folder, Plan), second)
+    assert len(first.ran) == len(before) == breaks_at
+    assert first.ran + second.ran == ["0", "1", "2", "3"]
+    in_place = {
+        place: (*told[:2], campaign.folder / told[2].relative_to(next((tmp_path / "whole").iterdir())))
+        for place, told in whole.items()
+    }
+    assert {place: told[:3] for place, told in again.items()} == in_place
+    assert settled(Campaign.read("scan", campaign.folder, Plan), third := Where()) == again
+    assert third.ran == []
+
+
+def test_a_line_that_was_cut_short_is_as_if_it_had_not_run_and_spoils_no_other(tmp_path: Path) -> None:
+    campaign = begun(tmp_path)
+    settled(campaign, Where())
+    journal = campaign.folder / JOURNAL
+    journal.write_text(journal.read_text()[:-9])
+    again = Where()
+    assert len(settled(Campaign.read("scan", campaign.folder, Plan), again)) == 4
+    assert again.ran == ["3"]
+    assert len([json.loads(line) for line in journal.read_text().splitlines()]) == 4
+
+
+def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path: Path) -> None:
+    campaign = begun(tmp_path)
+    settled(campaign, Where())
+    job = campaign.plan.jobs[2]
+    elsewhere = replace(job.spec, measure=replace(job.spec.measure, log_folder=Path("elsewhere")))
+    known = [replace(job, home="other", spec=elsewhere)]
+    others = [
+        replace(job, num_processes=2),
+        replace(job, python="/opt/python"),
+        replace(job, spec=replace(job.spec, actor=replace(job.spec.actor, num_layers=1))),
+    ]
+    assert [campaign.known(one) is not None for one in [*known, *others]] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "is_alone", "runs_again"),
+    [(0, False, False), (2, False, False), (-9, False, True), (None, False, True), (-9, True, False)],
+)
+def test_what_failed_beside_others_runs_again(
+    exit_code: int | None, is_alone: bool, runs_again: bool, tmp_path: Path
+) -> None:
+    campaign = begun(tmp_path, num_jobs=1)
+    settled(campaign, Where(codes={0: exit_code}, is_alone=is_alone))
+    again = Where()
+    settled(Campaign.read("scan", campaign.folder, Plan), again)
+    assert bool(again.ran) is runs_again
+
+
+def damaged(folder: Path) -> None:
+    (folder / "scan.json").write_text("{")
+
+
+def of_another_format(folder: Path) -> None:
+    path = folder / "scan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
+
+
+def of_another_plan(folder: Path) -> None:
+    path = folder / "scan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "plan": {"num_jobs": "4"}}))
+
+
+def with_another_journal(folder: Path) -> None:
+    (folder / JOURNAL).write_text('{"job": 3}\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (damaged, "is damaged: JSONDecodeError"),
+        (of_another_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
+        (of_another_plan, "is damaged: plan: "),
+        (with_another_journal, "journal.jsonl is damaged in line 1: job is 3"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(change: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+    campaign = begun(tmp_path)
+    settled(campaign, Where())
+    change(campaign.folder)
+    with pytest.raises(UsageError) as refused:
+        Campaign.read("scan", campaign.folder, Plan)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "torch", "says"),
+    [
+        (Machine(num_devices=2, has_gpus=True), None, " was begun on 2 GPUs, and here is a CPU. Go on there"),
+        (Machine(num_devices=2, has_gpus=False), "2.0", " has runs of torch 2.0 there, "),
+    ],
+)
+def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywhere(
+    machine: Machine, torch: str | None, says: str, tmp_path: Path
+) -> None:
+    campaign = begun(tmp_path)
+    settled(campaign, Where(breaks_at=3))
+    campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
+    campaign.write()
+    again = Campaign.read("scan", campaign.folder, Plan)
+    again.refuse_elsewhere(ThisMachine(), again.plan.jobs[:3])
+    with pytest.raises(UsageError) as refused:
+        again.refuse_elsewhere(ThisMachine(), again.plan.jobs)
+    assert says in str(refused.value)
