@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from actor_init.spec import UsageError
 from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
-from capture.facts import MissingPackage, Setting, UnsupportedModel, UnusableFile
+from capture.facts import Setting
 
 CONFIG_NAME = "adapter_config.json"
 DEFAULT_NAME = "default"
@@ -56,7 +56,7 @@ class Adapter:
         if len(configs) != 1:
             why = f"has {len(configs)} adapters ({', '.join(configs)}), and one can be built"
             advice = f"Try: {GIVEN} with the one that was trained, or {WITHOUT}"
-            raise UsageError(UnsupportedModel(source, why, advice))
+            raise UsageError(source, why, advice)
         ((name, config),) = configs.items()
         others = [key for key, value in config.items() if key not in _BUILT | _OF_NO_MATTER and _says_something(value)]
         if config.get("peft_type") != "LORA":
@@ -64,7 +64,7 @@ class Adapter:
         if others:
             why = f"has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are"
             advice = f"Try: {WITHOUT}, with {Setting('model')} a folder into which the adapter is merged"
-            raise UsageError(UnsupportedModel(source, why, advice))
+            raise UsageError(source, why, advice)
         return cls(name=name, settings={key: value for key, value in config.items() if key in _BUILT})
 
     def describe(self) -> str:
@@ -86,10 +86,10 @@ def read_adapter(folder: Path, name: str) -> Adapter:
         reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}"
         files = f"{CONFIG_NAME} and adapter_model.safetensors"
         advice = f"Give a folder with {files}, as PEFT's save_pretrained writes it, or none"
-        raise UsageError(UnusableFile(given, f": {reason}", advice)) from error
+        raise UsageError(given, f": {reason}", advice) from error
     if not isinstance(config, dict):
         why = f": {path} holds a {type(config).__name__}, not an adapter's config"
-        raise UsageError(UnusableFile(given, why))
+        raise UsageError(given, why)
     return Adapter.of({name: config}, str(path))
 
 
@@ -103,8 +103,8 @@ def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        needs = MissingPackage(f"the job's {adapter.describe()}", f"needs peft: {error}", "Try: pip install peft")
-        raise UsageError(needs) from error
+        why = f"needs peft: {error}"
+        raise UsageError(f"the job's {adapter.describe()}", why, "Try: pip install peft") from error
     try:
         config = LoraConfig(**adapter.settings, init_lora_weights=False, inference_mode=False)
         inject_adapter_in_model(config, model, adapter_name=adapter.name)
@@ -142,7 +142,7 @@ class AdaptedWeights:
         if weights is None:
             if "lora_magnitude_vector" in name:
                 why = "are not known without the adapter"
-                raise UsageError(UnsupportedModel("DoRA's magnitudes", why, f"Try: {GIVEN}"))
+                raise UsageError("DoRA's magnitudes", why, f"Try: {GIVEN}")
             parameter.detach().zero_()
             return True
         return weights.fill(there, parameter, on_progress)

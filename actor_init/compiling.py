@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from actor_init.toggles import Compile, CompileLengths, UsageError
-from capture.facts import MissingPackage, Setting
+from capture.facts import Setting
 
 ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
 MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
@@ -28,9 +28,7 @@ def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = Com
     """
     if not hasattr(torch.compiler.config, "dynamic_sources"):
         given = Setting("compile", Compile.BLOCKS)
-        raise UsageError(
-            MissingPackage(str(given), f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
-        )
+        raise UsageError(given, f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
     torch.compiler.config.dynamic_sources = ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
     if lengths is CompileLengths.DYNAMIC:

@@ -37,7 +37,7 @@ from actor_init.layout import Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
-from capture.facts import Setting, Unsupported, UnsupportedModel, UnusableFile
+from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 
@@ -93,7 +93,7 @@ def find_model(
             values = config
         elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
             given, advice = Setting("model", path), f"Try: {Setting('model', 'BASE')} {Setting('adapter', path)}"
-            raise UsageError(Unsupported(given, "is an adapter without its base", advice))
+            raise UsageError(given, "is an adapter without its base", advice)
         else:
             values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
@@ -125,7 +125,7 @@ def _adapted(
     if spec.parallel.tp > 1:
         given, without = Setting("tp", spec.parallel.tp), Setting("adapter", "none")
         why = f"splits Linears, and this model has a {adapter.describe()} in them"
-        raise UsageError(Unsupported(given, why, f"Try: no {Setting('tp')}, or {without}"))
+        raise UsageError(given, why, f"Try: no {Setting('tp')}, or {without}")
     return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
 
 
@@ -201,7 +201,7 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
         reason = (str(error).splitlines() or [""])[0][:120]
         why = f"does not take the attention kernel {attention} ({type(error).__name__}: {reason})"
         advice = f"Try: {Setting('attention', 'eager')}, without {Setting('ring')}"
-        raise UsageError(UnsupportedModel(f"transformers' {config.model_type}", why, advice)) from error
+        raise UsageError(f"transformers' {config.model_type}", why, advice) from error
     assert isinstance(model, PreTrainedModel)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -244,7 +244,7 @@ def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         why = "has no list of layers; a decoder-only causal LM is needed"
-        raise UsageError(UnsupportedModel(type(model).__name__, why))
+        raise UsageError(type(model).__name__, why)
     name, layers = max(lists, key=lambda item: len(item[1]))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
@@ -366,7 +366,7 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
     if _is_unset(buffer):
         why = f"does not say what {path} holds before weights are loaded, and these weights have no such tensor"
         advice = f"Try: {Setting('model')} with a folder of weights that has it"
-        raise UsageError(UnsupportedModel("transformers", why, advice))
+        raise UsageError("transformers", why, advice)
 
 
 def _is_unset(buffer: Tensor) -> bool:
@@ -383,7 +383,7 @@ def _captured_config(folder: Path) -> dict[str, object] | None:
     try:
         return read_actor_config(folder)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
 
 
 def _read_config(path: Path, asked: str) -> dict[str, object]:
@@ -393,10 +393,10 @@ def _read_config(path: Path, asked: str) -> dict[str, object]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         known = ", ".join(_preset_names())
         advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
-        raise UsageError(UnusableFile(given, f": {error}", advice)) from error
+        raise UsageError(given, f": {error}", advice) from error
     if not isinstance(values, dict):
         why = f": {path} holds a {type(values).__name__}, not a model config"
-        raise UsageError(UnusableFile(given, why))
+        raise UsageError(given, why)
     return values
 
 
@@ -419,22 +419,22 @@ def _hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
     model_type, config_name = values.get("model_type"), f"the config of {name}"
     if not model_type:
         why = "does not name its model_type, as Hugging Face's config.json does"
-        raise UsageError(UnsupportedModel(config_name, why))
+        raise UsageError(config_name, why)
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in values:
             why = f"is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it"
             named = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
-            raise UsageError(UnsupportedModel(name, why, f"Try: {named}, see docs/custom-models.md, Remote code"))
+            raise UsageError(name, why, f"Try: {named}, see docs/custom-models.md, Remote code")
         release = f"transformers {transformers.__version__}"
         why = f"has the model_type {model_type!r}, which {release} does not have"
         advice = f"Try: the job's transformers, or {Setting('model')} with another config.json"
-        raise UsageError(UnsupportedModel(config_name, why, advice))
+        raise UsageError(config_name, why, advice)
     try:
         config = config_of(values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         why = f"is refused by transformers: {reason[:300]}"
-        raise UsageError(UnsupportedModel(config_name, why)) from error
+        raise UsageError(config_name, why) from error
     _refuse_other_models(config, name)
     return config
 
@@ -453,7 +453,7 @@ def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
     if reads is not None:
         why = f"is a {config.model_type}, not a causal LM ({reads})"
         advice = f"Try: {Setting('model')} with a decoder-only language model, or its captures"
-        raise UsageError(UnsupportedModel(name, why, advice))
+        raise UsageError(name, why, advice)
 
 
 def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
@@ -462,7 +462,7 @@ def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedC
     if num_layers > config.num_hidden_layers:
         why = f", but the model has {config.num_hidden_layers}"
         advice = f"Allowed: 1 to {config.num_hidden_layers}"
-        raise UsageError(Unsupported(Setting("num_layers", num_layers), why, advice))
+        raise UsageError(Setting("num_layers", num_layers), why, advice)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]

@@ -22,7 +22,7 @@ from actor_init.toggles import (
     UsageError,
     option,
 )
-from capture.facts import NotAllowed, Setting, Unsupported
+from capture.facts import Setting
 
 PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
 CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
@@ -94,14 +94,14 @@ class ParallelSpec:
         tp, ring = Setting("tp"), Setting("ring")
         if self.tp == 1 and self.sequence_parallel:
             why, advice = f"shards over the ranks of {tp}", f"Try: {tp.of(2)} {SEQUENCE_PARALLEL}"
-            raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
+            raise UsageError(SEQUENCE_PARALLEL, why, advice)
         if self.ring == 1 and self.ring_head_stride is not None:
             stride = Setting("ring_head_stride")
             advice = f"Try: {ring.of(2)} {stride.of(self.ring_head_stride)}"
-            raise UsageError(Unsupported(stride, f"is a setting of {ring}", advice))
+            raise UsageError(stride, f"is a setting of {ring}", advice)
         if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
             given = Setting("tp_plan", self.tp_plan)
-            raise UsageError(Unsupported(given, f"is a plan for {tp}", f"Try: {tp.of(2)} {given}"))
+            raise UsageError(given, f"is a plan for {tp}", f"Try: {tp.of(2)} {given}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,12 +223,12 @@ class ActorSpec:
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
             one_number, several = Setting("pad_tokens", "128"), Setting("pad_tokens", "512,1024,2048")
             advice = f"Give a number above 0, or several with commas between. Try: {one_number}, or {several}"
-            raise UsageError(NotAllowed("pad_tokens", self.pad_tokens, advice))
+            raise UsageError.not_allowed("pad_tokens", self.pad_tokens, advice)
         if self.compile_lengths is not CompileLengths.DYNAMIC:
             self._refuse_compile_lengths()
         if kernel is not None and kernel.padded is None and self.packing is False:
             advice = f"Try: {PACKED}, or {Setting('attention', Attention.SDPA)}"
-            raise UsageError(Unsupported(Setting("attention", self.attention), "reads packed rows", advice))
+            raise UsageError(Setting("attention", self.attention), "reads packed rows", advice)
 
     def settled(
         self,
@@ -297,25 +297,25 @@ class ActorSpec:
         ring, attention = Setting("ring", self.parallel.ring), Setting("attention", self.attention)
         if self.packing is False:
             advice = f"Try: {ring} {PACKED}, or {PADDED} without {Setting('ring')}"
-            raise UsageError(Unsupported(ring, f"slices packed rows, and {PADDED} leaves none", advice))
+            raise UsageError(ring, f"slices packed rows, and {PADDED} leaves none", advice)
         if kernel is not None and kernel.slices is None:
             first, *others = (other.word for other in KERNELS.values() if other.slices is not None)
             advice = f"Try: {', or '.join([f'{ring} {attention.of(first)}', *others])}"
-            raise UsageError(Unsupported(attention, "has no ring", advice))
+            raise UsageError(attention, "has no ring", advice)
 
     def _refuse_what_a_custom_model_lacks(self) -> None:
         model = Setting("model", self.model)
         if not self.is_custom:
             if (self.model or "").endswith((".py", ".py:")):
                 advice = f"Try: {model.of((self.model or '').removesuffix(':') + ':FUNCTION')}"
-                raise UsageError(Unsupported(model, "names no function", advice))
+                raise UsageError(model, "names no function", advice)
             custom = model.of("FILE.py:function")
             if self.weights is not None:
                 weights = Setting("weights", self.weights)
                 folder = f", or for transformers' models {model.of(self.weights)}" if self.weights.is_dir() else ""
-                raise UsageError(Unsupported(weights, f"is for {custom}", f"Try: {custom} {weights}{folder}"))
+                raise UsageError(weights, f"is for {custom}", f"Try: {custom} {weights}{folder}")
             if self.blocks is not None:
-                raise UsageError(Unsupported(Setting("blocks", self.blocks), f"is for {custom}", "Leave it out"))
+                raise UsageError(Setting("blocks", self.blocks), f"is for {custom}", "Leave it out")
             return
         tp, ring = self.parallel.tp, self.parallel.ring
         for given, is_given, why in (
@@ -330,18 +330,18 @@ class ActorSpec:
             (Setting("adapter", self.adapter), self.adapter is not None, "goes into transformers' models, not into"),
         ):
             if is_given:
-                raise UsageError(Unsupported(given, f"{why} {model}", "Leave it out"))
+                raise UsageError(given, f"{why} {model}", "Leave it out")
         if self.weights is not None and self.random_weights:
             why = f"and {RANDOM_WEIGHTS} exclude each other"
-            raise UsageError(Unsupported(Setting("weights", self.weights), why, "Give one of the two"))
+            raise UsageError(Setting("weights", self.weights), why, "Give one of the two")
 
     def _refuse_compile_lengths(self) -> None:
         given, blocks = Setting("compile_lengths", self.compile_lengths), Setting("compile", Compile.BLOCKS)
         if self.compile is not Compile.BLOCKS:
-            raise UsageError(Unsupported(given, f"is a setting of {blocks}", f"Try: {blocks} {given}"))
+            raise UsageError(given, f"is a setting of {blocks}", f"Try: {blocks} {given}")
         if self.parallel.sequence_parallel and self.compile_lengths is CompileLengths.AUTOMATIC:
             why = f"does not go with {SEQUENCE_PARALLEL}, which needs a graph for each length"
-            raise UsageError(Unsupported(given, why))
+            raise UsageError(given, why)
 
     def _refuse_foreign_settings(self) -> None:
         of_adamw = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
@@ -353,7 +353,7 @@ class ActorSpec:
                 optimizer = Setting("optimizer", self.optimizer)
                 other = optimizer.of(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
                 given = Setting(name, int(value) if float(value).is_integer() else value)
-                raise UsageError(Unsupported(given, f"is no setting of {optimizer}", f"Try: {other}"))
+                raise UsageError(given, f"is no setting of {optimizer}", f"Try: {other}")
 
     def _refuse_what_the_backend_lacks(self, declared: Declaration) -> None:
         name, stage = declared.name, self.zero_stage
@@ -363,29 +363,29 @@ class ActorSpec:
             given = Setting("zero_stage", stage)
             others = "".join(f", or {backend.of(one)}" for one in names_of(lambda one: stage in one.stages)[:1])
             advice = f"Try: {backend} {given.of(declared.default_stage)}{others}"
-            raise UsageError(Unsupported(given, f"does not exist under {name}, which has {which}", advice))
+            raise UsageError(given, f"does not exist under {name}, which has {which}", advice)
         if self.deepspeed_config is not None and "deepspeed_config" not in declared.own_options:
             owner, *_ = _takers("deepspeed_config")
             given, advice = (
                 Setting("deepspeed_config", self.deepspeed_config),
                 f"Try: {backend.of(owner)}, or leave it out",
             )
-            raise UsageError(Unsupported(given, f"is {owner}'s, and the backend is {name}", advice))
+            raise UsageError(given, f"is {owner}'s, and the backend is {name}", advice)
         self._refuse_sharding(declared)
         if self.compile not in (Compile.OFF, Compile.BLOCKS, *declared.compilers):
             owner, *_ = _compiling(self.compile)
             given = Setting("compile", self.compile)
             advice = f"Try: {backend.of(owner)} {given}, or {given.of(Compile.BLOCKS)}"
-            raise UsageError(Unsupported(given, f"belongs to {owner}", advice))
+            raise UsageError(given, f"belongs to {owner}", advice)
         if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
             owner, *_ = _takers("sequence_parallel")
             advice = f"Try: {backend.of(owner)}"
-            raise UsageError(Unsupported(SEQUENCE_PARALLEL, f"is not there for {name}", advice))
+            raise UsageError(SEQUENCE_PARALLEL, f"is not there for {name}", advice)
         if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
             owner, *_ = _takers("tp_plan")
             given = Setting("tp_plan", self.parallel.tp_plan)
             advice = f"Try: {backend.of(owner)}, or no {Setting('tp_plan')}"
-            raise UsageError(Unsupported(given, f"is {owner}'s", advice))
+            raise UsageError(given, f"is {owner}'s", advice)
 
     def _refuse_sharding(self, declared: Declaration) -> None:
         name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
@@ -404,7 +404,7 @@ class ActorSpec:
                 if not declared.shards:
                     why = f"shards, and under {name} every rank holds the whole model and its own inputs"
                 advice = [*(f"{backend.of(other)} {given}" for other in others[:1]), f"{backend} alone"]
-                raise UsageError(Unsupported(given, why, f"Try: {', or '.join(advice)}"))
+                raise UsageError(given, why, f"Try: {', or '.join(advice)}")
 
     @property
     def resolved_zero_stage(self) -> int:

@@ -15,7 +15,6 @@ from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, recipes_of
 from actor_init.read_ahead import ReadAhead
 from actor_init.spec import RANDOM_WEIGHTS, UsageError
-from capture.facts import UnusableFile
 
 _OTHER_CONFIG = f"Give the config of these weights, or {RANDOM_WEIGHTS}"
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
@@ -131,7 +130,7 @@ class FolderWeights:
                         file_of_name[name] = path
             except Exception as error:  # safetensors raises its own type, and OSError
                 advice = f"Copy it again, or give {RANDOM_WEIGHTS}"
-                raise UsageError(UnusableFile(path, f"cannot be read: {error}", advice)) from error
+                raise UsageError(path, f"cannot be read: {error}", advice) from error
         if model is None:
             as_they_are = {name: Recipe.of_one(name) for name in shapes}
             return cls(folder=folder, file_of_name=file_of_name, recipes=as_they_are)
@@ -139,7 +138,7 @@ class FolderWeights:
             recipes = recipes_of(model, shapes)
         except Exception as error:  # whatever a conversion raises for tensors of other shapes than it expects
             why = f": transformers cannot convert its tensors for {type(model).__name__}: {error}"
-            raise UsageError(UnusableFile(folder, why, _OTHER_CONFIG)) from error
+            raise UsageError(folder, why, _OTHER_CONFIG) from error
         return cls(folder=folder, file_of_name=file_of_name, recipes=recipes)
 
     def describe(self) -> str:
@@ -154,11 +153,11 @@ class FolderWeights:
             known = f"{len(self.file_of_name)} tensors, such as {next(iter(self.file_of_name), 'none')}"
             why = f"has no weights named {name} (it has {known})"
             advice = f"Is it the model of this config? Or give {RANDOM_WEIGHTS}"
-            raise UsageError(UnusableFile(self.folder, why, advice))
+            raise UsageError(self.folder, why, advice)
         values = self.recipes[name].make(name, self._read_on)
         if values.shape != parameter.shape:
             why = f": {name} has shape {list(values.shape)}, but the config makes it {list(parameter.shape)}"
-            raise UsageError(UnusableFile(self.folder, why, _OTHER_CONFIG))
+            raise UsageError(self.folder, why, _OTHER_CONFIG)
         # a device makes fp32 of bf16 faster than the host, and gets half the bytes
         parameter.detach().copy_(values.to(parameter.device))
         on_progress(values.numel())

@@ -1,6 +1,6 @@
 """What an error says: facts that name settings and files, and know no command line.
 
-    raise UsageError(Unsupported(Setting("tp", 3), "does not divide the model's 4 heads", f"Try: {Setting('tp', 2)}"))
+    raise UsageError(Setting("tp", 3), "does not divide the model's 4 heads", f"Try: {Setting('tp', 2)}")
 
 A sentence names a setting by a mark, which is put into words where the sentence is shown: `--tp 3` by a command line
 (replay/wording.py, capture/cli.py), `tp=3` in Python.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 MARK = re.compile("⟨([a-z0-9_]+)(?:=([^⟩]*))?⟩")
 
@@ -61,85 +61,32 @@ def _in_words(mark: re.Match[str], words: Callable[[Setting], str]) -> str:
         return mark[0]
 
 
-@dataclass(frozen=True, slots=True)
-class NotAllowed:
-    """A value that a setting never has."""
-
-    name: str
-    value: Any
-    advice: str
-
-    def __str__(self) -> str:
-        return _sentence(Setting(self.name), f"{self.value!r} is not allowed", self.advice)
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A setting that does not go with another one, with the model or with this machine."""
-
-    setting: Setting
-    why: str  # a predicate, or ": " and a reason
-    advice: str = ""
-
-    def __str__(self) -> str:
-        return _sentence(self.setting, self.why, self.advice)
-
-
-@dataclass(frozen=True, slots=True)
-class UnusableFile:
-    """A file or folder that is not there, is damaged, or holds something else than it should."""
-
-    path: Path | str | Setting  # a setting where the file was given by one
-    why: str
-    advice: str = ""
-
-    def __str__(self) -> str:
-        return _sentence(self.path, self.why, self.advice)
-
-
-@dataclass(frozen=True, slots=True)
-class UnsupportedModel:
-    """A model, or a part of one, that cannot be built or run in this way."""
-
-    subject: str | Setting  # the model, or what of it stands in the way
-    why: str
-    advice: str = ""
-
-    def __str__(self) -> str:
-        return _sentence(self.subject, self.why, self.advice)
-
-
-@dataclass(frozen=True, slots=True)
-class MissingPackage:
-    """A library that is not installed, or too old, and what needs it."""
-
-    needed_by: str
-    why: str
-    advice: str
-
-    def __str__(self) -> str:
-        return _sentence(self.needed_by, self.why, self.advice)
-
-
-Fact = NotAllowed | Unsupported | UnusableFile | UnsupportedModel | MissingPackage
-
-
-def _sentence(subject: object, predicate: str, advice: str) -> str:
-    joint = "" if predicate[:1] in ":,(" else " "
-    return f"{subject}{joint}{predicate}{'. ' if advice else ''}{advice}"
-
-
 class FactError(ValueError):
-    """An error that says a fact, or a sentence for what is no fact."""
+    """An error that says a fact: the subject, a predicate that says why not, and what to do instead.
 
-    @property
-    def fact(self) -> Fact | str:
-        return self.args[0] if self.args else ""
+    subject  a setting; a file or folder; the name of a model, a part or a package; or, without `why`, a whole sentence
+    why      a predicate, or ": " and a reason
+    """
+
+    def __init__(self, subject: Setting | Path | str, why: str = "", advice: str = "") -> None:
+        super().__init__(subject, why, advice)
+        self.subject, self.why, self.advice = subject, why, advice
+
+    @classmethod
+    def not_allowed(cls, name: str, value: Any, advice: str) -> Self:
+        """Return the error of a value that a setting never has."""
+        return cls(Setting(name), f"{value!r} is not allowed", advice)
+
+    @classmethod
+    def excluding(cls, first: Setting, second: Setting) -> Self:
+        """Return the error of two settings that were given together."""
+        return cls(first, f"and {second} exclude each other", "Give one of the two")
 
     @property
     def text(self) -> str:
         """The sentence, with marks for settings: what goes into another error's sentence."""
-        return str(self.fact)
+        joint = "" if self.why[:1] in ":,(" else " "
+        return f"{self.subject}{joint}{self.why}{'. ' if self.advice else ''}{self.advice}"
 
     def __str__(self) -> str:
         """Return the sentence as Python code would name the settings."""

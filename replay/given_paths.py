@@ -6,6 +6,7 @@ Commands ask this before they import what they work with: torch and transformers
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.spec import InputsSpec
 
 EXAMPLE = "logs/20261121-141757-replay"
@@ -14,21 +15,23 @@ EXAMPLE = "logs/20261121-141757-replay"
 def check_inputs(spec: InputsSpec) -> None:
     """Raise UsageError if --inputs is no folder, or --input-file is no file and no pass of a segment's file."""
     file, folder = spec.input_file, spec.inputs
+    given = Setting("input_file", file)
     if file is not None and file.is_dir():
-        raise UsageError(f"--input-file {file} is a folder. Try: replay --inputs {file}")
+        raise UsageError(given, "is a folder", f"Try: replay {Setting('inputs', file)}")
     if file is not None and not file.is_file() and not file.parent.is_file():
-        raise UsageError(f"--input-file {file} does not exist. Try: replay inspect {file.parent}")
+        raise UsageError(given, "does not exist", f"Try: replay inspect {file.parent}")
+    given = Setting("inputs", folder)
     if folder is not None and folder.is_file():
-        raise UsageError(f"--inputs {folder} is a file. Try: replay --input-file {folder}")
+        raise UsageError(given, "is a file", f"Try: replay {Setting('input_file', folder)}")
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"--inputs {folder}: no such folder. Try: replay, for the sample that ships with the project")
+        raise UsageError(given, ": no such folder", "Try: replay, for the sample that ships with the project")
 
 
 def check_folder(folder: Path, advice: str) -> None:
     """Raise UsageError, with what to type instead, if there is no such folder."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. {advice}")
+        raise UsageError(folder, what, advice)
 
 
 def check_log(folder: Path) -> None:

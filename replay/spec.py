@@ -6,7 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from actor_init.declarations.backends import declaration_of, names_of
-from actor_init.spec import ActorSpec, UsageError, option
+from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
+from capture.facts import Setting
 
 
 class Passes(StrEnum):
@@ -45,6 +46,7 @@ class Pairs(StrEnum):
     ALTERNATE = "alternate"
 
 
+STEP, TRACE, RESUME = Setting("step", True), Setting("trace", True), Setting("resume", True)
 OPTIONS_OF_DPO = ("dpo_beta", "label_smoothing", "pairs", "average_log_probs")
 PICKS = re.compile(r"\d{1,9}(,\d{1,9})*")
 USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
@@ -96,16 +98,15 @@ class InputsSpec:
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
-            raise UsageError("--inputs and --input-file exclude each other. Give one of the two")
+            raise UsageError.excluding(Setting("inputs"), Setting("input_file"))
         if self.order is Order.WORST and self.shuffle_inputs:
-            raise UsageError("--order worst and --shuffle-inputs exclude each other. Give one of the two")
+            raise UsageError.excluding(Setting("order", self.order), Setting("shuffle_inputs", True))
         if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
-            raise UsageError(
-                f"--pick-inputs {self.pick_inputs!r} is not allowed. Give numbers with commas between. "
-                "Try: --pick-inputs 4,0,17"
-            )
+            advice = f"Give numbers with commas between. Try: {Setting('pick_inputs', '4,0,17')}"
+            raise UsageError.not_allowed("pick_inputs", self.pick_inputs, advice)
         if self.pick_inputs is not None and self.uneven:
-            raise UsageError("--pick-inputs leaves inputs out, and --uneven replays all. Give one of the two")
+            why = f"leaves inputs out, and {Setting('uneven', True)} replays all"
+            raise UsageError(Setting("pick_inputs"), why, "Give one of the two")
 
     @property
     def picked(self) -> list[int] | None:
@@ -175,14 +176,11 @@ class MeasureSpec:
 
     def __post_init__(self) -> None:
         if self.loss not in list(LossName) and not USER_LOSS.fullmatch(self.loss):
-            raise UsageError(
-                f"--loss {self.loss!r} is not allowed. Give one of {', '.join(LossName)}, or FILE.py:FUNCTION"
-            )
+            raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(LossName)}, or FILE.py:FUNCTION")
         if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
-            raise UsageError(
-                f"--window {self.window} is for --loss stand-in and sft; --loss {self.loss} weighs each pass by its "
-                "own reduction. Try: without --window, and with --reduction"
-            )
+            loss, window = Setting("loss", self.loss), Setting("window")
+            why = f"is for {loss.of(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
+            raise UsageError(window.of(self.window), why, f"Try: without {window}, and with {Setting('reduction')}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,20 +221,17 @@ class ObjectiveSpec:
 
     def __post_init__(self) -> None:
         if self.divisor == 0:
-            raise UsageError("--divisor 0 is not allowed. Give a number above 0")
+            raise UsageError(Setting("divisor", 0), "is not allowed", "Give a number above 0")
         if self.divisor is not None and self.reduction is not Reduction.DIVISOR:
-            raise UsageError(
-                f"--divisor {self.divisor:g} is a setting of --reduction divisor. "
-                f"Try: --reduction divisor --divisor {self.divisor:g}"
-            )
+            given, owner = Setting("divisor", f"{self.divisor:g}"), Setting("reduction", Reduction.DIVISOR)
+            raise UsageError(given, f"is a setting of {owner}", f"Try: {owner} {given}")
 
-    def complaint(self, loss: str) -> str | None:
-        """Complain of an option that was given for another loss than `loss`; None if there is none."""
-        for one in fields(self):
-            owner = LossName.DPO if one.name in OPTIONS_OF_DPO else LossName.POLICY
-            if loss != owner and getattr(self, one.name) != one.default:
-                return f"--{one.name.replace('_', '-')} is a setting of --loss {owner}. Try: --loss {owner}"
-        return None
+    def check(self, loss: str) -> None:
+        """Raise UsageError for an option that was given for another loss than `loss`."""
+        for declared in fields(self):
+            owner = Setting("loss", LossName.DPO if declared.name in OPTIONS_OF_DPO else LossName.POLICY)
+            if loss != owner.value and getattr(self, declared.name) != declared.default:
+                raise UsageError(Setting(declared.name), f"is a setting of {owner}", f"Try: {owner}")
 
 
 KEPT_STATES = 2  # the last ones of a run
@@ -262,18 +257,17 @@ class StateSpec:
     save_model: Path | None = option(None, "Folder for the weights in --dtype, as from_pretrained and --model open it.")
 
     def __post_init__(self) -> None:
+        every, folder = Setting("save_every"), Setting("save_state", "PATH")
         if self.save_every is not None and self.save_state is None:
-            raise UsageError(
-                f"--save-every {self.save_every} needs a folder. Try: --save-state PATH --save-every {self.save_every}"
-            )
+            raise UsageError(every.of(self.save_every), "needs a folder", f"Try: {folder} {every.of(self.save_every)}")
         if self.resume and self.save_every is None:
-            raise UsageError("--resume goes on from what --save-every saved. Try: --save-state PATH --save-every N")
+            raise UsageError(RESUME, f"goes on from what {every} saved", f"Try: {folder} {every.of('N')}")
         if self.resume and self.load_state is not None:
-            raise UsageError("--resume and --load-state exclude each other. Give one of the two")
+            raise UsageError.excluding(RESUME, Setting("load_state"))
         if self.save_state is not None and self.save_state == self.save_model:
-            raise UsageError(
-                f"--save-state and --save-model are both {self.save_state}. Try: --save-model {self.save_model}-model"
-            )
+            model = Setting("save_model")
+            advice = f"Try: {model.of(f'{self.save_model}-model')}"
+            raise UsageError(Setting("save_state"), f"and {model} are both {self.save_state}", advice)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,38 +281,33 @@ class Parts:
     objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
 
     def __post_init__(self) -> None:
-        if complaint := self.objective.complaint(self.measure.loss):
-            raise UsageError(complaint)
+        self.objective.check(self.measure.loss)
+        one_of_two, optimizer = "Drop one of the two", Setting("optimizer")
+        no_optimizer = f"needs an optimizer, but {optimizer.of('none')} was given"
         if self.measure.trace and self.inputs.reverse_rows:
-            raise UsageError("--trace tells rows by their place, which --reverse-rows changes. Drop one of the two")
+            why = f"tells rows by their place, which {Setting('reverse_rows', True)} changes"
+            raise UsageError(TRACE, why, one_of_two)
         if self.measure.step and not self.measure.backward:
-            raise UsageError("--step needs the gradients that --no-backward leaves out. Drop one of the two")
+            raise UsageError(STEP, f"needs the gradients that {Setting('backward', False)} leaves out", one_of_two)
         if self.measure.step and self.actor.optimizer == "none":
-            raise UsageError("--step needs an optimizer, but --optimizer none was given. Try: --optimizer adamw")
+            raise UsageError(STEP, no_optimizer, f"Try: {optimizer.of('adamw')}")
         if self.state.save_every is not None and not self.measure.step:
-            raise UsageError(
-                f"--save-every {self.state.save_every} counts optimizer steps. "
-                f"Try: --step --save-every {self.state.save_every}"
-            )
+            every = Setting("save_every", self.state.save_every)
+            raise UsageError(every, "counts optimizer steps", f"Try: {STEP} {every}")
         if self.state.resume and (self.measure.trace or self.measure.details):
-            option_given = "--trace" if self.measure.trace else "--details"
-            raise UsageError(
-                f"{option_given} needs every pass, and --resume leaves out those done. Drop one of the two"
-            )
-        if self.actor.optimizer == "none" and (self.state.save_state or self.state.load_state):
-            option_given = "--load-state" if self.state.load_state else "--save-state"
-            raise UsageError(
-                f"{option_given} needs an optimizer, but --optimizer none was given. "
-                "Try: --save-model and --model for weights alone"
-            )
-        if (self.state.save_state or self.state.load_state) and declaration_of(self.actor.backend).states is None:
-            option_given = "--load-state" if self.state.load_state else "--save-state"
-            raise UsageError(
-                f"{option_given} is not there for {self.actor.backend}. "
-                f"Try: --backend {names_of(lambda one: one.states is not None)[0]}, or --save-model for weights alone"
-            )
+            given = TRACE if self.measure.trace else Setting("details", True)
+            raise UsageError(given, f"needs every pass, and {RESUME} leaves out those done", one_of_two)
+        if self.state.save_state or self.state.load_state:
+            given, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")
+            if self.actor.optimizer == "none":
+                advice = f"Try: {model} and {Setting('model')} for weights alone"
+                raise UsageError(given, no_optimizer, advice)
+            if declaration_of(self.actor.backend).states is None:
+                other = Setting("backend", names_of(lambda one: one.states is not None)[0])
+                advice = f"Try: {other}, or {model} for weights alone"
+                raise UsageError(given, f"is not there for {self.actor.backend}", advice)
         if self.state.load_state and self.actor.random_weights:
-            raise UsageError("--random-weights and --load-state exclude each other. Give one of the two")
+            raise UsageError.excluding(RANDOM_WEIGHTS, Setting("load_state"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from actor_init.attention.signature import asked_of, refuser
 from actor_init.declarations.attention.cudnn import LIMITS
-from actor_init.spec import UsageError
+from actor_init.spec import PACKED, Attention, UsageError
+from capture.facts import Setting
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 refuse_what_cudnn_lacks = refuser(LIMITS)
@@ -66,10 +67,8 @@ def refuse_holes(is_real_BS: Tensor, source: str) -> None:
     """Raise UsageError for a row whose real tokens do not follow each other, which `cudnn_padded` would not see."""
     begins_BS = F.pad(is_real_BS.int(), (1, 0)).diff(dim=1) == 1
     if bool((begins_BS.sum(dim=1) > 1).any()):
-        raise UsageError(
-            f"{source}: a row has padding between its tokens, for which cuDNN's attention has no mask. "
-            "Try: --attention sdpa, or --packing"
-        )
+        why = ": a row has padding between its tokens, for which cuDNN's attention has no mask"
+        raise UsageError(source, why, f"Try: {Setting('attention', Attention.SDPA)}, or {PACKED}")
 
 
 def cudnn_packed(

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from actor_init.parallel.split_linear import summed_copy
 from actor_init.spec import ParallelSpec, UsageError
+from capture.facts import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,10 +113,8 @@ def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
     heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // parallel.tp
     if heads % parallel.ring_head_stride:
         possible = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
-        raise UsageError(
-            f"--ring-head-stride {parallel.ring_head_stride} does not divide the {heads} key-value heads of a rank. "
-            f"Try: --ring-head-stride with one of {possible}"
-        )
+        stride, why = Setting("ring_head_stride"), f"does not divide the {heads} key-value heads of a rank"
+        raise UsageError(stride.of(parallel.ring_head_stride), why, f"Try: {stride} with one of {possible}")
 
 
 def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.ring_attention import EachAlone
 from actor_init.spec import UsageError
+from capture.facts import Setting
 
 NUM_TOKENS = 16
 # of what the changed token's own logits move: roundoff of a mixture whose experts get other batches
@@ -74,4 +75,5 @@ def _logits(model: Callable[..., Any], ids_L: Tensor, alone: EachAlone) -> Tenso
 
 
 def _refuse(config: PretrainedConfig, why: str) -> None:
-    raise UsageError(f"--ring cannot slice a {config.model_type}: {why}. Try: --ring 1")
+    ring = Setting("ring")
+    raise UsageError(ring, f"cannot slice a {config.model_type}: {why}", f"Try: {ring.of(1)}")

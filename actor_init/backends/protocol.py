@@ -17,6 +17,7 @@ from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from capture.facts import Setting
 
 NUM_COLLECTIONS = 3  # of a backend that failed; two suffice for what is known
 
@@ -118,7 +119,8 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
     opened = engine.open(spec, source, world, on_progress)
     if spec.kernels is Kernels.FUSED and "kernels" not in opened.facts():
         opened.close()
-        raise UsageError(f"--kernels fused is not there for {spec.backend}. Try: --kernels model")
+        fused = Setting("kernels", Kernels.FUSED)
+        raise UsageError(fused, f"is not there for {spec.backend}", f"Try: {fused.of(Kernels.MODEL)}")
     return opened
 
 

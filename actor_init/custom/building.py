@@ -21,7 +21,7 @@ from actor_init.custom.calling import Calling
 from actor_init.custom.user_file import UserFunction
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, Weights, unheard
-from capture.facts import Setting, Unsupported, UnsupportedModel
+from capture.facts import Setting
 
 _ATTRIBUTE = "_micro_replay"  # of the root module
 _SEED = 0  # of what the user's code draws for its vectors
@@ -68,7 +68,7 @@ def build(
     if num_layers is not None:
         if num_layers > len(layers):
             why, advice = f", but {name} has {len(layers)}", f"Allowed: 1 to {len(layers)}"
-            raise UsageError(Unsupported(Setting("num_layers", num_layers), why, advice))
+            raise UsageError(Setting("num_layers", num_layers), why, advice)
         del layers[num_layers:]
     vectors = {n: p.detach().float().clone() for n, p in module.named_parameters() if p.ndim < 2 and not p.is_meta}
     _empty(module, dtype)
@@ -89,7 +89,7 @@ def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
             known = ", ".join(lists) or "none"
             why = f"is no list of layers in the {type(module).__name__} of {function}"
             advice = f"Its nn.ModuleLists and nn.Sequentials: {known}"
-            raise UsageError(Unsupported(Setting("blocks", asked), why, advice))
+            raise UsageError(Setting("blocks", asked), why, advice)
         return asked
     plain = {n: size for n, size in lists.items() if isinstance(module.get_submodule(n), nn.ModuleList)}
     outermost = {n: size for n, size in plain.items() if not any(n.startswith(f"{other}.") for other in plain)}
@@ -99,7 +99,7 @@ def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
             advice = f"Try: {Setting('blocks', max(lists, key=lambda n: lists[n]))}"
         needed = "layers, which are compiled, checkpointed and sharded one by one"
         why = f": {type(module).__name__} has no nn.ModuleList of {needed}"
-        raise UsageError(UnsupportedModel(Setting("model", function), why, advice))
+        raise UsageError(Setting("model", function), why, advice)
     longest: str = max(outermost, key=lambda n: outermost[n])
     return longest
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from actor_init.spec import UsageError
-from capture.facts import Setting, UnsupportedModel
+from capture.facts import Setting
 
 ID_NAMES = ("input_ids", "idx", "tokens")
 MASK, POSITIONS = "attention_mask", "position_ids"
@@ -49,7 +49,7 @@ class Calling:
         by_place = [one for one in parameters.values() if one.kind in _BY_PLACE]
         if ids is None and not by_place:
             why = f"{named} takes no token ids: allowed are {', '.join(ID_NAMES)}, or a first argument"
-            raise UsageError(UnsupportedModel(Setting("model", function), why))
+            raise UsageError(Setting("model", function), why)
         if ids is None or parameters.get(ids) in by_place[:1]:
             ids, known = None, {by_place[0].name}
         else:
@@ -62,7 +62,7 @@ class Calling:
             all_given = f"{ids_given}, {MASK}, {POSITIONS} and {' or '.join(TARGET_NAMES)}"
             why = f"{named} needs {unknown[0]}, which a replay does not have: it gives {all_given}"
             advice = "Wrap it in a module that needs no more"
-            raise UsageError(UnsupportedModel(Setting("model", function), why, advice))
+            raise UsageError(Setting("model", function), why, advice)
         given = frozenset(name for name in (MASK, POSITIONS) if takes_any or name in parameters)
         calling = cls(module.forward, ids=ids, given=given, targets=targets)
         calling.wants_targets = targets in needed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -40,16 +40,16 @@ class CheckpointWeights:
                 "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
             )
             advice = f"{_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})"
-            raise UsageError(UnusableFile(given, f": {what}", advice))
+            raise UsageError(given, f": {what}", advice)
         tensors: dict[str, Stored] = {}
         for file in files:
             try:
                 tensors |= {_own_name(name): stored for name, stored in _read(file)}
             except Exception as error:  # safetensors, pickle and zip have their own
                 said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UsageError(UnusableFile(given, f": {file} cannot be read: {said}", _ADVICE)) from error
+                raise UsageError(given, f": {file} cannot be read: {said}", _ADVICE) from error
         if not tensors:
-            raise UsageError(UnusableFile(given, ": no tensors by name in it", f"{_ADVICE} with a state dict"))
+            raise UsageError(given, ": no tensors by name in it", f"{_ADVICE} with a state dict")
         return cls(path=path, files=files, tensors=tensors)
 
     def describe(self) -> str:
@@ -63,11 +63,11 @@ class CheckpointWeights:
         if name not in self.tensors:
             known = next(iter(self.tensors))
             why = f"has nothing named {name} (it has {len(self.tensors)} tensors, such as {known})"
-            raise UsageError(UnusableFile(Setting("weights", self.path), why, _OF_ANOTHER))
+            raise UsageError(Setting("weights", self.path), why, _OF_ANOTHER)
         values = self.tensors[name].read()
         if values.shape != parameter.shape:
             why = f": {name} has shape {list(values.shape)}, and the model's is {list(parameter.shape)}"
-            raise UsageError(UnusableFile(Setting("weights", self.path), why, _OF_ANOTHER))
+            raise UsageError(Setting("weights", self.path), why, _OF_ANOTHER)
         parameter.detach().copy_(values)
         on_progress(values.numel())
         return True

@@ -16,7 +16,7 @@ from actor_init.custom.building import build, built_of, dropouts_of, layers_of
 from actor_init.custom.calling import LogitsError
 from actor_init.custom.user_file import UserFunction
 from actor_init.spec import UsageError
-from capture.facts import Setting, UnsupportedModel
+from capture.facts import Setting
 
 MODEL_TYPE = "custom"
 _ROWS, _TOKENS = 2, 5  # of the ids that a model is tried with
@@ -155,7 +155,7 @@ def _tried(module: nn.Module, function: str) -> dict[str, int]:
                 built.calling.wants_targets = True
                 logits = functional_call(module, values, kwargs=given).logits
         except LogitsError as error:
-            raise UsageError(UnsupportedModel(Setting("model", function), f": {error}")) from error
+            raise UsageError(Setting("model", function), f": {error}") from error
         except Exception:  # whatever it is, it is real or of fake tensors alone: a pass will tell
             logits = None
         finally:

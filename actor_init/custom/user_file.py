@@ -21,7 +21,7 @@ from typing import Any, Self
 from torch import nn
 
 from actor_init.spec import UsageError
-from capture.facts import Setting, UnsupportedModel, UnusableFile
+from capture.facts import Setting
 
 CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
 _NO_OP = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
@@ -47,7 +47,7 @@ class UserFunction:
             advice = f"Give {given.of('FILE.py:FUNCTION')}"
             if setting == MODEL:
                 advice = f"Try: {given.of('FILE.py:function')}, where function() returns the module"
-            raise UsageError(UnusableFile(given, f": {file.absolute()}: {error.strerror}", advice)) from None
+            raise UsageError(given, f": {file.absolute()}: {error.strerror}", advice) from None
         sha256 = hashlib.sha256(source).hexdigest()
         opened = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)
         opened.found()
@@ -75,11 +75,11 @@ class UserFunction:
                 lost = "those would be lost: parameters have no values before they are sharded"
                 why = f": {self.function} loads weights, and {lost}"
                 advice = f"Try: no loading there, and {Setting('weights', 'FILE')}"
-                raise UsageError(UnsupportedModel(self.given, why, advice))
+                raise UsageError(self.given, why, advice)
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not isinstance(module, nn.Module):
             why, advice = f": {self.function} returned {_named(module)}", "It has to return the torch.nn.Module"
-            raise UsageError(UnsupportedModel(self.given, why, advice))
+            raise UsageError(self.given, why, advice)
         return module
 
     def found(self) -> Any:
@@ -90,7 +90,7 @@ class UserFunction:
         if not callable(found):
             own = [name for name, value in vars(module).items() if _is_own(value, module)]
             known = f"It has {', '.join(own[:8])}" if own else "It defines no function"
-            raise UsageError(UnusableFile(self.given, f": {self.file} has no function {self.function}", known))
+            raise UsageError(self.given, f": {self.file} has no function {self.function}", known)
         return found
 
     def _takes(self, function: Any, captured: Mapping[str, object] | None) -> bool:
@@ -100,11 +100,11 @@ class UserFunction:
         if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
             names = ", ".join(one.name for one in needed)
             why = f": {self.function} needs {names}, and is called with the captured config at most"
-            raise UsageError(UnsupportedModel(self.given, why, "Give the others defaults"))
+            raise UsageError(self.given, why, "Give the others defaults")
         if needed and captured is None:
             lacking = "there is no actor.json with a config beside the inputs"
             why = f": {self.function} needs {needed[0].name}, and {lacking}"
-            raise UsageError(UnsupportedModel(self.given, why, "Give it a default"))
+            raise UsageError(self.given, why, "Give it a default")
         first = parameters[:1]
         return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
 
@@ -123,7 +123,7 @@ class UserFunction:
             line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else place.lineno
             file = self.file if isinstance(error, SyntaxError) else place.filename
             why = f": {what} {' '.join(last.split())}, at {file}:{line}"
-            raise UsageError(UnusableFile(self.given, why, "With --traceback: all of it")) from error
+            raise UsageError(self.given, why, "With --traceback: all of it") from error
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

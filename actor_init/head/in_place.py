@@ -23,7 +23,7 @@ from actor_init.head_form import HeadForm
 from actor_init.parallel.split_linear import sum_gradient
 from actor_init.parallel.vocab_parallel import localise, share_of
 from actor_init.toggles import UsageError
-from capture.facts import Setting, UnsupportedModel
+from capture.facts import Setting
 
 TRY_WHOLE_LOGITS = f"Try: {Setting('whole_logits', True)}"
 SAMPLES = (-30.0, -1.0, -0.01, 0.0, 0.5, 3.0, 40.0)  # stand for logits in what the model does after its head
@@ -48,13 +48,13 @@ class InHead:
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
         if self.log_probs_N is None or self.samples is None:
             why = ", the head, was not called in forward"
-            raise UsageError(UnsupportedModel(type(self.head).__name__, why, TRY_WHOLE_LOGITS))
+            raise UsageError(type(self.head).__name__, why, TRY_WHOLE_LOGITS)
         if self.head not in _seen:
             expected = self.form.applied(self.samples)
             if logits.dtype is not expected.dtype or not torch.equal(logits.detach(), expected):
                 why = "does something else with its head's logits than a small copy of it did"
                 why = f"{why} ({self.form.describe()})"
-                raise UsageError(UnsupportedModel("the model", why, TRY_WHOLE_LOGITS))
+                raise UsageError("the model", why, TRY_WHOLE_LOGITS)
             _seen.add(self.head)
         return _Tied.apply(self.log_probs_N, logits), self.entropy_N
 
@@ -81,7 +81,7 @@ def head_in_place(
 
     def forward(hidden_BSH: Tensor) -> Tensor:
         if found.log_probs_N is not None:
-            raise UsageError(UnsupportedModel("the model", "calls its head more than once", TRY_WHOLE_LOGITS))
+            raise UsageError("the model", "calls its head more than once", TRY_WHOLE_LOGITS)
         hidden_TH, weight, group, width = _whole_input(hidden_BSH, head)
         local_ids_N, owned_N = target_ids_N, None
         if group is not None:

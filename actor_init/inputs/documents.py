@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 
 BORDER_NAMES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seq_lens", "cu_seqlens")
@@ -44,7 +44,7 @@ class Documents:
         difference_T = torch.diff(position_T, prepend=position_T[:1])
         if not bool((difference_T == 1)[~is_first_T].all()):
             why = ": position_ids jump within a text, which packed rows cannot repeat"
-            raise CaptureError(UnusableFile(source, why, f"Try: {Setting('packing', False)}"))
+            raise CaptureError(source, why, f"Try: {Setting('packing', False)}")
         return position_T
 
     def restarting_positions(self, real_BS: Tensor, source: str) -> Tensor:

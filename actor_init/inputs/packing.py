@@ -16,7 +16,7 @@ from actor_init.head_form import HeadForm
 from actor_init.inputs.documents import Documents, documents_of
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.layout import Borders, Layout
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
 
@@ -120,7 +120,7 @@ def _checked_documents(batch: MicroBatch, *, packing: bool) -> Documents:
     documents = documents_of(batch)
     if documents.share_rows and not packing:
         why = ": a row holds several packed documents, which padded rows cannot keep apart"
-        raise CaptureError(UnusableFile(batch.origin.source, why, f"Try: {Setting('packing', True)}"))
+        raise CaptureError(batch.origin.source, why, f"Try: {Setting('packing', True)}")
     return documents
 
 

@@ -31,7 +31,7 @@ from actor_init.parallel.split_linear import (
 from actor_init.parallel.tp_plan import Plan, Split
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
 from actor_init.spec import PACKED, PADDED, SEQUENCE_PARALLEL, UsageError
-from capture.facts import Setting, Unsupported
+from capture.facts import Setting
 
 HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that set the head shapes of some attention modules
 GATHERS_IN_ONE_PIECE = "2.13"
@@ -52,7 +52,7 @@ def check_divisible(config: PretrainedConfig, tp: int) -> None:
         ]
         parts = f"{heads} heads, {key_value_heads} key-value heads and MLP width of {width}"
         advice = f"Try: {Setting('tp')} with one of {', '.join(possible)}"
-        raise UsageError(Unsupported(Setting("tp", tp), f"does not divide the model's {parts}", advice))
+        raise UsageError(Setting("tp", tp), f"does not divide the model's {parts}", advice)
 
 
 def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
@@ -63,17 +63,17 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
     """
     if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
         why = f"with {PADDED} needs torch {GATHERS_IN_ONE_PIECE}, and this is {torch.__version__}"
-        raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, f"Try: {PACKED}, or {SEQUENCE_PARALLEL.of(False)}"))
+        raise UsageError(SEQUENCE_PARALLEL, why, f"Try: {PACKED}, or {SEQUENCE_PARALLEL.of(False)}")
     advice = f"Try: {SEQUENCE_PARALLEL.of(False)}"
     if plan.gathered:
         why = f"needs a plan that splits all of a layer, and {type(model).__name__} has none"
-        raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
+        raise UsageError(SEQUENCE_PARALLEL, why, advice)
     for prefix, block in blocks_of(model):
         for name, module in block.named_modules():
             if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
                 parameters = f"parameters in {prefix}.{name}, which every rank holds whole"
                 why = f"knows the norms between attention and MLP, but {type(model).__name__} has {parameters}"
-                raise UsageError(Unsupported(SEQUENCE_PARALLEL, why, advice))
+                raise UsageError(SEQUENCE_PARALLEL, why, advice)
 
 
 def shard_block(

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from actor_init.model import blocks_of
 from actor_init.spec import TpPlan, UsageError
-from capture.facts import Setting, Unsupported, UnsupportedModel
+from capture.facts import Setting
 
 
 class Split(StrEnum):
@@ -75,7 +75,7 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
     if wanted is TpPlan.MODEL and own_gap:
         given = Setting("tp_plan", TpPlan.MODEL)
         advice = f"Try: {given.of(TpPlan.AUTO if builtin_gap else TpPlan.BUILTIN)}"
-        raise UsageError(Unsupported(given, f": transformers' plan for {name} {own_gap}", advice))
+        raise UsageError(given, f": transformers' plan for {name} {own_gap}", advice)
     if wanted is not TpPlan.BUILTIN and not own_gap:
         return Plan(splits={key: Split(style) for key, style in own.items()}, origin=f"transformers' for {name}")
     if not builtin_gap:
@@ -86,7 +86,7 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
     if wanted is TpPlan.BUILTIN or head_gap:
         why = f"fits {name}: the Llama-style one {builtin_gap}"
         advice = f"Try: {Setting('tp', 1) if head_gap else Setting('tp_plan', TpPlan.AUTO)}"
-        raise UsageError(UnsupportedModel("no tensor parallel plan", why, advice))
+        raise UsageError("no tensor parallel plan", why, advice)
     return _mixed_plan(model, own, builtin, tp)
 
 

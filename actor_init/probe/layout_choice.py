@@ -14,7 +14,7 @@ from actor_init.layout import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
 from actor_init.world import World
-from capture.facts import Fact, Setting, Unsupported
+from capture.facts import Setting
 
 PADDED = Layout(packs=False)
 A_DOCUMENT_A_ROW = Layout(packs=False, as_captured=False)
@@ -28,7 +28,7 @@ class Choice:
 
     attention: str
     layout: Layout
-    refusal: Fact | str | None = None
+    refusal: UsageError | None = None
 
 
 def choose_layout(
@@ -47,7 +47,7 @@ def choose_layout(
         return spec, _proved_in_ring(spec, config, world, trains)
     choice = world.from_first(_chosen_or_refused(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal is not None:
-        raise UsageError(choice.refusal)
+        raise choice.refusal
     return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
 
 
@@ -109,7 +109,7 @@ def _chosen_or_refused(spec: ActorSpec, config: PretrainedConfig, where: device,
     try:
         return _chosen(spec, config, where, is_given)
     except UsageError as error:
-        return Choice(attention=spec.attention, layout=PADDED, refusal=error.fact)
+        return Choice(attention=spec.attention, layout=PADDED, refusal=error)
 
 
 def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
@@ -134,10 +134,10 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
     if not is_chosen and kernel_of(spec.attention).padded is None:
         given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
-        return replace(padded, refusal=Unsupported(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
+        return replace(padded, refusal=UsageError(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
         advice = f"Try: {PACKED.of(False)}, or neither: rows are padded by themselves"
-        return replace(padded, refusal=Unsupported(PACKED, f": {why}", advice))
+        return replace(padded, refusal=UsageError(PACKED, f": {why}", advice))
     return padded
 
 
@@ -169,10 +169,10 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
         if not why:
             if trains and "dropout" in form_of(kernel).limits.lacks and probe.has_dropout(kernel):
                 why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
-                raise UsageError(Unsupported(given, why, advice))
+                raise UsageError(given, why, advice)
             return Layout(packs=True)
     why = f"slices packed rows, and {config.model_type} does not keep its slices right: {why}"
-    raise UsageError(Unsupported(given, why, advice))
+    raise UsageError(given, why, advice)
 
 
 def _meets_elsewhere(error: float) -> str:

@@ -24,7 +24,7 @@ from actor_init.model import build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -35,16 +35,16 @@ def check_folder(folder: Path, setting: str) -> None:
     advice = f"Try: {given.of(f'{folder}-2')}"
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise UsageError(UnusableFile(given, "is not empty, and is never overwritten", advice))
+            raise UsageError(given, "is not empty, and is never overwritten", advice)
     elif folder.exists():
-        raise UsageError(UnusableFile(given, "is a file", advice))
+        raise UsageError(given, "is a file", advice)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent):
             pass
     except OSError as error:
         why = f": {error.strerror}"
-        raise UsageError(UnusableFile(given, why, "Give a folder where you may write")) from None
+        raise UsageError(given, why, "Give a folder where you may write") from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
-from capture.facts import Setting, Unsupported, UnusableFile
+from capture.facts import Setting
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -87,13 +87,13 @@ class SavedState:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
             why = f": {STATE_FILE} cannot be read: {reason}"
             advice = f"Give a folder that {Setting('save_state')} wrote"
-            raise UsageError(UnusableFile(given, why, advice)) from error
+            raise UsageError(given, why, advice) from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise UsageError(UnusableFile(given, f": {STATE_FILE} is not of format {FORMAT}", _OTHER_VERSION))
+            raise UsageError(given, f": {STATE_FILE} is not of format {FORMAT}", _OTHER_VERSION)
         try:
             return from_json(cls, values, source=STATE_FILE)
         except UsageError as error:
-            raise UsageError(UnusableFile(given, f": {error.text}", _OTHER_VERSION)) from error
+            raise UsageError(given, f": {error.text}", _OTHER_VERSION) from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
@@ -106,14 +106,14 @@ class SavedState:
             if saved != asked:
                 why = f"was saved with {_named(name, saved)}, not with {_named(name, asked)}"
                 weights_alone = f"for its weights alone {Setting('save_model')} there and {Setting('model')} here"
-                raise UsageError(Unsupported(given, why, f"Try: {_named(name, saved)}; or {weights_alone}"))
+                raise UsageError(given, why, f"Try: {_named(name, saved)}; or {weights_alone}")
         for key in sorted(self.model.keys() & here.model.keys()):
             if self.model[key] != here.model[key]:
                 theirs = f"its {key} is {self.model[key]}, and that of {source.name} is {here.model[key]}"
                 advice = f"Name its model, with {Setting('model')} and {Setting('num_layers')}"
-                raise UsageError(Unsupported(given, f"is the state of another model: {theirs}", advice))
+                raise UsageError(given, f"is the state of another model: {theirs}", advice)
         if complaint := states.complaint(self, world.world_size):
-            raise UsageError(Unsupported(given, complaint))
+            raise UsageError(given, complaint)
 
 
 def _named(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 from capture.file_format.atomic_write import read_bytes, write_atomically
 from capture.file_format.capture_file import FORMAT, other_format
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, top_of
@@ -93,9 +93,9 @@ def _read(folder: str | Path) -> _Content | None:
     except (ValueError, RecursionError) as error:
         if isinstance(error, CaptureError):
             raise
-        raise CaptureError(UnusableFile(path, f": not JSON ({error})", advice)) from None
+        raise CaptureError(path, f": not JSON ({error})", advice) from None
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-        raise CaptureError(UnusableFile(path, ": no object with a `config`", advice))
+        raise CaptureError(path, ": no object with a `config`", advice)
     if content.get("format") != FORMAT:
         raise CaptureError(other_format(str(path), content.get("format")))
     return cast(_Content, content)

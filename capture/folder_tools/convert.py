@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from capture.facts import Setting, Unsupported
+from capture.facts import Setting
 from capture.file_format.actor_config import (
     read_actor_config,
     read_adapter_configs,
@@ -58,7 +58,7 @@ def convert_folder(
     for a target that holds something already; OSError.
     """
     if num_rows is not None and num_rows < 1:
-        raise CaptureError(Unsupported(Setting("rows"), f"must be 1 or more, not {num_rows}"))
+        raise CaptureError(Setting("rows"), f"must be 1 or more, not {num_rows}")
     paths = dump_files(source)
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 from capture.file_format.atomic_write import read_bytes
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment
@@ -101,7 +101,7 @@ def _told_from(start: bytes, path: Path) -> Project:
         return Project.OPENRLHF
     allowed = ", ".join(project.value for project in Project)
     advice = f"Try: {Setting('project')} with one of {allowed}"
-    raise CaptureError(UnusableFile(path.name, ": cannot be told whose dump it is", advice))
+    raise CaptureError(path.name, ": cannot be told whose dump it is", advice)
 
 
 def _step_of(path: Path) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from capture.facts import Setting, UnusableFile
+from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES
@@ -105,7 +105,7 @@ def fits(num_rows: int, widths: Sequence[int], source: str) -> None:
 
 def _too_large(source: str, num_rows: int, what: str) -> CaptureError:
     why = f": {num_rows} rows{what} hold more than the {MAX_TENSOR_BYTES} bytes that a micro-batch may have"
-    return CaptureError(UnusableFile(source, why, f"Try: {Setting('rows', max(1, num_rows // 8))}"))
+    return CaptureError(source, why, f"Try: {Setting('rows', max(1, num_rows // 8))}")
 
 
 def _is_of_rows(tensor: Tensor, num_rows: int) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from capture.facts import MissingPackage, Setting, Unsupported
+from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray import node_files
 from capture.on_ray.node_files import NodeFiles
@@ -39,8 +39,8 @@ def connected(address: str | None) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        needs = MissingPackage("a Ray cluster", "needs Ray here too", "Try: pip install 'micro-replay[ray]'")
-        raise CaptureError(needs) from None
+        advice = "Try: pip install 'micro-replay[ray]'"
+        raise CaptureError("a Ray cluster", "needs Ray here too", advice) from None
     if address is None and ray.is_initialized():
         yield ray
         return
@@ -52,7 +52,7 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
         why = f": {' '.join(str(error).split())} {TRY_ANOTHER}"
-        raise CaptureError(Unsupported(Setting("address", address), why)) from None
+        raise CaptureError(Setting("address", address), why) from None
     try:
         yield ray
     finally:
@@ -80,7 +80,7 @@ def refuse_silent(address: str, *, typed: str | None = None) -> None:
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         advice = "Give auto, or HOST:PORT as `ray start --head` prints it"
-        raise CaptureError(Unsupported(given, f"{meant} is not allowed".strip(), advice))
+        raise CaptureError(given, f"{meant} is not allowed".strip(), advice)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") != "1":
@@ -90,7 +90,7 @@ def refuse_silent(address: str, *, typed: str | None = None) -> None:
                     raise ConnectionError("what listens there is something else")
     except (OSError, OverflowError) as error:
         why = f"{meant}: no Ray cluster there: {error}"
-        raise CaptureError(Unsupported(given, why, TRY_ANOTHER)) from None
+        raise CaptureError(given, why, TRY_ANOTHER) from None
 
 
 def nodes(ray: Any) -> list[Node]:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from capture.facts import Setting, Unsupported, UnusableFile
+from capture.facts import Setting
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import Node, connected, nodes, reading
@@ -104,18 +104,16 @@ def collect_folder(
     if not folder.startswith(("/", "~", "$")):
         why = "is no absolute path, and workers of a Ray job have working folders of their own"
         advice = f"Try: capture collect {Path(folder).absolute()} {Setting('to', target)}"
-        raise CaptureError(UnusableFile(folder, why, advice))
+        raise CaptureError(folder, why, advice)
     if Path(folder) in target.parents:
         why = f"lies in {folder}, whose files would be brought there"
-        raise CaptureError(UnusableFile(target, why, f"Give {Setting('to')} another folder"))
+        raise CaptureError(target, why, f"Give {Setting('to')} another folder")
     with _writable(target), connected(address) as ray:
         known = nodes(ray)
         asked = [one for one in known if one.is_alive and (node is None or one.id.startswith(node) or one.host == node)]
         if not asked:
             listed = ", ".join(str(one) for one in known if one.is_alive)
-            raise CaptureError(
-                Unsupported(Setting("node", node), ": no such node", f"Give an id or a host of {listed}")
-            )
+            raise CaptureError(Setting("node", node), ": no such node", f"Give an id or a host of {listed}")
         home = _Home(target)
         with reading(ray, asked, folder) as actors:
             saved = [actor.salvage.remote() for actor in actors]
@@ -191,7 +189,7 @@ def _writable(target: Path) -> Iterator[None]:
         _remove_stale(target)
     except OSError as error:
         advice = f"Give {Setting('to')} a folder where you may write"
-        raise CaptureError(UnusableFile(target, f": cannot be written to: {error.strerror}", advice)) from None
+        raise CaptureError(target, f": cannot be written to: {error.strerror}", advice) from None
     try:
         yield
     except OSError as error:

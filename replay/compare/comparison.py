@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.compare.comparable import settings_that_differ
 from replay.compare.differences import Differences, compare
 from replay.report.text import MOST_RUNS, run_letters
@@ -43,7 +44,8 @@ class Comparison:
                 f"two to {MOST_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG"
             )
         if not (math.isfinite(threshold) and threshold >= 0):
-            raise UsageError(f"--threshold {threshold} is not allowed. Give a finite number of at least 0")
+            given, advice = Setting("threshold", threshold), "Give a finite number of at least 0"
+            raise UsageError(given, "is not allowed", advice)
         reference, *others = runs = [PastRun.read(folder) for folder in folders]
         return cls(
             names=names or run_letters(len(runs)),

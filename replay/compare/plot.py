@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.compare.comparison import Comparison
 from replay.compare.differences import Quantity
 
@@ -18,10 +19,11 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib. Try: pip install 'micro-replay[plot]'") from error
+        raise UsageError(Setting("plot"), "needs matplotlib", "Try: pip install 'micro-replay[plot]'") from error
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.removeprefix(".").lower() not in kinds:
-        raise UsageError(f"--plot {path} has no ending of a picture. Give one of {', '.join(kinds)}, as out.png")
+        advice = f"Give one of {', '.join(kinds)}, as out.png"
+        raise UsageError(Setting("plot", path), "has no ending of a picture", advice)
 
 
 def draw(path: Path, comparison: Comparison) -> None:
@@ -78,7 +80,7 @@ def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise UsageError(f"--plot {path}: {error.strerror}. Give a file that can be written") from error
+        raise UsageError(Setting("plot", path), f": {error.strerror}", "Give a file that can be written") from error
 
 
 def _curve(quantity: Quantity) -> tuple[list[int], list[float], int]:

@@ -24,6 +24,7 @@ from actor_init.own_positions import with_own_positions
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, OptimizerName, UsageError
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
@@ -78,7 +79,8 @@ def diagnose_in(
     """Run `diagnose` in a world that is already open, and leave it open."""
     packing_is_given = run.actor.packing is not None
     if run.actor.optimizer is OptimizerName.NONE:
-        raise UsageError("diagnose trains, which --optimizer none prevents. Try: no --optimizer")
+        none = Setting("optimizer", "none")
+        raise UsageError("diagnose", f"trains, which {none} prevents", f"Try: no {Setting('optimizer')}")
     if json_file is not None:
         _check_writable(json_file)
     inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_INPUTS)
@@ -186,7 +188,8 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}. Try: --json diagnose.json") from None
+        given = Setting("json", path)
+        raise UsageError(given, f": {error.strerror}", f"Try: {given.of('diagnose.json')}") from None
 
 
 def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
@@ -197,7 +200,7 @@ def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
     return batch
 
 
@@ -208,6 +211,7 @@ def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
     rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
     counts = [int(actor_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
     if not any(counts):
-        raise UsageError("no row of these inputs has a token to learn. Try: --loss sft, or other inputs")
+        advice = f"Try: {Setting('loss', 'sft')}, or other inputs"
+        raise UsageError("no row of these inputs", "has a token to learn", advice)
     enough = min(LEARNT_TOKENS, max(counts))
     return min((row for row, n in zip(rows, counts, strict=True) if n >= enough), key=lambda row: row.num_real_tokens)

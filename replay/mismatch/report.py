@@ -140,7 +140,7 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
         call = read_call(path)
         batch = with_own_positions(with_labels_of_own_tokens(call.micro_batch()), source.config)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
     recorded = Recorded.of(call, batch)
     if not any(name in recorded.tensors for name in ROLLOUT_LOG_PROBS):
         raise UsageError(missing(recorded, ROLLOUT_LOG_PROBS))

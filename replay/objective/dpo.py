@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from capture.facts import Setting
 from replay.objective import names
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
 from replay.spec import ObjectiveSpec, Pairs
@@ -15,10 +16,9 @@ def dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     Raises ObjectiveError for an odd number of sequences, or where the capture lacks the reference's log-probs.
     """
     if inputs.recorded.num_sequences % 2:
-        raise ObjectiveError(
-            f"{inputs.recorded.source}: {inputs.recorded.num_sequences} sequences are no pairs. "
-            "Try: --loss sft, or a capture with chosen and rejected sequences"
-        )
+        why = f": {inputs.recorded.num_sequences} sequences are no pairs"
+        advice = f"Try: {Setting('loss', 'sft')}, or a capture with chosen and rejected sequences"
+        raise ObjectiveError(inputs.recorded.source, why, advice)
     chosen, rejected = in_pairs(by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
     ref_chosen, ref_rejected = _reference(inputs, spec)
     margins = spec.dpo_beta * ((chosen - rejected) - (ref_chosen - ref_rejected))

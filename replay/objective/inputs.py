@@ -12,11 +12,12 @@ from torch import Tensor
 
 from actor_init.inputs.documents import documents_of
 from actor_init.inputs.kept_logits import KeptLogits
+from capture.facts import FactError
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 
 
-class ObjectiveError(ValueError):
+class ObjectiveError(FactError):
     """An objective cannot be computed from a capture. The message says what it lacks and what to do."""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actor_init.custom.user_file import UserFunction
+from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.loss import tokens_for
@@ -18,7 +19,7 @@ from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, m
 from replay.objective.policy import policy_loss
 from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, Reduction, is_objective
 
-ON_POLICY = "where the samples are the policy's own, --on-policy"
+ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +67,14 @@ class Objective:
 
     def __call__(self, inputs: ObjectiveInputs) -> Tensor:
         """Compute the loss of one pass. Raises ObjectiveError, or what the user's function raises."""
-        loss = self.function(inputs)
+        loss, given = self.function(inputs), Setting("loss", self.loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ObjectiveError(f"--loss {self.loss} returned {kind}; it must return a tensor of one number")
+            raise ObjectiveError(given, f"returned {kind}; it must return a tensor of one number")
         if inputs.log_probs_BA.requires_grad and not loss.requires_grad:
-            raise ObjectiveError(
-                f"--loss {self.loss} returned a number without a gradient. Compute it from inputs.log_probs_BA, "
-                "inputs.logits() or inputs.entropies(), not detached. Try: --no-backward"
-            )
+            advice = "Compute it from inputs.log_probs_BA, inputs.logits() or inputs.entropies(), not detached"
+            advice = f"{advice}. Try: {Setting('backward', False)}"
+            raise ObjectiveError(given, "returned a number without a gradient", advice)
         return loss.reshape(())
 
     def check(self, recorded: Recorded) -> None:
@@ -83,8 +83,9 @@ class Objective:
             return
         if not recorded.has_action_mask:
             raise ObjectiveError(
-                f"{recorded.source}: nothing says which tokens --loss {self.loss} is over: no action mask, no labels. "
-                "Try: recorder.note(action_mask=...) in the job (docs/objectives.md)"
+                recorded.source,
+                f": nothing says which tokens {Setting('loss', self.loss)} is over: no action mask, no labels",
+                "Try: recorder.note(action_mask=...) in the job (docs/objectives.md)",
             )
         for wanted, or_else in self._needs(recorded):
             if not any(name in recorded.tensors for name in wanted):
@@ -96,10 +97,10 @@ class Objective:
             return [] if has_pairs else [(names.REF_LOG_PROBS, "")]
         needs: list[tuple[tuple[str, ...], str]] = [(names.ADVANTAGES, "")]
         needs += [] if self.spec.on_policy else [(names.OLD_LOG_PROBS, ON_POLICY)]
-        needs += [(names.REF_LOG_PROBS, "or without --kl-coefficient")] if self.spec.kl_coefficient else []
+        needs += [(names.REF_LOG_PROBS, f"or without {Setting('kl_coefficient')}")] if self.spec.kl_coefficient else []
         has_divisor = self.spec.divisor or any(name in recorded.numbers for name in names.DIVISOR)
         lacks_divisor = self.spec.reduction is Reduction.DIVISOR and not has_divisor
-        return needs + ([(names.DIVISOR, "or --divisor X")] if lacks_divisor else [])
+        return needs + ([(names.DIVISOR, f"or {Setting('divisor', 'X')}")] if lacks_divisor else [])
 
     def described(self) -> str:
         """Describe the objective for the header."""

@@ -6,6 +6,7 @@ Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 import torch
 from torch import Tensor
 
+from capture.facts import Setting
 from replay.objective import names
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
 from replay.spec import KlEstimator, ObjectiveSpec, Reduction
@@ -67,5 +68,5 @@ def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Te
         case Reduction.DIVISOR:
             divisor = spec.divisor or inputs.number(*names.DIVISOR)
             if not divisor:
-                raise ObjectiveError(f"{missing(inputs.recorded, names.DIVISOR)}, or --divisor X")
+                raise ObjectiveError(f"{missing(inputs.recorded, names.DIVISOR)}, or {Setting('divisor', 'X')}")
             return total / (divisor * inputs.recorded.num_sequences)

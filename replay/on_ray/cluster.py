@@ -211,7 +211,7 @@ def cluster_at(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
         try:
             ray = stack.enter_context(connected(address) if address else _started(_num_local_slots(num_ranks)))
         except CaptureError as error:
-            raise UsageError(error.fact) from None
+            raise UsageError(*error.args) from None
         cluster = Cluster(ray)
         stack.callback(cluster.close)
         yield cluster

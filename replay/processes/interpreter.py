@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.processes import supervisor
 from replay.processes.supervisor import Process
 
@@ -68,7 +69,7 @@ def probe(python: str) -> Environment:
     """
     path = Path(os.path.abspath(Path(python).expanduser()))  # a venv's python is a link, and must not be resolved
     code = f"NAMES = {SHOWN[1:]!r}\n{_PROBE}"
-    why = ""
+    given, why = Setting("python", python), ""
     try:
         done = subprocess.run(
             [str(path), "-c", code],
@@ -81,18 +82,17 @@ def probe(python: str) -> Environment:
         )
         found, why = json.loads(done.stdout.strip().splitlines()[-1])
     except OSError as error:
-        raise UsageError(
-            f"--python {python}: {error.strerror}. Give the path of an interpreter, such as old/bin/python"
-        ) from None
+        advice = "Give the path of an interpreter, such as old/bin/python"
+        raise UsageError(given, f": {error.strerror}", advice) from None
     except subprocess.TimeoutExpired:
-        raise UsageError(f"--python {python}: no answer within {PROBE_SECONDS:.0f} s. Is it a Python?") from None
+        raise UsageError(given, f": no answer within {PROBE_SECONDS:.0f} s", "Is it a Python?") from None
     except (ValueError, IndexError):
-        raise UsageError(f"--python {python}: it does not answer as a Python does. Give the path of one") from None
+        raise UsageError(given, ": it does not answer as a Python does", "Give the path of one") from None
     if why.startswith("it has no"):
-        raise UsageError(f"--python {python}: {why}. Try: {python} -m pip install 'micro-replay[replay]'")
+        raise UsageError(given, f": {why}", f"Try: {python} -m pip install 'micro-replay[replay]'")
     if why:
-        advice = "" if "Try:" in why else ". Give an environment of Python 3.11 or later"
-        raise UsageError(f"--python {python}: {why}{advice}")
+        advice = "" if "Try:" in why else "Give an environment of Python 3.11 or later"
+        raise UsageError(given, f": {why}", advice)
     return Environment(python=str(path), versions={name: found.get(name) for name in SHOWN})
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from actor_init.model import ModelSource, find_model
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import folder_of_capture
@@ -20,10 +21,11 @@ def find_source(spec: Parts) -> ModelSource:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
-        raise UsageError(error.fact) from error
+        raise UsageError(*error.args) from error
     source = find_model(spec.actor, captured, str(shown(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
-        raise UsageError("--save-model writes whole models, and this one has an adapter. Try: --save-state")
+        why = "writes whole models, and this one has an adapter"
+        raise UsageError(Setting("save_model"), why, f"Try: {Setting('save_state')}")
     return source
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import not_recorded_in
 from capture.file_format.listing import Listed, listed
@@ -222,10 +223,8 @@ def _picked(rounds: list[tuple[Captured, ...]], spec: InputsSpec) -> list[tuple[
     if spec.picked is None:
         return rounds
     if beyond := [number for number in spec.picked if number >= len(rounds)]:
-        raise UsageError(
-            f"--pick-inputs {beyond[0]}: each data rank has {len(rounds)} inputs. Give numbers from 0 to "
-            f"{len(rounds) - 1}"
-        )
+        picked, why = Setting("pick_inputs", beyond[0]), f": each data rank has {len(rounds)} inputs"
+        raise UsageError(picked, why, f"Give numbers from 0 to {len(rounds) - 1}")
     return [rounds[number] for number in spec.picked]
 
 
@@ -245,7 +244,7 @@ def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int | None:
 
 def _existing_file(path: Path) -> Path:
     if not is_pass(path):
-        raise UsageError(f"--input-file {path} does not exist. Try: replay inspect {path.parent}")
+        raise UsageError(Setting("input_file", path), "does not exist", f"Try: replay inspect {path.parent}")
     return path
 
 
@@ -265,22 +264,20 @@ def _first_incident(folder: Path) -> Incident | None:
 
 
 def _captures_in(folder: Path) -> list[Listed]:
-    captures = listed(folder)
+    captures, given = listed(folder), Setting("inputs", folder)
     if not captures and (missing := _not_recorded(folder)):
-        raise UsageError(f"--inputs {folder} holds no captures. Missing: {not_recorded_text(missing)}")
+        raise UsageError(given, "holds no captures", f"Missing: {not_recorded_text(missing)}")
     if not captures and (happened := _first_incident(folder)) is not None:
         how = f"{happened.what}, {happened.where}" + (f": {one_line(happened.message)}" if happened.message else "")
-        raise UsageError(f"--inputs {folder} holds no captures, but an incident: {how}. Try: replay inspect {folder}")
+        raise UsageError(given, f"holds no captures, but an incident: {how}", f"Try: replay inspect {folder}")
     if not captures:
         inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))
         if inside:
             names = ", ".join(one.name for one in inside[:5])
-            raise UsageError(
-                f"--inputs {folder} holds no captures (*.pkl), but folders that do: {names}. Try: --inputs {inside[0]}"
-            )
-        raise UsageError(
-            f"--inputs {folder} holds no captures (*.pkl). Capture some with `capture.recording`, or try: replay"
-        )
+            why = f"holds no captures (*.pkl), but folders that do: {names}"
+            raise UsageError(given, why, f"Try: {given.of(inside[0])}")
+        advice = "Capture some with `capture.recording`, or try: replay"
+        raise UsageError(given, "holds no captures (*.pkl)", advice)
     return captures
 
 
@@ -379,12 +376,13 @@ def _nothing_to_replay(
             f"Start fewer processes, or give a folder with more inputs"
         )
     if spec.skip_inputs:
-        return f"--skip-inputs {spec.skip_inputs} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
+        skipped = Setting("skip_inputs", spec.skip_inputs)
+        return f"{skipped} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
     why = f" ({not_recorded_text(missing)})" if missing and spec.passes is Passes.TRAIN else ""
     text = f"{where} holds no {spec.passes} pass{why}, but {reader.num_left_out} of kind {other}"
-    return f"{text}. Try: --passes {other}"
+    return f"{text}. Try: {Setting('passes', other)}"
 
 
 def first_call(selection: Selection) -> Call | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.given_paths import EXAMPLE, check_log
 from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
@@ -72,7 +73,7 @@ class PastRun(Parts):
         here = versions()
         other = [name for name in here if here[name] != self.versions.get(name)]
         if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
-            raise UsageError(f"--continue {going_on_with} has runs of {said}. Go on with those")
+            raise UsageError(Setting("continue", going_on_with), f"has runs of {said}", "Go on with those")
 
 
 def folder_of(path: Path) -> Path:

@@ -21,6 +21,7 @@ from typing import IO
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.option_parsing import command_line, spec_to_dict
 from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, to_line
@@ -33,19 +34,18 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 def create_folder(logs: Path, name: str) -> Path:
     """Create a new folder `<time>-<name>` in `logs`, unique if runs start in the same second. Rank 0 must call this."""
     if not name or Path(name).name != name or name == "..":
-        raise UsageError(f"--name {name!r} is not a folder name. Give a name without slashes")
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+        raise UsageError(Setting("name"), f"{name!r} is not a folder name", "Give a name without slashes")
+    given, stem = Setting("log_folder", logs), f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     for attempt in count(1):
         folder = logs / (stem if attempt == 1 else f"{stem}-{attempt}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             if not logs.is_dir():
-                raise UsageError(f"--log-folder {logs} is not a folder. Try: --log-folder logs") from None
+                raise UsageError(given, "is not a folder", f"Try: {given.of('logs')}") from None
         except OSError as error:
-            raise UsageError(
-                f"--log-folder {logs}: {error.strerror}. Try: --log-folder with a folder you may write to"
-            ) from None
+            advice = f"Try: {Setting(given.name)} with a folder you may write to"
+            raise UsageError(given, f": {error.strerror}", advice) from None
         else:
             return folder
     raise AssertionError("count() has no end")

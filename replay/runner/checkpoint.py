@@ -78,11 +78,12 @@ def state_to_load(spec: StateSpec) -> Path | None:
     """
     folder = spec.load_state
     if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD:
-        raise UsageError(
-            f"--load-state {folder} needs torch {SAFE_LOAD} or later, and {torch.__version__} is installed: its "
-            "torch.load can run code from a file (CVE-2025-32434, CVE-2026-24747). "
-            "Try: --model with what --save-model wrote"
+        why = (
+            f"needs torch {SAFE_LOAD} or later, and {torch.__version__} is installed: its torch.load can run code from "
+            "a file (CVE-2025-32434, CVE-2026-24747)"
         )
+        advice = f"Try: {Setting('model')} with what {Setting('save_model')} wrote"
+        raise UsageError(Setting("load_state", folder), why, advice)
     if folder is None or (folder / STATE_FILE).is_file():
         return folder
     return next(reversed(whole_states(folder)), folder)

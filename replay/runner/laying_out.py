@@ -10,6 +10,7 @@ from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padde
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 
 
@@ -27,10 +28,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     num_tokens = inputs.input_ids.shape[1]
     if (length := spec.padded_length(num_tokens)) is None:
-        raise CaptureError(
-            f"{batch.origin.source}: a row of {num_tokens} tokens is longer than each of --pad-tokens "
-            f"{spec.pad_tokens}. Add a length of at least {num_tokens}"
-        )
+        why = f": a row of {num_tokens} tokens is longer than each of {Setting('pad_tokens', spec.pad_tokens)}"
+        raise CaptureError(batch.origin.source, why, f"Add a length of at least {num_tokens}")
     inputs = padded_to(inputs, length)
     if spec.parallel.sequence_parallel:  # a rank would count its own part of a row
         inputs = replace(inputs, makes_positions=False)
@@ -50,7 +49,5 @@ def check_vocabulary(batch: MicroBatch, source: ModelSource) -> None:
     """Raise CaptureError for token ids outside the model's vocabulary."""
     largest, size = int(batch.sequences_BS.max()), source.config.get_text_config().vocab_size
     if largest >= size:
-        raise CaptureError(
-            f"{batch.origin.source}: token id {largest} is beyond the model's vocabulary of {size}; "
-            "these inputs belong to another model. Name it with --model"
-        )
+        why = f": token id {largest} is beyond the model's vocabulary of {size}; these inputs belong to another model"
+        raise CaptureError(batch.origin.source, why, f"Name it with {Setting('model')}")

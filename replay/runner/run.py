@@ -9,6 +9,7 @@ from typing import Self
 from actor_init.model import ModelSource, count_parameters
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.loss import may_count_after_padding
@@ -33,7 +34,6 @@ from replay.spec import ReplaySpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching
-from replay.wording import in_flags
 
 
 def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> Run:
@@ -82,10 +82,9 @@ class _Prepared:
         )
         meter = Meter.for_device(world.device)
         if spec.measure.memory_snapshot and meter.held_bytes() is None:
-            raise UsageError(
-                "--memory-snapshot needs CUDA's allocator, or the memory that Linux says a process has; this system "
-                "says its peak alone. Try: without --memory-snapshot"
-            )
+            snapshot = Setting("memory_snapshot")
+            why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
+            raise UsageError(snapshot, why, f"Try: without {snapshot}")
         first = first_call(selection)
         objective = Objective.of(spec)
         _check_objective(objective, first)
@@ -183,4 +182,4 @@ def _check_objective(objective: Objective | None, first: Call | None) -> None:
     try:
         objective.check(Recorded.of(first, first.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
-        raise UsageError(f"--loss {objective.loss}: {in_flags(error)}") from error
+        raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error

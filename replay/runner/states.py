@@ -16,6 +16,7 @@ from actor_init.saving.huggingface import check_folder, whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture.facts import Setting
 from replay.resolution.selection import Selection
 from replay.runlog.reader import read_lines
 from replay.runlog.records import PassRecord
@@ -69,25 +70,21 @@ class FolderStates:
         return cls(folder=spec.save_state, is_resumed=spec.resume)
 
     def check(self) -> None:
+        given = Setting("save_state", self.folder)
         if not self.is_resumed:
             if whole_states(self.folder):
-                raise UsageError(
-                    f"--save-state {self.folder} holds the states of a run. "
-                    f"Try: --resume, or --save-state {self.folder}-2"
-                )
+                other = given.of(f"{self.folder}-2")
+                raise UsageError(given, "holds the states of a run", f"Try: {Setting('resume', True)}, or {other}")
             check_folder(self.folder, "save_state")
             try:
                 self.folder.mkdir(exist_ok=True)
             except OSError as error:
-                raise UsageError(
-                    f"--save-state {self.folder}: {error.strerror}. Give a folder where you may write"
-                ) from None
+                raise UsageError(given, f": {error.strerror}", "Give a folder where you may write") from None
             return
         check_folder(self.folder / "any", "save_state")
         if (self.folder / STATE_FILE).is_file():
-            raise UsageError(
-                f"--save-state {self.folder} is one state, not those of --save-every. Try: --load-state {self.folder}"
-            )
+            why = f"is one state, not those of {Setting('save_every')}"
+            raise UsageError(given, why, f"Try: {Setting('load_state', self.folder)}")
         for unfinished in self.folder.glob(f".{PREFIX}*.unfinished-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -127,11 +124,11 @@ class Earlier:
         state = SavedState.read(folder)
         here = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
         if (state.world_size, state.tp, state.ring) != here:
-            raise UsageError(
-                f"--resume: {folder} was saved by {state.world_size} ranks with --tp {state.tp} --ring {state.ring}, "
-                f"and here are {here[0]} with --tp {here[1]} --ring {here[2]}. "
-                f"Try: as there; or --load-state {folder} --skip-inputs {state.num_inputs}, a run of its own"
-            )
+            resume, tp, ring = Setting("resume"), Setting("tp"), Setting("ring")
+            saved = f"{state.world_size} ranks with {tp.of(state.tp)} {ring.of(state.ring)}"
+            why = f": {folder} was saved by {saved}, and here are {here[0]} with {tp.of(here[1])} {ring.of(here[2])}"
+            anew = f"{Setting('load_state', folder)} {Setting('skip_inputs', state.num_inputs)}"
+            raise UsageError(resume, why, f"Try: as there; or {anew}, a run of its own")
         records = [
             record for rank in range(world.world_size) for record in read_lines(passes_file(folder, rank), "replay")
         ]
@@ -140,7 +137,7 @@ class Earlier:
         problem = None
         for index, (there, now) in enumerate(zip(own, [*names, *["none"] * len(own)], strict=False), start=1):
             if there != now:
-                problem = f"--resume: pass {index} in {folder} was on {there}, and here it is on {now}"
+                problem = f"{Setting('resume')}: pass {index} in {folder} was on {there}, and here it is on {now}"
                 break
         if problem := next(filter(None, world.gather(problem)), None):
             raise UsageError(f"{problem}. Try: the inputs and options of the run that was begun")

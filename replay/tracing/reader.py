@@ -20,6 +20,7 @@ from replay.tracing.trace_file import (
     LOG_PROBS,
     PARAMETERS,
     PREDICTED_PLACES,
+    TRACE,
     Key,
     TraceFile,
     pass_file,
@@ -73,7 +74,7 @@ class TracedRun:
         """Read a traced run. Raises UsageError if it was not traced, or its log or trace cannot be used."""
         run = PastRun.read(path)
         if not run.measure.trace:
-            raise UsageError(f"{run.folder} was not traced. Try: {run.command} --trace")
+            raise UsageError(run.folder, "was not traced", f"Try: {run.command} {TRACE}")
         folder = run.folder / FOLDER
         passes, windows = passes_and_windows(run.records)
         parameters = TraceFile.open(folder / PARAMETERS)

@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 
 from actor_init.as_json import from_json
 from actor_init.spec import UsageError
+from capture.facts import Setting
 
 if TYPE_CHECKING:  # `replay compare` reads logs without torch
     from torch import Tensor
 
 FORMAT = 1
+TRACE = Setting("trace", True)
+AGAIN = f"Try: the run again, with {TRACE}"
 FOLDER = "trace"
 PARAMETERS = "parameters.safetensors"
 FED = "fed"  # int64 [T, 4], of each real token: see FED_COLUMNS
@@ -110,7 +113,7 @@ class TraceFile:
             written = from_json(About, about, source="its metadata", ignore_others=True)
             return cls(path=path, about=written, order=[Key.parse(text) for text in written.order])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not there or damaged: {error}. Try: the run again, with --trace") from error
+            raise UsageError(path, f"is not there or damaged: {error}", AGAIN) from error
 
     def tensor(self, key: Key | str) -> "Tensor":
         """Read one tensor. Raises UsageError where the file is damaged."""
@@ -118,5 +121,5 @@ class TraceFile:
             with safe_open(self.path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(str(key))
         except (OSError, SafetensorError) as error:
-            raise UsageError(f"{self.path} is damaged: {error}. Try: the run again, with --trace") from error
+            raise UsageError(self.path, f"is damaged: {error}", AGAIN) from error
         return tensor

@@ -178,7 +178,7 @@ def test_rows_padded_on_either_side_are_as_each_document_by_itself() -> None:
 
 def test_rows_with_padding_between_their_tokens_are_refused() -> None:
     refuse_holes(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
-    with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: --attention sdpa"):
+    with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: attention='sdpa'"):
         refuse_holes(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
 
 
@@ -210,14 +210,14 @@ def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
 def test_what_cudnn_lacks_is_refused(given: dict[str, Any], says: str) -> None:
     heads = torch.rand(1, 4, 10, 16)
     borders = torch.tensor([0, 10], dtype=torch.int32)
-    with pytest.raises(UsageError, match=f"cuDNN's attention has {says}, which this model needs. Try: --attention"):
+    with pytest.raises(UsageError, match=f"cuDNN's attention has {says}, which this model needs. Try: attention="):
         cudnn_packed(torch.nn.Identity(), heads, heads, heads, None, cu_seq_lens_q=borders, max_length_q=10, **given)
 
 
 @pytest.mark.parametrize(("given", "says"), [({"softcap": 30.0}, "no softcap"), ({"s_aux": torch.ones(4)}, "no sinks")])
 def test_what_ring_flash_attn_lacks_is_refused(given: dict[str, Any], says: str) -> None:
     heads, no_slice = torch.rand(1, 4, 10, 16), cast(RingSlice, None)
-    with pytest.raises(UsageError, match=f"^ring attention has {says}, which this model needs. Try: --ring 1"):
+    with pytest.raises(UsageError, match=f"^ring attention has {says}, which this model needs. Try: ring=1"):
         ring_flash_attn(torch.nn.Identity(), heads, heads, heads, None, ring=no_slice, **given)
 
 
@@ -294,9 +294,9 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        (Attention.CUDNN, "cuDNN's attention has no CPU kernel. Try: --attention sdpa"),
-        (Attention.FLASH3, "flash-attn 3 has no CPU kernel. Try: --attention sdpa"),
-        (Attention.FLASH4, "flash-attn 4 has no CPU kernel. Try: --attention sdpa"),
+        (Attention.CUDNN, "cuDNN's attention has no CPU kernel. Try: attention='sdpa'"),
+        (Attention.FLASH3, "flash-attn 3 has no CPU kernel. Try: attention='sdpa'"),
+        (Attention.FLASH4, "flash-attn 4 has no CPU kernel. Try: attention='sdpa'"),
     ],
 )
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> None:
@@ -391,5 +391,5 @@ def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> No
 
 @pytest.mark.usefixtures("hopper")
 def test_what_is_not_installed_is_refused_in_a_line() -> None:
-    with pytest.raises(UsageError, match=r"^flash-attn 4 is not installed. Try: --attention auto, or docs/replay.md"):
+    with pytest.raises(UsageError, match=r"^flash-attn 4 is not installed. Try: attention='auto', or docs/replay.md"):
         kernel_name(ActorSpec(attention=Attention.FLASH4), CUDA, LLAMA)

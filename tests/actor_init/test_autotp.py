@@ -165,6 +165,6 @@ def test_the_command_succeeds_and_tp_peers_share_their_inputs(command: str, worl
 def test_a_deepspeed_without_the_setting_of_the_head_is_refused_for_tp() -> None:
     check_version("0.19.0")
     with pytest.raises(
-        UsageError, match=r"needs DeepSpeed 0\.19\.0 or later, and 0\.18\.9 is installed\. Try: --backend"
+        UsageError, match=r"needs DeepSpeed 0\.19\.0 or later, and 0\.18\.9 is installed\. Try: backend="
     ):
         check_version("0.18.9")

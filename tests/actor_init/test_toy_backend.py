@@ -145,5 +145,5 @@ def test_the_suite_trains_it_as_it_declares() -> None:
 def test_without_its_entry_nobody_knows_it() -> None:
     with pytest.raises(UsageError, match=r"'toy' is not allowed. Give one of deepspeed, fsdp2, ddp$"):
         ActorSpec(backend="toy")
-    with pytest.raises(UsageError, match="--backend 'toy' is not allowed"):
+    with pytest.raises(UsageError, match="backend 'toy' is not allowed"):
         replay_spec({"backend": "toy"})

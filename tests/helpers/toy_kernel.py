@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 from actor_init.declarations.attention import KERNELS
 from actor_init.declarations.attention.declaration import Form, Kernel, Limits
+from actor_init.toggles import Attention
+from capture.facts import Setting
 
-LIMITS = Limits(title="toy", lacks={"dropout": "dropout"}, refusal="toy has no {lacking}. Try: --attention eager")
+EAGER = Setting("attention", Attention.EAGER)
+LIMITS = Limits(
+    title="toy",
+    lacks={"dropout": "dropout"},
+    refusal=f"toy has no {{lacking}}. Try: {EAGER}",
+)
 FORM = Form(
     name="toy_softmax",
     limits=LIMITS,

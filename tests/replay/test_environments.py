@@ -15,6 +15,7 @@ from replay.parity.text import commands, header
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import RunHere, Task
+from replay.wording import in_flags
 from tests.helpers.planning import planned
 
 OLD = Environment(python="/old/bin/python", versions={"torch": "2.8.0", "transformers": "4.57.6", "deepspeed": None})
@@ -50,7 +51,7 @@ def test_what_is_no_environment_for_a_replay_is_refused_in_one_line(tmp_path: Pa
     }.items():
         with pytest.raises(UsageError) as refusal:
             probe(python)
-        assert str(refusal.value) == f"--python {python}: {line}"
+        assert in_flags(refusal.value) == f"--python {python}: {line}"
 
 
 def test_the_others_run_every_configuration_against_the_first_ones_reference() -> None:

@@ -159,7 +159,7 @@ def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_traces_that_cannot_be_used_are_refused(traced: Run, tmp_path: Path) -> None:
     untraced = write_log(tmp_path / "untraced", [passed(0, "x")])
-    with pytest.raises(UsageError, match=r"was not traced. Try: replay --trace"):
+    with pytest.raises(UsageError, match=r"was not traced. Try: replay trace=True"):
         first_difference(traced(), untraced)
     cut, gone = (shutil.copytree(traced(), tmp_path / name) for name in ("cut", "gone"))
     file = next((cut / "trace").glob("pass*"))
@@ -167,7 +167,7 @@ def test_traces_that_cannot_be_used_are_refused(traced: Run, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="is not there or damaged"):
         first_difference(traced(), cut)
     next((gone / "trace").glob("pass*")).unlink()
-    with pytest.raises(UsageError, match=r"Try: the run again, with --trace"):
+    with pytest.raises(UsageError, match=r"Try: the run again, with trace=True"):
         first_difference(traced(), gone)
     with pytest.raises(UsageError, match="no input in common"):
         first_difference(traced(), traced("--skip-inputs 1"))

@@ -228,7 +228,7 @@ def test_what_is_missing_is_named() -> None:
         policy.check(refused)
     by_divisor = Objective.of(replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
-    with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or --divisor X"):
+    with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or divisor='X'"):
         by_divisor.check(inputs.recorded)
     by_divisor.check(Recorded(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
     with pytest.raises(ObjectiveError, match="no action mask, no labels"):
@@ -278,7 +278,7 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
         wrong(made())
     constant = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
     assert constant is not None
-    with pytest.raises(ObjectiveError, match=r"own.py:constant returned a number without a gradient. Compute it from"):
+    with pytest.raises(ObjectiveError, match=r"own.py:constant' returned a number without a gradient. Compute it from"):
         constant(made())
 
 
@@ -303,8 +303,9 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError) as refusal:
         replay_spec(typed)
+    assert said in in_flags(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_saved_spec_keeps_what_is_no_option() -> None:
     ("saved", "complaint"),
     [
         ({"actor": {"colour": "blue"}}, "actor.colour"),
-        ({"actor": {"backend": "zero"}}, "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2, ddp"),
+        ({"actor": {"backend": "zero"}}, "backend 'zero' is not allowed. Give one of deepspeed, fsdp2, ddp"),
         ({"inputs": {"max_inputs": "5"}}, "inputs.max_inputs"),
         ({"inputs": {"max_inputs": 0}}, "at least 1"),
         ({"inputs": {"passes": None}}, "allowed is 'train', 'rollout' or 'all'"),

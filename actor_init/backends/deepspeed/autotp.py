@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from actor_init.optimizer import total_norm
 from actor_init.parallel.tensor_parallel import check_divisible
 from actor_init.spec import UsageError
+from capture.facts import Setting
 
 SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
 SUMMED_STYLE = "replicated_with_grad_allreduce"
@@ -28,16 +29,15 @@ def check_autotp(model: PreTrainedModel, tp: int) -> None:
     check_version(version("deepspeed"))
     check_divisible(model.config, tp)
     for complaint in _complaints(model, model.tp_plan or {}):
-        raise UsageError(f"AutoTP cannot split {type(model).__name__}: {complaint}. Try: --tp 1")
+        raise UsageError("AutoTP", f"cannot split {type(model).__name__}: {complaint}", f"Try: {Setting('tp', 1)}")
 
 
 def check_version(installed: str) -> None:
     """Raise UsageError for a DeepSpeed whose AutoTP has no setting that leaves the head's logits whole."""
     if TorchVersion(installed) < FIRST_DEEPSPEED:
-        raise UsageError(
-            f"--tp under deepspeed needs DeepSpeed {FIRST_DEEPSPEED} or later, and {installed} is installed. "
-            f"Try: --backend fsdp2, or pip install 'deepspeed>={FIRST_DEEPSPEED}'"
-        )
+        why = f"under deepspeed needs DeepSpeed {FIRST_DEEPSPEED} or later, and {installed} is installed"
+        advice = f"Try: {Setting('backend', 'fsdp2')}, or pip install 'deepspeed>={FIRST_DEEPSPEED}'"
+        raise UsageError(Setting("tp"), why, advice)
 
 
 def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:

@@ -48,6 +48,7 @@ from actor_init.saving.universal import universal
 from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from capture.facts import Setting
 
 STATE_TAG = "state"  # of the only checkpoint in a state folder
 
@@ -254,10 +255,9 @@ def _compile_deep(engine: Any, zero_stage: int) -> None:
     """Turn DeepCompile on. Raises UsageError if DeepSpeed does not."""
     engine.compile()
     if not engine.is_deepcompile_active():
-        raise UsageError(
-            f"DeepSpeed declined DeepCompile for ZeRO stage {zero_stage} and would run plain "
-            "torch.compile instead. Try: --zero-stage 1 or 3, or --compile"
-        )
+        why = f"declined DeepCompile for ZeRO stage {zero_stage} and would run plain torch.compile instead"
+        advice = f"Try: {Setting('zero_stage', 1)} or 3, or {Setting('compile', Compile.BLOCKS)}"
+        raise UsageError("DeepSpeed", why, advice)
 
 
 def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

@@ -40,6 +40,7 @@ from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
+from capture.facts import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,10 +226,8 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | 
 def check_streams(device: torch.device) -> None:
     """Raise UsageError on a CPU whose streams lack what `fully_shard` calls, as in torch 2.6."""
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise UsageError(
-            f"--backend fsdp2 on a CPU needs a later torch than {torch.__version__}, as 2.8. "
-            "Try: --backend ddp, or --backend deepspeed"
-        )
+        backend, why = Setting("backend"), f"on a CPU needs a later torch than {torch.__version__}, as 2.8"
+        raise UsageError(backend.of("fsdp2"), why, f"Try: {backend.of('ddp')}, or {backend.of('deepspeed')}")
 
 
 def _whole(tensor: Tensor) -> Tensor:

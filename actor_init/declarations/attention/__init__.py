@@ -27,7 +27,7 @@ WORDS: Collection[str] = ChainMap[str, Any](KERNELS, {Attention.AUTO: None})  # 
 def kernel_of(word: str) -> Kernel:
     """Return what a word of --attention chooses. Raises UsageError for an unknown one."""
     if word not in KERNELS:
-        raise UsageError(f"--attention {word!r} is not allowed. Give one of {', '.join(WORDS)}")
+        raise UsageError.not_allowed("attention", word, f"Give one of {', '.join(WORDS)}")
     return KERNELS[word]
 
 

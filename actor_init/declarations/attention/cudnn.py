@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from actor_init.declarations.attention.declaration import Form, Kernel, Limits
 from actor_init.toggles import Attention
+from capture.facts import Setting
 
 
 def has_cudnn() -> bool:
@@ -20,6 +21,7 @@ def plan_documents(rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tu
     return {(1, length) for length in lengths if length > 1}
 
 
+FLASH, SDPA = Setting("attention", Attention.FLASH), Setting("attention", Attention.SDPA)
 MAX_HEAD_DIM = 128  # of its backward on every device that it has kernels for
 LIMITS = Limits(
     title="cuDNN's attention",
@@ -33,7 +35,7 @@ LIMITS = Limits(
         "sliding_window": "sliding window (here {window} of {longest} tokens)",  # one that is shorter than a document
     },
     max_head_dim=MAX_HEAD_DIM,
-    refusal="cuDNN's attention has no {lacking}, which this model needs. Try: --attention flash, or --attention sdpa",
+    refusal=f"cuDNN's attention has no {{lacking}}, which this model needs. Try: {FLASH}, or {SDPA}",
 )
 CUDNN = Kernel(
     word=Attention.CUDNN,

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actor_init.toggles import Dtype
+from actor_init.toggles import Attention, Dtype
+from capture.facts import Setting
 
 # Rows and tokens of what a rank is fed, and the lengths of a packed row's documents: which calls (rows, tokens) are
 # there, each of which the library plans once.
 Planned = Callable[[int, int, Sequence[int]], set[tuple[int, int]]]
+
+RING_REFUSAL = f"ring attention has no {{lacking}}, which this model needs. Try: {Setting('ring', 1)}"
 
 
 def always() -> bool:
@@ -37,7 +40,7 @@ class Limits:
     devices: Sequence[str] = ("cpu", "cuda")
     has_fp32: bool = True
     fp32: str = "fp32"  # what a refusal says that it has not
-    advice: str = "--attention sdpa"  # where it cannot run
+    advice: str = str(Setting("attention", Attention.SDPA))  # where it cannot run
     advice_if_missing: str = ""  # where it is not installed; empty: the same
     # by argument of transformers', how a refusal calls it; {window} and {longest} are tokens, of it and of a document
     lacks: Mapping[str, str] = field(default_factory=dict)

@@ -5,11 +5,13 @@ The forms for padded rows are transformers' own, which unpad and pad in every la
 
 from importlib.util import find_spec
 
-from actor_init.declarations.attention.declaration import Form, Kernel, Limits
-from actor_init.toggles import Attention
+from actor_init.declarations.attention.declaration import RING_REFUSAL, Form, Kernel, Limits
+from actor_init.toggles import Attention, Dtype
+from capture.facts import Setting
 
 CUDA = ("cuda",)
-ON_CUDA = "--attention sdpa, or on a CUDA machine pip install -e '.[cuda]' and --dtype bf16"
+AUTO, EAGER, SDPA = (Setting("attention", word) for word in (Attention.AUTO, Attention.EAGER, Attention.SDPA))
+ON_CUDA = f"{SDPA}, or on a CUDA machine pip install -e '.[cuda]' and {Setting('dtype', Dtype.BF16)}"
 
 
 def has_flash() -> bool:
@@ -44,7 +46,7 @@ FLASH_ATTN = Limits(
     has_fp32=False,
     advice=ON_CUDA,
     lacks={"s_aux": "attention sinks"},
-    refusal="flash-attn has no attention sinks, which this model needs. Try: --attention eager",
+    refusal=f"flash-attn has no attention sinks, which this model needs. Try: {EAGER}",
 )
 FLASH_ATTN_3 = Limits(
     title="flash-attn 3",
@@ -52,9 +54,9 @@ FLASH_ATTN_3 = Limits(
     is_installed=has_flash_3,
     devices=CUDA,
     has_fp32=False,
-    advice_if_missing="--attention auto, or docs/replay.md for flash-attn 3",
+    advice_if_missing=f"{AUTO}, or docs/replay.md for flash-attn 3",
     lacks={"dropout": "dropout", "s_aux": "attention sinks"},
-    refusal="flash-attn 3 has no dropout and no attention sinks. Try: --attention eager",
+    refusal=f"flash-attn 3 has no dropout and no attention sinks. Try: {EAGER}",
 )
 FLASH_ATTN_4 = Limits(
     title="flash-attn 4",
@@ -62,9 +64,9 @@ FLASH_ATTN_4 = Limits(
     is_installed=has_flash_4,
     devices=CUDA,
     has_fp32=False,
-    advice_if_missing="--attention auto, or docs/replay.md for flash-attn 4",
+    advice_if_missing=f"{AUTO}, or docs/replay.md for flash-attn 4",
     lacks={"dropout": "dropout", "s_aux": "attention sinks"},  # or they are not used here
-    refusal="flash-attn 4 runs without dropout and attention sinks here. Try: --attention eager",
+    refusal=f"flash-attn 4 runs without dropout and attention sinks here. Try: {EAGER}",
 )
 RING_FLASH_ATTN = Limits(
     title="ring-flash-attn",
@@ -74,7 +76,7 @@ RING_FLASH_ATTN = Limits(
     has_fp32=False,
     advice=ON_CUDA,
     lacks={"softcap": "softcap", "s_aux": "sinks"},
-    refusal="ring attention has no {lacking}, which this model needs. Try: --ring 1",
+    refusal=RING_REFUSAL,
 )
 
 FLASH = Kernel(

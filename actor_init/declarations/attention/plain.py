@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from actor_init.declarations.attention.declaration import Form, Kernel, Limits
+from actor_init.declarations.attention.declaration import RING_REFUSAL, Form, Kernel, Limits
 from actor_init.toggles import Attention
+from capture.facts import Setting
 
 
 def has_sdpa(config: Any) -> bool:
@@ -18,13 +19,11 @@ def has_sdpa(config: Any) -> bool:
 def why_no_sdpa(config: Any) -> str:
     if has_sdpa(config):
         return ""
-    return f"transformers has no sdpa attention for {config.model_type}. Try: --attention eager"
+    return f"transformers has no sdpa attention for {config.model_type}. Try: {Setting('attention', Attention.EAGER)}"
 
 
 IN_TRANSFORMERS = Limits()
-GATHERED = Limits(
-    lacks={"dropout": "dropout"}, refusal="ring attention has no {lacking}, which this model needs. Try: --ring 1"
-)
+GATHERED = Limits(lacks={"dropout": "dropout"}, refusal=RING_REFUSAL)
 SDPA_FORM = Form(name="sdpa", limits=IN_TRANSFORMERS, reads_mask=True)
 EAGER_FORM = Form(name="eager", limits=IN_TRANSFORMERS, reads_mask=True)
 

@@ -2,6 +2,7 @@
 
 from actor_init.declarations.attention.declaration import Form, Kernel, Limits
 from actor_init.toggles import Attention
+from capture.facts import Setting
 
 LIMITS = Limits(
     title="torch's varlen attention",
@@ -9,7 +10,7 @@ LIMITS = Limits(
     has_fp32=False,
     fp32="fp32 kernel",
     lacks={"dropout": "dropout", "softcap": "softcap", "s_aux": "sinks"},
-    refusal="torch's varlen attention has no dropout, softcap or sinks. Try: --attention eager",
+    refusal=f"torch's varlen attention has no dropout, softcap or sinks. Try: {Setting('attention', Attention.EAGER)}",
 )
 VARLEN = Kernel(
     word=Attention.VARLEN,

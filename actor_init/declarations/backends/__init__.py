@@ -15,7 +15,7 @@ DEFAULT = next(iter(BACKENDS))  # default of --backend
 def declaration_of(name: str) -> Declaration:
     """Return the declaration of a backend. Raises UsageError for an unknown name."""
     if name not in BACKENDS:
-        raise UsageError(f"--backend {name!r} is not allowed. Give one of {', '.join(BACKENDS)}")
+        raise UsageError.not_allowed("backend", name, f"Give one of {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 

@@ -7,21 +7,26 @@ from typing import Any
 
 from actor_init.declarations.backends.declaration import Asked
 from actor_init.toggles import Compile, Dtype, OptimizerName, UsageError
+from capture.facts import Setting
 
+FSDP2 = Setting("backend", "fsdp2")
+ADVICE = "Give a JSON file of DeepSpeed's"
+OPTIMIZER = Setting("optimizer")
 NOT_OF_A_FILE = {
     "train_batch_size": "a pass is one micro-batch as it was captured, whose size no option changes",
-    "optimizer": "the replay's own optimizer steps, which --optimizer and --learning-rate choose",
-    "scheduler": "the replay has a schedule of its own, which --lr-warmup-steps shapes",
+    "optimizer": f"the replay's own optimizer steps, which {OPTIMIZER} and {Setting('learning_rate')} choose",
+    "scheduler": f"the replay has a schedule of its own, which {Setting('lr_warmup_steps')} shapes",
 }
 FREE = ("steps_per_print", "zero_allow_untested_optimizer", "zero_optimization.memory_efficient_linear")  # no option's
+DEEPCOMPILE = Setting("compile", Compile.DEEPCOMPILE)
 OPTIONS = {  # the option that decides each key's value
-    "gradient_accumulation_steps": "--grad-accumulation",
-    "gradient_clipping": "--max-norm",
-    "zero_optimization.stage": "--zero-stage",
-    "bf16.enabled": "--dtype",
-    "fp16.enabled": "--dtype",
-    "compile.deepcompile": "--deepcompile",
-    "tensor_parallel": "--tp",
+    "gradient_accumulation_steps": Setting("grad_accumulation"),
+    "gradient_clipping": Setting("max_norm"),
+    "zero_optimization.stage": Setting("zero_stage"),
+    "bf16.enabled": Setting("dtype"),
+    "fp16.enabled": Setting("dtype"),
+    "compile.deepcompile": DEEPCOMPILE,
+    "tensor_parallel": Setting("tp"),
 }
 
 
@@ -29,18 +34,19 @@ def complaint(spec: Asked, device_type: str) -> str | None:
     """Return why DeepSpeed cannot run `spec` on a `device_type` or cannot take its config file; None if it can."""
     on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
-        return "DeepSpeed has no fp16 on a CPU. Try: --dtype bf16, or --backend fsdp2"
+        return f"DeepSpeed has no fp16 on a CPU. Try: {Setting('dtype', Dtype.BF16)}, or {FSDP2}"
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
-        return "--deepcompile needs CUDA, and this machine has none. Try: --compile"
+        return f"{DEEPCOMPILE} needs CUDA, and this machine has none. Try: {Setting('compile', Compile.BLOCKS)}"
     if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
+        none, stage = OPTIMIZER.of(OptimizerName.NONE), Setting("zero_stage", spec.zero_stage)
         return (
-            f"--optimizer none does not go with --zero-stage {spec.zero_stage}: DeepSpeed's stages 1 to 3 keep fp32 "
-            "master weights of their own. Try: --zero-stage 0 --optimizer none, or --backend fsdp2"
+            f"{none} does not go with {stage}: DeepSpeed's stages 1 to 3 keep fp32 master weights of their own. "
+            f"Try: {stage.of(0)} {none}, or {FSDP2}"
         )
     try:
         config_of(spec)
     except UsageError as error:
-        return str(error)
+        return error.text
     return None
 
 
@@ -83,23 +89,25 @@ def _advice_for(name: str, value: Any) -> str:
     option = next((option for prefix, option in OPTIONS.items() if name.startswith(prefix)), None)
     if option is None:
         return ". Leave it out"
-    typed = f"{option} {value}" if type(value) in (int, float) else option
-    return f", which {option} says. Leave it out, and try: {typed}"
+    wanted = option.of(value) if type(value) in (int, float) else option
+    return f", which {option} says. Leave it out, and try: {wanted}"
 
 
 def _refusal(spec: Asked, name: str, value: Any, why: str) -> UsageError:
-    return UsageError(f"--deepspeed-config {spec.deepspeed_config}: {name} is {json.dumps(value)}; {why}")
+    return UsageError(_given(spec.deepspeed_config), f": {name} is {json.dumps(value)}; {why}")
+
+
+def _given(path: Path | None) -> Setting:
+    return Setting("deepspeed_config", path)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--deepspeed-config {path} cannot be read: {error}. Give a JSON file of DeepSpeed's"
-        ) from error
+        raise UsageError(_given(path), f"cannot be read: {error}", ADVICE) from error
     if not isinstance(whole, dict):
-        raise UsageError(f"--deepspeed-config {path} holds a {type(whole).__name__}. Give a JSON file of DeepSpeed's")
+        raise UsageError(_given(path), f"holds a {type(whole).__name__}", ADVICE)
     return whole
 
 
