@@ -3,7 +3,6 @@
 Their tensors name three functions; `capture/file_format/saved_tensors.py` has stand-ins for them.
 """
 
-
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
