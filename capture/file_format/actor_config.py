@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import TypedDict, cast
 
 from capture.facts import Setting
 from capture.file_format.atomic_write import read_bytes, write_atomically
@@ -14,14 +14,14 @@ from capture.file_format.micro_batch import CaptureError
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
-class _Content(TypedDict):
-    """The file's object, of which `format` and `config` are checked."""
+class _Content(TypedDict, total=False):
+    """The file's object. Of one that was read, `format` and `config` are checked and there."""
 
     format: int
     model_name: str | None
     config: dict[str, object]
-    adapters: NotRequired[object]
-    frozen: NotRequired[object]
+    adapters: object
+    frozen: object
 
 
 def write_actor_config(

@@ -6,7 +6,7 @@ generators is checked where it is used.
 
 from collections.abc import Mapping
 from types import UnionType
-from typing import NotRequired, TypedDict, cast
+from typing import TypedDict, cast
 
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import EncodedTensor
@@ -22,11 +22,11 @@ class PythonState(TypedDict):
     gauss: float | None
 
 
-class TorchState(TypedDict):
-    """The states of torch's random generators."""
+class TorchState(TypedDict, total=False):
+    """The states of torch's random generators; that of the device only where the job had one."""
 
     cpu: bytes
-    cuda: NotRequired[bytes]
+    cuda: bytes
 
 
 class NumpyState(TypedDict):
@@ -58,22 +58,27 @@ class WrittenOrigin(TypedDict):
     versions: dict[str, str]
 
 
-class Body(TypedDict):
-    """What a capture holds, besides its head; `Call` says what each part is."""
+class _Parts(TypedDict):
+    """The parts that every body has."""
 
     tensors: dict[str, EncodedTensor]
     call_facts: dict[str, object]
     left_out: dict[str, str]
     trains: bool
     origin: WrittenOrigin
-    outputs: NotRequired[dict[str, Output]]
-    random: NotRequired[RandomStates]
-    environment: NotRequired[dict[str, str]]
-    weights: NotRequired[str]
-    optimizer_step: NotRequired[int]
-    step: NotRequired[str]
-    notes: NotRequired[dict[str, EncodedTensor]]
-    recording: NotRequired[str]
+
+
+class Body(_Parts, total=False):
+    """What a capture holds, besides its head; `Call` says what each part is."""
+
+    outputs: dict[str, Output]
+    random: RandomStates
+    environment: dict[str, str]
+    weights: str
+    optimizer_step: int
+    step: str
+    notes: dict[str, EncodedTensor]
+    recording: str
 
 
 _ORIGIN_KINDS: Mapping[str, type | UnionType] = {

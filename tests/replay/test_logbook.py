@@ -140,6 +140,14 @@ def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:
     assert records == [written[0], written[2], written[1]]
 
 
+def test_a_line_has_the_fields_of_all_sections_side_by_side(logbook: Logbook) -> None:
+    logbook.write(record(3, loss=1.25, new_graphs=2, seconds_again=0.5))
+    line = strictly((logbook.folder / "rank0.jsonl").read_text())
+    parts = [line[name] for name in ("index", "real_tokens", "seconds_again", "loss", "new_graphs", "first_uses")]
+    assert parts == [3, 80, 0.5, 1.25, 2, []]
+    assert [name for name, value in line.items() if isinstance(value, dict)] == ["phases"]
+
+
 def test_a_line_that_a_killed_run_left_unfinished_is_passed_over(logbook: Logbook) -> None:
     logbook.write(record(0))
     with (logbook.folder / "rank0.jsonl").open("a") as file:
