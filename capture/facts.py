@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 MARK = re.compile("⟨([a-z0-9_]+)(?:=([^⟩]*))?⟩")
 
@@ -73,12 +73,12 @@ class FactError(ValueError):
         self.subject, self.why, self.advice = subject, why, advice
 
     @classmethod
-    def not_allowed(cls, name: str, value: Any, advice: str) -> Self:
+    def not_allowed(cls, name: str, value: Any, advice: str) -> "FactError":
         """Return the error of a value that a setting never has."""
         return cls(Setting(name), f"{value!r} is not allowed", advice)
 
     @classmethod
-    def excluding(cls, first: Setting, second: Setting) -> Self:
+    def excluding(cls, first: Setting, second: Setting) -> "FactError":
         """Return the error of two settings that were given together."""
         return cls(first, f"and {second} exclude each other", "Give one of the two")
 

@@ -60,6 +60,7 @@ ROOMS = {
         ("resolution",),
         ("runner",),
         ("on_ray",),
+        ("campaign",),
         ("diagnose", "mismatch", "parity", "recompiles", "run_page", "scan", "suite", "worst"),
         ("minimise",),
         ("subcommands",),

@@ -23,7 +23,7 @@ LIMITS = RunLimits(each=9.0, total=None, at_once=None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Of as many jobs, which differ in the input that they replay."""
+    """Ask for as many jobs, which differ in the input that they replay."""
 
     spec: ReplaySpec
     num_jobs: int
