@@ -1,16 +1,19 @@
 """Declare the options of `replay worst`: its own, and those of a replay that it does not set itself."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.given_paths import check_inputs, check_left_by
+from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
-from replay.worst.configuration import parsed
+from replay.processes.limits import RunLimits
+from replay.worst.configuration import WorstPlan
 
 NUM_MEASURED = 12  # inputs
+NUM_SHOWN = 10
 
 
 def _serves_worst(toggle: Toggle) -> bool:
@@ -24,11 +27,10 @@ def _serves_worst(toggle: Toggle) -> bool:
 
 @partial(with_options, serves=_serves_worst)
 def worst(
-    measured: int = typer.Option(
-        NUM_MEASURED,
+    measured: int | None = typer.Option(
+        None,
         min=1,
         metavar="N",
-        show_default=False,
         help=f"Inputs to measure, from the smallest to the largest. (default: {NUM_MEASURED})",
     ),
     check: bool = typer.Option(
@@ -40,7 +42,10 @@ def worst(
         help="Also predict another configuration, from num-layers, zero-stage, ranks (of data), tp and ring, as "
         "--predict num-layers=32,ranks=8. May be given more than once.",
     ),
-    show: int = typer.Option(10, min=0, metavar="N", show_default=False, help="Inputs to list. (default: 10)"),
+    show: int | None = typer.Option(None, min=0, metavar="N", help=f"Inputs to list. (default: {NUM_SHOWN})"),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Run what a folder of worst's lacks, and report all of it."
+    ),
     run_timeout: float = typer.Option(
         1800.0, min=1.0, metavar="X", show_default=False, help="Seconds for each run. (default: 1800)"
     ),
@@ -52,18 +57,36 @@ def worst(
     they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
     of a peak or 10 % of a time.
     """
-    spec = replay_spec(given)
-    others = [parsed(text, spec.actor) for text in predict or []]
-    typed = ["--measured", str(measured)] if measured != NUM_MEASURED else []
+    limits = RunLimits(each=run_timeout, total=None, at_once=None)
+    if go_on is not None:
+        own = {"measured": measured, "check": check or None, "predict": predict or None, "show": show}
+        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
+        return partial(_go_on, go_on, limits)
+    plan = WorstPlan(
+        spec=replay_spec(given),
+        num_measured=measured or NUM_MEASURED,
+        num_shown=NUM_SHOWN if show is None else show,
+        checks=check,
+        predict=predict or [],
+    )
+    others = plan.others  # refuses what cannot be
+    typed = ["--measured", str(measured)] if measured is not None else []
     typed += ["--check"] if check else []
-    typed += [word for text in predict or [] for word in ("--predict", text)]
+    typed += [word for other in others for word in ("--predict", other.text)]
 
-    def rank_inputs() -> int:
+    def begin() -> int:
         refuse_launcher("worst")
-        check_inputs(spec.inputs)
+        check_inputs(plan.spec.inputs)
         from replay.worst import report
 
-        settings = report.Settings(num_measured=measured, num_shown=show, limit=run_timeout, checks=check, typed=typed)
-        return report.rank_inputs(spec, settings, others)
+        return report.begin(plan, typed, limits)
 
-    return rank_inputs
+    return begin
+
+
+def _go_on(folder: Path, limits: RunLimits) -> int:
+    refuse_launcher("worst")
+    check_left_by("worst", folder)
+    from replay.worst import report
+
+    return report.go_on(folder, limits)

@@ -1,8 +1,9 @@
-"""Parse what `--predict` asks for: a configuration that was not measured."""
+"""Hold what was asked of `replay worst`, and parse what `--predict` asks for: a configuration that was not measured."""
 
 from dataclasses import dataclass, replace
 
 from actor_init.spec import ActorSpec, UsageError
+from replay.spec import ReplaySpec
 
 NAMES = ("num-layers", "zero-stage", "ranks", "tp", "ring")
 EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
@@ -43,3 +44,19 @@ def parsed(text: str, actor: ActorSpec) -> Configuration:
     )
     whole = replace(alone, num_layers=given.get("num-layers", actor.num_layers), parallel=parallel)
     return Configuration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstPlan:
+    """Which inputs to rank, how many of them to measure, and which other configurations to predict."""
+
+    spec: ReplaySpec
+    num_measured: int
+    num_shown: int
+    checks: bool
+    predict: list[str]
+
+    @property
+    def others(self) -> list[Configuration]:
+        """Return the other configurations. Raises UsageError for one that cannot be."""
+        return [parsed(text, self.spec.actor) for text in self.predict]

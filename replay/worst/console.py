@@ -20,7 +20,6 @@ from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds
 from replay.worst.measuring import Measuring
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.worst.state import FILE
 
 SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
 
@@ -134,8 +133,8 @@ class WorstConsole:
             passes = counted(error.num_inputs, "pass")
             self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
 
-    def finish(self, folder: Path) -> None:
-        self.line("written", str(folder / FILE))
+    def finish(self, written: Path) -> None:
+        self.line("written", str(written))
 
     def _table(self, ranked: Sequence[Ranked], measured: Sequence[Cost | None]) -> Columns:
         rows = list(zip(ranked, measured, strict=False))

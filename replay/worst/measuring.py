@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
-from replay.option_parsing import command_line
+from replay.campaign.campaign import Campaign
+from replay.campaign.job import Job
 from replay.prediction.costs import Cost
-from replay.processes.pool import Task, run_child
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
@@ -29,12 +29,10 @@ class Measuring:
 
 
 def measure(
-    spec: ReplaySpec, numbers: Sequence[int], home: Path, *, limit: float, num_data_ranks: int = 1, window: int = 1
+    campaign: Campaign[Any], spec: ReplaySpec, numbers: Sequence[int], *, num_data_ranks: int = 1, window: int = 1
 ) -> Measuring:
-    """Replay the inputs with these numbers in this order, each a few times in a row.
+    """Replay the inputs with these numbers in this order, each a few times in a row, unless `campaign` knows it.
 
-    home     folder for the run's log
-    limit    seconds for the whole run
     window   passes in one gradient
 
     Of the repetitions those count that end an accumulation window and bring nothing new, such as a kernel that is
@@ -51,7 +49,7 @@ def measure(
         measure=replace(spec.measure, noise_floor=False),
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
-    child = run_child(Task.attempt(home, command_line(run), num_processes=num_processes, limit=limit))
+    child = campaign.run(Job(home="runs", spec=run, num_processes=num_processes))
     folder, run_file, records = log_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
     for index, ranks in _whole_passes(records, num_processes):

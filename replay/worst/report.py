@@ -1,87 +1,113 @@
-"""Run `replay worst`: measure a few inputs, fit, rank all of them, say whether the largest fits, and check."""
+"""Run `replay worst`: measure a few inputs, fit, rank all of them, say whether the largest fits, and check.
+
+`worst.json` (campaign.py) has what is known in its result, written whenever more is; seconds and bytes. `ranking` holds
+all inputs, the slowest first:
+
+    {"rows": {...}, "memory": {...}, "measured": [{"number": 4, "source": "a.pkl", "seconds": {"forward": 0.01},
+     "peaks": {"forward": 1000}}], "error": {...}, "fits": {...}, "ranking": [{"number": 7, ...}], "others": [...],
+     "checked": {...}}
+"""
 
 import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from actor_init.spec import ActorSpec, UsageError
+from replay.campaign.campaign import Campaign, until_interrupted
 from replay.inspection.shapes import Shape, read_shapes, spread
+from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
 from replay.prediction.costs import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
 from replay.processes.devices import Machine
-from replay.processes.pool import sigterm_interrupts
+from replay.processes.limits import RunLimits
 from replay.report.text import counted
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
-from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runlog.writer import INTERRUPTED
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
-from replay.worst.configuration import Configuration
+from replay.worst.configuration import Configuration, WorstPlan
 from replay.worst.configuration_costs import Bounds, predict_configuration
 from replay.worst.console import WorstConsole
 from replay.worst.measuring import Measuring, measure
 from replay.worst.memory import memory_here
 from replay.worst.ranking import Fits, Ranked, Room
-from replay.worst.state import WorstLog
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    num_measured: int
-    num_shown: int
-    limit: float  # seconds for each run
-    checks: bool
-    typed: Sequence[str]  # the words of worst's own options
-
-
-def rank_inputs(spec: ReplaySpec, settings: Settings, others: Sequence[Configuration]) -> int:
-    """Rank the inputs of `spec` and return the exit code: 0 if all fit and nothing failed.
+def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
+    """Rank the inputs and return the exit code: 0 if all fit and nothing failed. `typed` are the words of own options.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
     pass could be measured.
     """
-    selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
-    shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
-    if not shapes:
-        raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
-    folder = create_folder(spec.measure.log_folder, "worst")
-    command = shlex.join(["replay", "worst", *settings.typed, *command_line(spec)])
-    work = _Work(
-        spec=spec,
-        settings=settings,
-        selection=selection,
-        shapes=shapes,
-        log=WorstLog(folder, command=command),
-        console=WorstConsole(command, shapes, [*selection.damaged, *wrong], full_names=spec.measure.full_names),
+    inputs = _Inputs.of(plan.spec)
+    campaign = Campaign.begin(
+        "worst",
+        plan.spec.measure.log_folder,
+        command=shlex.join(["replay", "worst", *typed, *command_line(plan.spec)]),
+        machine=Machine.here(),
+        plan=plan,
     )
-    try:
-        with sigterm_interrupts():
-            is_fine = work.run(others)
-    except KeyboardInterrupt:
+    return _run(campaign, inputs, limits)
+
+
+def go_on(folder: Path, limits: RunLimits) -> int:
+    """Run what has not run yet, and report all of it. Raises UsageError if there is no such folder."""
+    campaign = Campaign.read("worst", folder, WorstPlan)
+    campaign.refuse_elsewhere(ThisMachine())
+    return _run(campaign, _Inputs.of(campaign.plan.spec), limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    selection: Selection
+    shapes: Sequence[Shape]
+    damaged: Sequence[tuple[Path, str]]
+
+    @classmethod
+    def of(cls, spec: ReplaySpec) -> "_Inputs":
+        """Read the shapes of the inputs. Raises UsageError if none can be replayed."""
+        selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
+        shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
+        if not shapes:
+            raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
+        return cls(selection=selection, shapes=shapes, damaged=[*selection.damaged, *wrong])
+
+
+def _run(campaign: Campaign[WorstPlan], inputs: _Inputs, limits: RunLimits) -> int:
+    spec = campaign.plan.spec
+    campaign.open(ThisMachine(), limits)
+    campaign.result = {}
+    console = WorstConsole(campaign.command, inputs.shapes, inputs.damaged, full_names=spec.measure.full_names)
+    work = _Work(campaign=campaign, spec=spec, selection=inputs.selection, shapes=inputs.shapes, console=console)
+    is_fine = False
+    with until_interrupted() as interruption:
+        is_fine = work.run()
+    if interruption.happened:
         return INTERRUPTED
-    return 0 if is_fine and not selection.damaged and not wrong else 1
+    return 0 if is_fine and not inputs.damaged else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
+    campaign: Campaign[WorstPlan]
     spec: ReplaySpec
-    settings: Settings
     selection: Selection
     shapes: Sequence[Shape]
-    log: WorstLog
     console: WorstConsole
 
-    def run(self, others: Sequence[Configuration]) -> bool:
+    def run(self) -> bool:
         """Do all that was asked for, and tell whether nothing failed and all fits."""
         chosen = self._chosen()
         measuring = self._measure(self.spec.actor, chosen)
         measured = _measured(chosen, measuring)
         self.console.measured(measured, chosen, measuring)
-        self.log.add(
+        self._add(
             run=measuring.log,
             measured=[_row(one.shape, one.cost) for one in measured],
             failed=[{"source": chosen[place].source, "error": error} for place, error in measuring.failed.items()],
@@ -99,9 +125,9 @@ class _Work:
         elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))
         num_ranks = self.spec.actor.parallel.tp * self.spec.actor.parallel.ring
-        self.console.ranked(ranked, model, room, num_ranks, measured, self.settings.num_shown)
+        self.console.ranked(ranked, model, room, num_ranks, measured, self.campaign.plan.num_shown)
         highest = max(one.cost.peak_bytes for one in ranked)
-        self.log.add(
+        self._add(
             memory=room.memory,
             overhead=room.overhead,
             rows={kind: predictor.rows for kind, predictor in _by_kind(model)},
@@ -112,11 +138,11 @@ class _Work:
             ranking=[_row(one.shape, one.cost) for one in ranked],
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
-        if self.settings.checks:
+        if self.campaign.plan.checks:
             is_fine &= self._check(ranked, measured)
-        for other in others:
+        for other in self.campaign.plan.others:
             is_fine &= self._other(other, measured, [one.shape for one in measured], elsewhere)
-        self.console.finish(self.log.folder)
+        self.console.finish(self.campaign.path)
         return is_fine
 
     def _chosen(self) -> list[Shape]:
@@ -124,18 +150,26 @@ class _Work:
         kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
         chosen: list[Shape] = []
         for own in kinds:
-            share = round(self.settings.num_measured * len(own) / len(self.shapes))
-            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.settings.num_measured)))
+            share = round(self.campaign.plan.num_measured * len(own) / len(self.shapes))
+            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.campaign.plan.num_measured)))
         return chosen
 
     def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
         return measure(
+            self.campaign,
             replace(self.spec, actor=actor),
             [shape.number for shape in chosen],
-            self.log.folder / "runs",
-            limit=self.settings.limit,
             window=self.selection.grad_accumulation,
         )
+
+    def _add(self, **known: Any) -> None:
+        """Add to what worst.json has in its result."""
+        self.campaign.result = {**(self.campaign.result or {}), **known}
+        self.campaign.write()
+
+    def _add_to(self, name: str, entry: Any) -> None:
+        """Append to a list in the result."""
+        self._add(**{name: [*(self.campaign.result or {}).get(name, []), entry]})
 
     def _check(self, ranked: Sequence[Ranked], measured: Sequence[Measured]) -> bool:
         """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
@@ -148,7 +182,7 @@ class _Work:
         pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
         error = Error.of([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
-        self.log.add(
+        self._add(
             checked={
                 "run": measuring.log,
                 "inputs": [{**_row(one.shape, cost), "predicted": one.cost} for one, cost in pairs],
@@ -199,8 +233,8 @@ class _Work:
                 for number, one in bounds.items()
             ],
         }
-        self.log.add_to("others", entry)
-        return (not self.settings.checks or self._check_other(other, bounds)) and fits is not Fits.NO
+        self._add_to("others", entry)
+        return (not self.campaign.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
     def _rounds(self, num_data_ranks: int) -> dict[int, list[Shape]]:
         """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
@@ -227,16 +261,15 @@ class _Work:
         rest = sorted(set(bounds) - set(slowest))
         numbers = sorted([*slowest, *random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))])
         measuring = measure(
+            self.campaign,
             replace(self.spec, actor=other.actor),
             numbers,
-            self.log.folder / "runs",
-            limit=self.settings.limit,
             num_data_ranks=other.ranks,
             window=self.selection.grad_accumulation,
         )
         pairs = [(bounds[numbers[place]], cost) for place, cost in sorted(measuring.costs.items())]
         error = Error.of([(one.nearest(cost), cost) for one, cost in pairs]) if pairs else None
-        self.log.add_to(
+        self._add_to(
             "others_checked",
             {
                 "text": other.text,

@@ -58,6 +58,7 @@ class Law:
     slower: dict[str, float] = field(default_factory=dict)  # by source, how much
     after: int = 10**9  # records that are written before the process is killed
     runs: list[ReplaySpec] = field(default_factory=list)
+    breaks_at: int | None = None  # the run in whose place Ctrl-C comes
 
     def __call__(self, tasks: Any, **_: Any) -> Iterator[tuple[Any, Child]]:
         for key, task in tasks:
@@ -65,6 +66,9 @@ class Law:
 
     def child(self, task: Task) -> Child:
         spec = spec_of(task.arguments)
+        if len(self.runs) == self.breaks_at:
+            self.breaks_at = None
+            raise KeyboardInterrupt
         self.runs.append(spec)
         parallel = spec.actor.parallel
         num_ranks = task.num_processes
@@ -137,7 +141,7 @@ def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
 def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
     code = main(["worst", *typed, "--dtype", "fp32", "--log-folder", str(logs)])
     (path,) = logs.glob("*-worst/worst.json")
-    return code, json.loads(path.read_text())
+    return code, json.loads(path.read_text())["result"]
 
 
 def tokens_of(name: str) -> int:
@@ -165,6 +169,23 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     said = capsys.readouterr().out
     assert "checked    within 5% and 10%: off by at most 0.0% of a peak and 0.0% of a time" in said
     assert [len(run.inputs.picked or []) for run in law.runs] == [4 * len(measured), 4 * len(log["checked"]["inputs"])]
+
+
+def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_path: Path, capsys: Captured) -> None:
+    typed = ("--check", "--predict", "num-layers=2")
+    whole = worst(tmp_path / "whole", *typed)
+    runs = [*law.runs]
+    law.runs.clear()
+    law.breaks_at = 1
+    code, log = worst(tmp_path / "logs", *typed)
+    assert (code, len(law.runs), "checked" in log) == (130, 1, False)
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert main(["worst", "--continue", str(folder)]) == whole[0]
+    assert [run.inputs.picked for run in law.runs] == [run.inputs.picked for run in runs]
+    again = json.loads((folder / "worst.json").read_text())["result"]
+    in_place = json.dumps(again).replace(str(folder), str(*(tmp_path / "whole").iterdir()))
+    unlike = re.compile(r'"(free_bytes|total_bytes)": \d+')
+    assert unlike.sub("", in_place) == unlike.sub("", json.dumps(whole[1]))
 
 
 def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path, capsys: Captured) -> None:
