@@ -46,8 +46,6 @@ class Attention(StrEnum):
 
     AUTO = "auto"
     FLASH = "flash"
-    FLASH3 = "flash3"
-    FLASH4 = "flash4"
     CUDNN = "cudnn"
     VARLEN = "varlen"
     SDPA = "sdpa"

@@ -11,7 +11,6 @@ from capture.facts import FactError, Setting, flag_of, worded
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
-FORMER_OPTIONS = {"ring": "--flight-recorder 64", "steps": "--forwards 100:200"}
 PROJECTS = ("openrlhf", "slime", "verl", "skyrl", "roll", "nemo-rl")
 DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
 
@@ -134,8 +133,6 @@ def _add_run(commands: Any) -> None:
         help="Put many passes into one file of about this size, as 64MB, in a folder for each rank. Without it a pass "
         "is a file, and a rank has a folder of its own if there are more than 16.",
     )
-    for name in FORMER_OPTIONS:
-        kept.add_argument(f"--{name}", help=argparse.SUPPRESS)
     run.add_argument("-m", dest="is_module", action="store_true", help="Run a module, as python -m does.")
     run.add_argument(
         "job", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="The script, and what it is given."
@@ -147,9 +144,6 @@ def _run(parsed: argparse.Namespace) -> int:
 
     settings = {name: getattr(parsed, name) for name in SETTINGS if getattr(parsed, name) is not None}
     try:
-        for name, now in FORMER_OPTIONS.items():
-            if getattr(parsed, name) is not None:
-                raise CaptureError(f"--{name} is now {now.split()[0]}. Try: capture run {now} ...")
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         keep_of(**settings)

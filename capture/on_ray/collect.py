@@ -27,7 +27,7 @@ from capture.record.job_facts import architecture
 ANSWER_SECONDS = 120.0  # a node that is busy starts the actor late; one that is gone is known to Ray much sooner
 MOST_FILES_AT_ONCE = 500
 MOST_ATTEMPTS = 3  # at a file that is rewritten while it is read
-_RECORDS = re.compile(r"(manifest|incidents|trouble)_rank\d+_.*\.json")  # rewritten by the recording that they name
+_RECORDS = re.compile(r"(manifest|incidents)_rank\d+_.*\.json")  # rewritten by the recording that they name
 _HOST = re.sub(r"\W", "_", platform.node())
 _TEMPORARY = re.compile(rf"\..+\.{_HOST}-(\d+)-\w+\.tmp")
 

@@ -1,8 +1,7 @@
 """Keep a record of each incident: what happened, in which forward, and which passes were written for it.
 
 One recording of a rank has one file, `incidents_rank<rank>_<time>.json`. It holds no absolute path of the host and no
-value of an environment variable whose name sounds like a secret. Recordings of earlier versions have
-`trouble_rank<rank>_<time>.json`, which is read as well.
+value of an environment variable whose name sounds like a secret.
 """
 
 import json
@@ -182,13 +181,11 @@ def read_incidents(folder: Path) -> list[IncidentRecord]:
 
     Raises CaptureError for a damaged one.
     """
-    paths = [path for home in homes_in(folder) for pattern in _FILES for path in home.glob(pattern)]
+    paths = [path for home in homes_in(folder) for path in home.glob("incidents_rank*.json")]
     records = [_read(path) for path in sorted(paths)]
     return sorted(records, key=lambda record: min((one.time for one in record.incidents), default=""))
 
 
-_FILES = ("incidents_rank*.json", "trouble_rank*.json")
-_FORMER_NAMES = {"step": "forward", "num_unreached": "num_not_copied"}  # in trouble_rank*.json
 _KINDS: dict[str, type | UnionType] = {
     "what": str,
     "where": str,
@@ -225,18 +222,10 @@ def _read(path: Path) -> IncidentRecord:
 
 
 def _incidents_in(content: Any) -> list[Incident] | None:
-    """Return the incidents of a record, under either names; None if it is no record."""
+    """Return the incidents of a record; None if it is no record."""
     match content:
         case {"format": format, "rank": int(), "num_others": int(), "incidents": list(items)} if format == FORMAT:
             pass
-        case {"format": format, "rank": int(), "num_others": int(), "troubles": list(former)} if format == FORMAT:
-            items = [
-                {_FORMER_NAMES.get(name, name): value for name, value in item.items()}
-                for item in former
-                if isinstance(item, dict)
-            ]
-            if len(items) != len(former):
-                return None
         case _:
             return None
     is_whole = all(

@@ -12,8 +12,6 @@ from typing import Literal, NoReturn
 Passes = Literal["all", "train", "rollout"]
 WhichEnd = Literal["first", "last"]
 
-FORMER_NAMES = {"ring": "flight_recorder", "steps": "forwards"}
-_EXAMPLES = {"ring": "flight_recorder=64", "steps": 'forwards="100:200"'}
 SETTINGS = (
     *("every", "forwards", "ranks", "passes", "max_files", "max_bytes"),
     *("keep", "flight_recorder", "slow_step", "reproduce", "segment"),
@@ -129,8 +127,6 @@ def keep_of(
 
 def _refuse_unknown(names: Iterable[str]) -> None:
     for name in names:
-        if name in FORMER_NAMES:
-            raise TypeError(f"the setting `{name}` is now `{FORMER_NAMES[name]}`: {_EXAMPLES[name]}")
         raise TypeError(f"there is no setting `{name}`. There are: {', '.join(SETTINGS)}")
 
 

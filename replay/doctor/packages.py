@@ -34,8 +34,6 @@ PACKAGES = (
     Package(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
     Package(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
     Package(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
-    Package(name="flash_attn_3", module="flash_attn_interface", serves="--attention flash3"),
-    Package(name="flash-attn-4", module="flash_attn.cute", serves="--attention flash4"),
     Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused in Triton"),
 )
 

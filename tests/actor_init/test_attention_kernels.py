@@ -14,7 +14,7 @@ from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralCon
 
 from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
-from actor_init.attention.flash import flash_attn_3_varlen
+from actor_init.attention.flash import flash_attn_varlen
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
@@ -39,7 +39,7 @@ def each_document(
     return torch.cat(outs)
 
 
-def flash_3(
+def flash_2(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,53 +47,30 @@ def flash_3(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """With the arguments of flash-attn 3's, as its hopper/flash_attn_interface.py has them."""
-    assert (causal, window_size, softcap) == (True, (-1, 0), 0.0)
+    """With the arguments of flash-attn 2.8's."""
+    assert (dropout_p, causal, window_size, softcap) == (0.0, True, (-1, 0), 0.0)
     return each_document(q, k, v, cu_seqlens_q, softmax_scale)
-
-
-def flash_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Any = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softcap: float = 0.0,
-) -> tuple[Tensor, None]:
-    """With the arguments of flash-attn 4.0.0b36, and the softmax's sums beside the output."""
-    assert cu_seqlens_q is not None
-    assert (causal, window_size, softcap) == (True, (None, None), 0.0)
-    return each_document(q, k, v, cu_seqlens_q, softmax_scale), None
 
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cudnn, "BACKEND", SDPBackend.MATH)
-    for name, function in (("flash_attn_interface", flash_3), ("flash_attn.cute", flash_4)):
-        module = ModuleType(name)
-        module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
     kernel_check.is_right.cache_clear()
     yield
     kernel_check.is_right.cache_clear()
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("kernel", ["cudnn", "flash3", "flash4"])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_kernel_is_called_so_that_documents_stay_apart(kernel: str) -> None:
     assert kernel_check.error_of(kernel, CPU) < kernel_check.BOUND / 3
     assert kernel_check.is_right(Attention(kernel), CPU)
@@ -224,7 +201,7 @@ def test_what_ring_flash_attn_lacks_is_refused(given: dict[str, Any], says: str)
 @pytest.mark.usefixtures("stand_ins")
 def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LONG", 10)
-    kernel = kernels._or_cudnn(flash_attn_3_varlen)
+    kernel = kernels._or_cudnn(flash_attn_varlen)
 
     def attended(heads: Tensor, borders: Tensor) -> Tensor:
         out: Tensor = kernel(torch.nn.Identity(), heads * 2, heads[:, :2], heads[:, 2:], None, **of(borders))[0]
@@ -295,8 +272,7 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
     ("typed", "says"),
     [
         (Attention.CUDNN, "cuDNN's attention has no CPU kernel. Try: attention='sdpa'"),
-        (Attention.FLASH3, "flash-attn 3 has no CPU kernel. Try: attention='sdpa'"),
-        (Attention.FLASH4, "flash-attn 4 has no CPU kernel. Try: attention='sdpa'"),
+        (Attention.FLASH, "flash-attn has no CPU kernel. Try: attention='sdpa'"),
     ],
 )
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> None:
@@ -308,7 +284,7 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> No
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
     """Stands for a GPU; the kernels in `installed` are there, and those in `right` are right."""
     known = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}}
-    known["right"] = {*known["installed"], Attention.FLASH3}
+    known["right"] = {*known["installed"]}
     monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in known["installed"])
     monkeypatch.setattr(kernel_choice, "is_right", lambda one, where: one in known["right"])
     return known
@@ -316,10 +292,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
 
 def test_auto_takes_the_first_that_is_installed_and_right(hopper: dict[str, set[Attention]]) -> None:
     assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
-    hopper["installed"].add(Attention.FLASH3)
-    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("flash3", "packed_fa3_or_cudnn")
     hopper["right"].discard(Attention.CUDNN)
-    assert kernel_name(ActorSpec(), CUDA) == "packed_fa3"
+    assert kernel_name(ActorSpec(), CUDA) == "packed_fa2"
+    hopper["installed"].discard(Attention.FLASH)
+    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("varlen", "torch_varlen_attn")
     hopper["right"] = {Attention.CUDNN, Attention.VARLEN}
     assert kernel_name(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
     hopper["right"] = {Attention.CUDNN}
@@ -390,6 +366,7 @@ def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> No
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_not_installed_is_refused_in_a_line() -> None:
-    with pytest.raises(UsageError, match=r"^flash-attn 4 is not installed. Try: attention='auto', or docs/replay.md"):
-        kernel_name(ActorSpec(attention=Attention.FLASH4), CUDA, LLAMA)
+def test_what_is_not_installed_is_refused_in_a_line(hopper: dict[str, set[Attention]]) -> None:
+    hopper["installed"].discard(Attention.FLASH)
+    with pytest.raises(UsageError, match=r"^flash-attn is not installed. Try: "):
+        kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA)

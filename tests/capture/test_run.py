@@ -185,13 +185,11 @@ def test_without_a_model_the_script_runs_all_the_same(script: str, typed: list[s
         (["nowhere.py"], "nowhere.py: no such script. Try: capture run train.py"),
         (["--every", "0", "job.py"], "every must be an integer of 1 or more"),
         (["--passes", "some", "job.py"], "passes must be one of all, train, rollout"),
-        (["--ring", "8", "job.py"], "--ring is now --flight-recorder. Try: capture run --flight-recorder 64 ..."),
         (
             ["--arguments", "idx", "job.py"],
             "--arguments idx: give pairs of names, each name once. Try: --arguments idx=",
         ),
         (["--arguments", "a=labels,b=labels", "job.py"], "--arguments a=labels,b=labels: give pairs of names"),
-        (["--steps=1:2", "job.py"], "--steps is now --forwards. Try: capture run --forwards 100:200 ..."),
     ],
 )
 def test_wrong_usage_runs_nothing(typed: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,6 @@ KERNELS: dict[str, Kernel] = {
     kernel.word: kernel
     for kernel in (
         flash.FLASH,
-        flash.FLASH3,
-        flash.FLASH4,
         cudnn.CUDNN,
         varlen.VARLEN,
         plain.SDPA,

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from actor_init.declarations.attention.cudnn import CUDNN, RING_CUDNN
 from actor_init.declarations.attention.declaration import Form
-from actor_init.declarations.attention.flash import FLASH, FLASH3
+from actor_init.declarations.attention.flash import FLASH
 from actor_init.declarations.attention.plain import EAGER, SDPA
 from actor_init.declarations.attention.varlen import VARLEN
 
 # For forward and backward of a row of several documents on an H200 (benchmarks/RESULTS.md). cuDNN, a call a document,
 # is faster for long ones alone.
-FASTEST_FIRST = (FLASH3, FLASH, VARLEN, CUDNN)
+FASTEST_FIRST = (FLASH, VARLEN, CUDNN)
 RING_FASTEST_FIRST = (FLASH, SDPA)
 PLAIN = (SDPA, EAGER)  # which every device has: the first that goes with the model
 # From here on cuDNN saves a millisecond a layer and more on an H200: 2.9 of 6.7 for 8,192 tokens.

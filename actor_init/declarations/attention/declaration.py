@@ -41,7 +41,6 @@ class Limits:
     has_fp32: bool = True
     fp32: str = "fp32"  # what a refusal says that it has not
     advice: str = str(Setting("attention", Attention.SDPA))  # where it cannot run
-    advice_if_missing: str = ""  # where it is not installed; empty: the same
     # by argument of transformers', how a refusal calls it; {window} and {longest} are tokens, of it and of a document
     lacks: Mapping[str, str] = field(default_factory=dict)
     max_head_dim: int | None = None
@@ -54,7 +53,7 @@ class Limits:
         if device_type not in self.devices:
             return Lack(text=f"{self.title} has no CPU kernel", advice=self.advice)
         if not is_installed:
-            return Lack(text=f"{self.title} is not installed", advice=self.advice_if_missing or self.advice)
+            return Lack(text=f"{self.title} is not installed", advice=self.advice)
         if dtype is Dtype.FP32 and not self.has_fp32:
             return Lack(text=f"{self.title} has no {self.fp32}", advice=self.advice)
         return None
