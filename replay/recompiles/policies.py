@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
+from replay.option_parsing import command_line
 from replay.spec import ReplaySpec
 
 NUM_BUCKETS = 4
@@ -68,6 +69,12 @@ def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Seque
             return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=padded)
         case Policy.MULTIPLE:
             return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=str(multiple))
+
+
+def own_options(actor: ActorSpec) -> list[str]:
+    """Return the options that make a policy."""
+    own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
+    return command_line(ReplaySpec(actor=own))
 
 
 def least_padding(lengths: Iterable[int], number: int) -> list[int]:

@@ -27,13 +27,12 @@ from replay.processes.devices import Machine
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child
 from replay.recompiles.console import RecompilesConsole
-from replay.recompiles.policies import Policy, RecompilesPlan, actor_under, least_padding
+from replay.recompiles.policies import Policy, RecompilesPlan, actor_under, least_padding, own_options
 from replay.recompiles.result import Result
 from replay.resolution.selection import select
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
-from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
@@ -46,7 +45,7 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
     nothing to replay, or options contradict each other.
     """
-    inputs = _Inputs.of(plan.spec)
+    inputs = _Inputs.of(plan)
     for policy in plan.policies:
         actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=[1])  # refuses what cannot be
     campaign = Campaign.begin(
@@ -63,7 +62,7 @@ def go_on(folder: Path, limits: RunLimits) -> int:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
     campaign.refuse_elsewhere(ThisMachine())
-    return _run(campaign, _Inputs.of(campaign.plan.spec), limits)
+    return _run(campaign, _Inputs.of(campaign.plan), limits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +71,9 @@ class _Inputs:
     damaged: Sequence[tuple[Path, str]]
 
     @classmethod
-    def of(cls, spec: ReplaySpec) -> "_Inputs":
+    def of(cls, plan: RecompilesPlan) -> "_Inputs":
         """Read the shapes of the inputs. Raises UsageError if none can be replayed."""
+        spec = plan.spec
         selection = select(spec.inputs, 0, 1, loss=spec.measure.loss)
         shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
         if not shapes:
@@ -175,7 +175,7 @@ def _result(
     is_whole = len(again) == num_inputs
     return Result(
         policy=policy,
-        options=shlex.join(_own_options(actor)),
+        options=shlex.join(own_options(actor)),
         num_passes=len(done),
         num_graphs=sum(max(one.compilation.new_graphs for one in ranks) for ranks in done.values()),
         recompilations=dict(reasons.most_common()),
@@ -186,12 +186,6 @@ def _result(
         error=error or child.error or ("" if is_whole else f"{len(done)} of {2 * num_inputs} passes"),
         log=log,
     )
-
-
-def _own_options(actor: ActorSpec) -> list[str]:
-    """Return the options that make a policy."""
-    own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
-    return command_line(ReplaySpec(actor=own))
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from replay.report.text import counted
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED
-from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from replay.worst.configuration import Configuration, WorstPlan
 from replay.worst.configuration_costs import Bounds, predict_configuration
@@ -45,7 +44,7 @@ def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
     pass could be measured.
     """
-    inputs = _Inputs.of(plan.spec)
+    inputs = _Inputs.of(plan)
     campaign = Campaign.begin(
         "worst",
         plan.spec.measure.log_folder,
@@ -60,7 +59,7 @@ def go_on(folder: Path, limits: RunLimits) -> int:
     """Run what has not run yet, and report all of it. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("worst", folder, WorstPlan)
     campaign.refuse_elsewhere(ThisMachine())
-    return _run(campaign, _Inputs.of(campaign.plan.spec), limits)
+    return _run(campaign, _Inputs.of(campaign.plan), limits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +69,9 @@ class _Inputs:
     damaged: Sequence[tuple[Path, str]]
 
     @classmethod
-    def of(cls, spec: ReplaySpec) -> "_Inputs":
+    def of(cls, plan: WorstPlan) -> "_Inputs":
         """Read the shapes of the inputs. Raises UsageError if none can be replayed."""
+        spec = plan.spec
         selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
         shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
         if not shapes:
@@ -80,11 +80,12 @@ class _Inputs:
 
 
 def _run(campaign: Campaign[WorstPlan], inputs: _Inputs, limits: RunLimits) -> int:
-    spec = campaign.plan.spec
     campaign.open(ThisMachine(), limits)
     campaign.result = {}
-    console = WorstConsole(campaign.command, inputs.shapes, inputs.damaged, full_names=spec.measure.full_names)
-    work = _Work(campaign=campaign, spec=spec, selection=inputs.selection, shapes=inputs.shapes, console=console)
+    console = WorstConsole(
+        campaign.command, inputs.shapes, inputs.damaged, full_names=campaign.plan.spec.measure.full_names
+    )
+    work = _Work(campaign=campaign, selection=inputs.selection, shapes=inputs.shapes, console=console)
     is_fine = False
     with until_interrupted() as interruption:
         is_fine = work.run()
@@ -96,7 +97,6 @@ def _run(campaign: Campaign[WorstPlan], inputs: _Inputs, limits: RunLimits) -> i
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
     campaign: Campaign[WorstPlan]
-    spec: ReplaySpec
     selection: Selection
     shapes: Sequence[Shape]
     console: WorstConsole
@@ -104,7 +104,7 @@ class _Work:
     def run(self) -> bool:
         """Do all that was asked for, and tell whether nothing failed and all fits."""
         chosen = self._chosen()
-        measuring = self._measure(self.spec.actor, chosen)
+        measuring = self._measure(self.campaign.plan.spec.actor, chosen)
         measured = _measured(chosen, measuring)
         self.console.measured(measured, chosen, measuring)
         self._add(
@@ -124,7 +124,7 @@ class _Work:
         peaks = [cost.peak_bytes for shape in ran_out if (cost := model.cost(shape)) is not None]
         elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))
-        num_ranks = self.spec.actor.parallel.tp * self.spec.actor.parallel.ring
+        num_ranks = self.campaign.plan.spec.actor.parallel.tp * self.campaign.plan.spec.actor.parallel.ring
         self.console.ranked(ranked, model, room, num_ranks, measured, self.campaign.plan.num_shown)
         highest = max(one.cost.peak_bytes for one in ranked)
         self._add(
@@ -157,7 +157,7 @@ class _Work:
     def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
         return measure(
             self.campaign,
-            replace(self.spec, actor=actor),
+            replace(self.campaign.plan.spec, actor=actor),
             [shape.number for shape in chosen],
             window=self.selection.grad_accumulation,
         )
@@ -178,7 +178,7 @@ class _Work:
         if not chosen:
             self.console.line("checked", "nothing: every input was measured")
             return True
-        measuring = self._measure(self.spec.actor, [one.shape for one in chosen])
+        measuring = self._measure(self.campaign.plan.spec.actor, [one.shape for one in chosen])
         pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
         error = Error.of([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
@@ -209,7 +209,9 @@ class _Work:
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_configuration(other, self.spec, base, measured_again, accumulates=window > 1)
+            predicts = predict_configuration(
+                other, self.campaign.plan.spec, base, measured_again, accumulates=window > 1
+            )
         except UsageError as error:
             self.console.line("predicted", in_flags(error))
             return False
@@ -242,11 +244,13 @@ class _Work:
             return {shape.number: [shape] for shape in self.shapes}
         by_path = {self.selection.inputs[shape.number]: shape for shape in self.shapes}
         try:
-            columns = [select(self.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
+            columns = [
+                select(self.campaign.plan.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)
+            ]
         except UsageError:
             return {}
         more = sorted({path for column in columns for path in column} - set(self.selection.inputs))  # by --max-inputs
-        more_shapes, _ = read_shapes(more, self.spec.measure.loss)
+        more_shapes, _ = read_shapes(more, self.campaign.plan.spec.measure.loss)
         by_path |= {more[shape.number]: shape for shape in more_shapes}
         rounds = enumerate(zip(*columns, strict=True))
         return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
@@ -262,7 +266,7 @@ class _Work:
         numbers = sorted([*slowest, *random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))])
         measuring = measure(
             self.campaign,
-            replace(self.spec, actor=other.actor),
+            replace(self.campaign.plan.spec, actor=other.actor),
             numbers,
             num_data_ranks=other.ranks,
             window=self.selection.grad_accumulation,
