@@ -120,7 +120,7 @@ class Campaign(Generic[Plan]):
             plan = from_json(kind, written.plan, source=f"{path} is damaged: plan")
             entries = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
-            said = in_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error!r}"
+            said = in_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
             raise UsageError(f"{said}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,

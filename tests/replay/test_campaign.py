@@ -160,7 +160,7 @@ def with_another_journal(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (damaged, "is damaged: JSONDecodeError"),
+        (damaged, "is damaged: Expecting property name"),
         (of_another_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
         (of_another_plan, "is damaged: plan: "),
         (with_another_journal, "journal.jsonl is damaged in line 1: job is 3"),
