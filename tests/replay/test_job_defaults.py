@@ -67,7 +67,7 @@ def test_what_was_typed_stays() -> None:
     ("first", "where", "why"),
     [
         (job(attention="flash_attention_2"), CPU, "what a CPU has; of the job's flash_attention_2: flash-attn has no"),
-        (job(attention="flash_attention_3"), CUDA, "of the job's flash_attention_3: flash-attn 3 is not installed"),
+        (job(attention="flash_attention_3"), CUDA, "the job's flash_attention_3 is not known here"),
         (job(attention="flex_attention"), CUDA, "the job's flex_attention is not known here"),
         (job(attention="sdpa"), CUDA, "the job's sdpa had padded rows, and packed ones need a mask"),
         (job(), CUDA, "the captures do not name the job's"),
