@@ -15,7 +15,8 @@ the result; it is written when the command begins and when it ends:
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from replay.option_parsing import command_line
 from replay.processes.devices import Machine
 from replay.processes.limits import RunLimits
 from replay.processes.pool import REFUSED, Child, RunTasks, Task, sigterm_interrupts
-from replay.runlog.writer import create_folder, versions
+from replay.runlog.writer import create_folder, refuse_other_versions, versions
 from replay.wording import in_flags
 
 FORMAT = 1
@@ -48,7 +49,6 @@ class Settled(NamedTuple):
     """A job that is over."""
 
     place: int  # among the jobs that were asked for
-    job: Job
     child: Child
     ran_alone: bool  # otherwise its times mean nothing
     is_new: bool  # False: it was in the journal
@@ -102,9 +102,15 @@ class Campaign(Generic[Plan]):
     _until: float = 0.0  # monotonic; no job is started after it
 
     @classmethod
-    def begin(cls, name: str, logs: Path, *, command: str, machine: Machine, plan: Plan) -> Self:
-        """Make the folder of a new campaign below `logs`."""
-        campaign = cls(folder=create_folder(logs, name), name=name, command=command, machine=machine, plan=plan)
+    def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
+        """Make the folder of a new campaign below `logs`. `words` are the options of the command line that began it."""
+        campaign = cls(
+            folder=create_folder(logs, name),
+            name=name,
+            command=shlex.join(["replay", name, *words]),
+            machine=machine,
+            plan=plan,
+        )
         campaign.write()
         return campaign
 
@@ -166,10 +172,7 @@ class Campaign(Generic[Plan]):
         if jobs is not None and all(self.known(job) for job in jobs):
             return
         where.refuse_other(self.machine, self.folder)
-        there = self.versions
-        others = [(name, there.get(name), here) for name, here in versions().items() if here != there.get(name)]
-        if said := "; ".join(f"{name} {before} there, {here} here" for name, before, here in others):
-            raise UsageError(f"--continue {self.folder} has runs of {said}. Go on with those")
+        refuse_other_versions(self.versions, self.folder)
 
     def known(self, job: Job, place: int = 0) -> Settled | None:
         """Return what came of a job; None if it has to run.
@@ -181,9 +184,9 @@ class Campaign(Generic[Plan]):
             return None
         home = self.folder / entry.home
         child = Child(exit_code=entry.exit_code, seconds=entry.seconds, output=home / OUTPUT, logs=home)
-        if self.has_failed(child) and not entry.ran_alone:
+        if not entry.ran_alone and self.has_failed(child):
             return None
-        return Settled(place, job, child, entry.ran_alone, is_new=False)
+        return Settled(place, child, entry.ran_alone, is_new=False)
 
     def settle(self, jobs: Iterable[Job], *, until: float | None = None) -> Generator[Settled]:
         """Yield each job when it is over, first those that are known.
@@ -200,7 +203,7 @@ class Campaign(Generic[Plan]):
         tasks = ((place, self._task(job)) for place, job in unknown.items())
         for place, child in self._run_tasks(tasks, until=self._until if until is None else until):
             self._note(unknown[place], child)
-            yield Settled(place, unknown[place], child, self._runs_alone, is_new=True)
+            yield Settled(place, child, self._runs_alone, is_new=True)
 
     def run(self, job: Job) -> Child:
         """Run one job, unless it is known, whatever time is left."""

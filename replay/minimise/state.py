@@ -21,7 +21,7 @@ from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.failure import Failure
 from replay.minimise.parity_cell import ParityCell
 from replay.option_parsing import spec_of
-from replay.runlog.writer import versions
+from replay.runlog.writer import refuse_other_versions, versions
 from replay.spec import ReplaySpec
 
 FORMAT = 1
@@ -105,10 +105,7 @@ class MinimiseLog:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(f"{path} is damaged: {error}. Try: replay minimise, from the beginning") from error
-        here = versions()
-        if other := [name for name in here if here[name] != log.versions.get(name)]:
-            said = "; ".join(f"{name} {log.versions.get(name)} there, {here[name]} here" for name in other)
-            raise UsageError(f"--continue {folder} has runs of {said}. Go on with those")
+        refuse_other_versions(log.versions, folder)
         return log
 
     def write(self) -> None:

@@ -1,6 +1,5 @@
 """Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,13 +80,8 @@ def _planned(
         planned = in_environments(planned, environments)
     pythons = [word for one in environments for word in ("--python", one.python)]
     devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
-    return Campaign.begin(
-        "parity",
-        spec.measure.log_folder,
-        command=shlex.join(["replay", "parity", "--matrix", matrix, *devices, *pythons, *command_line(spec)]),
-        machine=machine,
-        plan=planned,
-    )
+    words = ["--matrix", matrix, *devices, *pythons, *command_line(spec)]
+    return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
 
 
 def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: Here) -> Iterator[Plan]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.inputs import ShapedInputs
 from replay.campaign.job import Job
-from replay.inspection.shapes import Rows, Shape, read_shapes, rows_fed
+from replay.inspection.shapes import Rows, Shape, rows_fed
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
 from replay.processes.devices import Machine
@@ -29,7 +30,6 @@ from replay.processes.pool import Child
 from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Policy, RecompilesPlan, actor_under, least_padding, own_options
 from replay.recompiles.result import Result
-from replay.resolution.selection import select
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
@@ -45,15 +45,15 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
     nothing to replay, or options contradict each other.
     """
-    inputs = _Inputs.of(plan)
+    inputs = _inputs_of(plan)
     for policy in plan.policies:
         actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=[1])  # refuses what cannot be
     campaign = Campaign.begin(
         "recompiles",
         plan.spec.measure.log_folder,
-        command=shlex.join(["replay", "recompiles", *typed, *command_line(plan.spec)]),
+        plan,
+        words=[*typed, *command_line(plan.spec)],
         machine=Machine.here(),
-        plan=plan,
     )
     return _run(campaign, inputs, limits)
 
@@ -62,26 +62,14 @@ def go_on(folder: Path, limits: RunLimits) -> int:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
     campaign.refuse_elsewhere(ThisMachine())
-    return _run(campaign, _Inputs.of(campaign.plan), limits)
+    return _run(campaign, _inputs_of(campaign.plan), limits)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Inputs:
-    shapes: Sequence[Shape]
-    damaged: Sequence[tuple[Path, str]]
-
-    @classmethod
-    def of(cls, plan: RecompilesPlan) -> "_Inputs":
-        """Read the shapes of the inputs. Raises UsageError if none can be replayed."""
-        spec = plan.spec
-        selection = select(spec.inputs, 0, 1, loss=spec.measure.loss)
-        shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
-        if not shapes:
-            raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
-        return cls(shapes=shapes, damaged=[*selection.damaged, *wrong])
+def _inputs_of(plan: RecompilesPlan) -> ShapedInputs:
+    return ShapedInputs.of(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
 
 
-def _run(campaign: Campaign[RecompilesPlan], inputs: _Inputs, limits: RunLimits) -> int:
+def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
     where, plan = ThisMachine(), campaign.plan
     campaign.open(where, limits)
     console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)

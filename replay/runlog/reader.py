@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Self
 
 from actor_init.spec import UsageError
-from capture.facts import Setting
 from replay.given_paths import EXAMPLE, check_log
 from replay.option_parsing import spec_from_dict
 from replay.report.text import counted, one_line
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
-from replay.runlog.writer import INTERRUPTED, versions
+from replay.runlog.writer import INTERRUPTED
 from replay.spec import Parts
 from replay.wording import in_flags
 
@@ -67,13 +66,6 @@ class PastRun(Parts):
     @property
     def num_data_ranks(self) -> int:
         return len(self.devices) // (self.actor.parallel.tp * self.actor.parallel.ring)
-
-    def refuse_other_versions(self, going_on_with: Path) -> None:
-        """Raise UsageError if the run had other versions than are installed: the two would not be comparable."""
-        here = versions()
-        other = [name for name in here if here[name] != self.versions.get(name)]
-        if said := "; ".join(f"{name} {self.versions.get(name)} there, {here[name]} here" for name in other):
-            raise UsageError(Setting("continue", going_on_with), f"has runs of {said}", "Go on with those")
 
 
 def folder_of(path: Path) -> Path:

@@ -62,6 +62,13 @@ def versions() -> dict[str, str | None]:
     return versions_by_name
 
 
+def refuse_other_versions(there: Mapping[str, str | None], folder: Path) -> None:
+    """Raise UsageError if the runs in `folder`, made with the versions `there`, would go on with others."""
+    others = [(name, there.get(name), here) for name, here in versions().items() if here != there.get(name)]
+    if said := "; ".join(f"{name} {before} there, {here} here" for name, before, here in others):
+        raise UsageError(Setting("continue", folder), f"has runs of {said}", "Go on with those")
+
+
 class Logbook:
     """Write one rank's rank<k>.jsonl, and on rank 0 run.json beside it."""
 

@@ -1,6 +1,5 @@
 """Run `replay scan`: replay a folder in groups of inputs, each in its own processes."""
 
-import shlex
 from pathlib import Path
 
 from actor_init.spec import UsageError
@@ -44,9 +43,9 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
         campaign = Campaign.begin(
             "scan",
             spec.measure.log_folder,
-            command=shlex.join(["replay", "scan", "--group", str(plan.size), *command_line(spec)]),
+            plan,
+            words=["--group", str(plan.size), *command_line(spec)],
             machine=machine,
-            plan=plan,
         )
         return _run(campaign, where, limits)
 

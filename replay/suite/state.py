@@ -27,7 +27,7 @@ from capture.file_format.atomic_write import write_atomically
 from replay.on_ray.executor import Executor
 from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import create_folder
+from replay.runlog.writer import create_folder, refuse_other_versions
 from replay.suite.inputs import SuiteInputs, prepare_inputs
 from replay.suite.loss_curve import Curve, Step
 from replay.suite.plan import Planned, SuiteSpec, num_inputs_a_step, planned
@@ -77,7 +77,7 @@ class Suite:
         runnable = [one.name for one in suite.plan if not one.reason]
         done = [name for name in runnable if suite._curve_file(name).exists()]
         if done and len(done) < len(runnable):
-            PastRun.read(suite._logs_of(done[0])).refuse_other_versions(suite.folder)
+            refuse_other_versions(PastRun.read(suite._logs_of(done[0])).versions, suite.folder)
         return suite
 
     @property

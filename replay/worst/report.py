@@ -9,7 +9,6 @@ all inputs, the slowest first:
 """
 
 import random
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.inputs import ShapedInputs
 from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
@@ -44,13 +44,9 @@ def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
     pass could be measured.
     """
-    inputs = _Inputs.of(plan)
+    inputs = _inputs_of(plan)
     campaign = Campaign.begin(
-        "worst",
-        plan.spec.measure.log_folder,
-        command=shlex.join(["replay", "worst", *typed, *command_line(plan.spec)]),
-        machine=Machine.here(),
-        plan=plan,
+        "worst", plan.spec.measure.log_folder, plan, words=[*typed, *command_line(plan.spec)], machine=Machine.here()
     )
     return _run(campaign, inputs, limits)
 
@@ -59,27 +55,15 @@ def go_on(folder: Path, limits: RunLimits) -> int:
     """Run what has not run yet, and report all of it. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("worst", folder, WorstPlan)
     campaign.refuse_elsewhere(ThisMachine())
-    return _run(campaign, _Inputs.of(campaign.plan), limits)
+    return _run(campaign, _inputs_of(campaign.plan), limits)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Inputs:
-    selection: Selection
-    shapes: Sequence[Shape]
-    damaged: Sequence[tuple[Path, str]]
-
-    @classmethod
-    def of(cls, plan: WorstPlan) -> "_Inputs":
-        """Read the shapes of the inputs. Raises UsageError if none can be replayed."""
-        spec = plan.spec
-        selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
-        shapes, wrong = read_shapes(selection.inputs, spec.measure.loss)
-        if not shapes:
-            raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
-        return cls(selection=selection, shapes=shapes, damaged=[*selection.damaged, *wrong])
+def _inputs_of(plan: WorstPlan) -> ShapedInputs:
+    spec = plan.spec
+    return ShapedInputs.of(spec.inputs, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
 
 
-def _run(campaign: Campaign[WorstPlan], inputs: _Inputs, limits: RunLimits) -> int:
+def _run(campaign: Campaign[WorstPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
     campaign.open(ThisMachine(), limits)
     campaign.result = {}
     console = WorstConsole(
@@ -101,10 +85,14 @@ class _Work:
     shapes: Sequence[Shape]
     console: WorstConsole
 
+    @property
+    def plan(self) -> WorstPlan:
+        return self.campaign.plan
+
     def run(self) -> bool:
         """Do all that was asked for, and tell whether nothing failed and all fits."""
         chosen = self._chosen()
-        measuring = self._measure(self.campaign.plan.spec.actor, chosen)
+        measuring = self._measure(self.plan.spec.actor, chosen)
         measured = _measured(chosen, measuring)
         self.console.measured(measured, chosen, measuring)
         self._add(
@@ -124,8 +112,8 @@ class _Work:
         peaks = [cost.peak_bytes for shape in ran_out if (cost := model.cost(shape)) is not None]
         elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))
-        num_ranks = self.campaign.plan.spec.actor.parallel.tp * self.campaign.plan.spec.actor.parallel.ring
-        self.console.ranked(ranked, model, room, num_ranks, measured, self.campaign.plan.num_shown)
+        num_ranks = self.plan.spec.actor.parallel.tp * self.plan.spec.actor.parallel.ring
+        self.console.ranked(ranked, model, room, num_ranks, measured, self.plan.num_shown)
         highest = max(one.cost.peak_bytes for one in ranked)
         self._add(
             memory=room.memory,
@@ -138,9 +126,9 @@ class _Work:
             ranking=[_row(one.shape, one.cost) for one in ranked],
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
-        if self.campaign.plan.checks:
+        if self.plan.checks:
             is_fine &= self._check(ranked, measured)
-        for other in self.campaign.plan.others:
+        for other in self.plan.others:
             is_fine &= self._other(other, measured, [one.shape for one in measured], elsewhere)
         self.console.finish(self.campaign.path)
         return is_fine
@@ -150,14 +138,14 @@ class _Work:
         kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
         chosen: list[Shape] = []
         for own in kinds:
-            share = round(self.campaign.plan.num_measured * len(own) / len(self.shapes))
-            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.campaign.plan.num_measured)))
+            share = round(self.plan.num_measured * len(own) / len(self.shapes))
+            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.plan.num_measured)))
         return chosen
 
     def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
         return measure(
             self.campaign,
-            replace(self.campaign.plan.spec, actor=actor),
+            replace(self.plan.spec, actor=actor),
             [shape.number for shape in chosen],
             window=self.selection.grad_accumulation,
         )
@@ -178,7 +166,7 @@ class _Work:
         if not chosen:
             self.console.line("checked", "nothing: every input was measured")
             return True
-        measuring = self._measure(self.campaign.plan.spec.actor, [one.shape for one in chosen])
+        measuring = self._measure(self.plan.spec.actor, [one.shape for one in chosen])
         pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
         error = Error.of([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
@@ -209,9 +197,7 @@ class _Work:
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_configuration(
-                other, self.campaign.plan.spec, base, measured_again, accumulates=window > 1
-            )
+            predicts = predict_configuration(other, self.plan.spec, base, measured_again, accumulates=window > 1)
         except UsageError as error:
             self.console.line("predicted", in_flags(error))
             return False
@@ -236,7 +222,7 @@ class _Work:
             ],
         }
         self._add_to("others", entry)
-        return (not self.campaign.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
+        return (not self.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
     def _rounds(self, num_data_ranks: int) -> dict[int, list[Shape]]:
         """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
@@ -244,13 +230,11 @@ class _Work:
             return {shape.number: [shape] for shape in self.shapes}
         by_path = {self.selection.inputs[shape.number]: shape for shape in self.shapes}
         try:
-            columns = [
-                select(self.campaign.plan.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)
-            ]
+            columns = [select(self.plan.spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
         except UsageError:
             return {}
         more = sorted({path for column in columns for path in column} - set(self.selection.inputs))  # by --max-inputs
-        more_shapes, _ = read_shapes(more, self.campaign.plan.spec.measure.loss)
+        more_shapes, _ = read_shapes(more, self.plan.spec.measure.loss)
         by_path |= {more[shape.number]: shape for shape in more_shapes}
         rounds = enumerate(zip(*columns, strict=True))
         return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
@@ -266,7 +250,7 @@ class _Work:
         numbers = sorted([*slowest, *random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))])
         measuring = measure(
             self.campaign,
-            replace(self.campaign.plan.spec, actor=other.actor),
+            replace(self.plan.spec, actor=other.actor),
             numbers,
             num_data_ranks=other.ranks,
             window=self.selection.grad_accumulation,

@@ -70,7 +70,7 @@ class Where(ThisMachine):
 def begun(tmp_path: Path, num_jobs: int = 4) -> Campaign[Plan]:
     plan = Plan(spec=ReplaySpec(), num_jobs=num_jobs)
     machine = Machine(num_devices=2, has_gpus=False)
-    return Campaign.begin("scan", tmp_path, command="replay scan", machine=machine, plan=plan)
+    return Campaign.begin("scan", tmp_path, plan, words=[], machine=machine)
 
 
 def settled(campaign: Campaign[Plan], where: Where, jobs: Sequence[Job] | None = None) -> dict[int, tuple[Any, ...]]:

@@ -219,7 +219,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]  # nothing is left
-    monkeypatch.setattr("replay.campaign.campaign.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("replay.runlog.writer.versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert MatrixJudge().result_of(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
 

@@ -380,7 +380,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     first = (folder / "ddp.jsonl").read_bytes()
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.runlog.reader.versions", lambda: versions() | {"torch": "1.0"})
+        patch.setattr("replay.runlog.writer.versions", lambda: versions() | {"torch": "1.0"})
         assert main(["suite", "--continue", str(folder)]) == 2
     assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
     assert main(["suite", "--continue", str(folder)]) == 0
