@@ -31,7 +31,7 @@ LauncherOption = Annotated[
 AddressOption = Annotated[
     str | None,
     typer.Option(
-        metavar="ADDRESS",
+        metavar="HOST:PORT",
         rich_help_panel="Ranks",
         show_default=False,
         help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",

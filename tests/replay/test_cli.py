@@ -1,5 +1,6 @@
 """The command line: every way to start it, what it refuses and how, and its exit codes."""
 
+import inspect
 import json
 import os
 import shutil
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.run import get_args_parser
+from typer.models import OptionInfo
 
 from actor_init.spec import UsageError
-from replay.cli import main
+from replay.cli import app, main
 from replay.option_parsing import toggles
 from replay.spec import ReplaySpec
 from tests.helpers.made_captures import damage, write_config, write_pass
@@ -287,3 +289,17 @@ def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
 def test_torchrun_hands_every_option_on(flag: str) -> None:
     parser = get_args_parser()
     assert parser.parse_args(["--nproc-per-node", "2", "replay", flag, "x"]).training_script_args == [flag, "x"]
+
+
+def test_no_option_takes_its_name_from_its_metavar() -> None:
+    """typer 0.27 called an option --ADDRESS whose parameter is `address` and whose metavar is ADDRESS."""
+    declared = 0
+    for command in (app.registered_callback, *app.registered_commands):
+        assert command is not None
+        assert command.callback is not None
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            for option in (parameter.default, *getattr(parameter.annotation, "__metadata__", ())):
+                if isinstance(option, OptionInfo):
+                    declared += 1
+                    assert option.param_decls or (option.metavar or "").replace("_", "-").lower() != name
+    assert declared > 50
