@@ -175,6 +175,11 @@ class Campaign(Generic[Plan]):
     def num_running(self) -> int:
         return self._run_tasks.num_running if self._run_tasks is not None else 0
 
+    @property
+    def num_known(self) -> int:
+        """Return how many jobs are over."""
+        return len(self._entries)
+
     def refuse_elsewhere(self, where: Executor, jobs: Iterable[Job] | None = None) -> None:
         """Raise UsageError if a job has to run, and cannot run there as those did that are known.
 
