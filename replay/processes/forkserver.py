@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from replay.processes.launch import without_launcher
+from replay.processes.supervisor import end_with_parent
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
@@ -47,6 +48,8 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
     import torch
 
     multiprocessing.set_start_method(None, force=True)  # the fork server set itself as the default method of its forks
+    # the server ends with the command that began it: what runs on alone would write beside what --continue runs again
+    end_with_parent()
     os.setsid()
     os.chdir(folder)
     with output.open("ab") as file:
