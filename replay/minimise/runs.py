@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -33,10 +33,12 @@ from replay.spec import ReplaySpec
 from replay.wording import in_flags
 
 
-def begin(spec: ReplaySpec, num_processes: int | None, limits: Limits, *, redact: bool) -> int:
+def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any], *, redact: bool) -> int:
     """Minimise the failure of a replay, and return the exit code.
 
-    0: it failed, and what is smallest was written; 1: it did not fail in `limits.tries` runs. Raises UsageError before
+    limits  those of `Limits`, by name
+
+    0: it failed, and what is smallest was written; 1: it did not fail in as many tries. Raises UsageError before
     anything has run if there is nothing to replay, or too few devices.
     """
     ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
@@ -49,7 +51,7 @@ def begin(spec: ReplaySpec, num_processes: int | None, limits: Limits, *, redact
     return _begin(spec, num_processes, limits, redact=redact, typed=[*own, *command_line(spec)])
 
 
-def begin_with_cell(parity: Path, name: str, logs: Path, limits: Limits, *, redact: bool) -> int:
+def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
     """Minimise what a cell of the parity run in the folder `parity` differs in; see `begin`.
 
     Raises UsageError for a cell that does not differ.
@@ -64,7 +66,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Limits, *, reda
 def _begin(
     spec: ReplaySpec,
     num_processes: int,
-    limits: Limits,
+    limits: Mapping[str, Any],
     *,
     redact: bool,
     typed: Sequence[str],
@@ -79,7 +81,7 @@ def _begin(
     plan = MinimisePlan(
         spec=spec,
         num_processes=num_processes,
-        limits=limits,
+        limits=Limits(**limits),
         redact=redact,
         sources=_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
         parity=cell,
@@ -94,8 +96,8 @@ def _begin(
     return _run(campaign)
 
 
-def go_on(folder: Path, limits: Callable[[Limits], Limits]) -> int:
-    """Go on with a minimisation, under the limits that `limits` makes of its own. Nothing is run twice.
+def go_on(folder: Path, limits: Mapping[str, Any]) -> int:
+    """Go on with a minimisation, under these limits and else its own. Nothing is run twice.
 
     Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
     """
@@ -106,7 +108,7 @@ def go_on(folder: Path, limits: Callable[[Limits], Limits]) -> int:
         raise UsageError(
             f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
         )
-    campaign.plan = replace(plan, limits=limits(plan.limits))
+    campaign.plan = replace(plan, limits=replace(plan.limits, **limits))
     return _run(campaign)
 
 
