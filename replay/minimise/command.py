@@ -1,23 +1,19 @@
 """Declare the options of `replay minimise`: its own, and those of the replay that fails."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from actor_init.spec import UsageError
+from replay.campaign.going_on import going_on
 from replay.given_paths import check_inputs, check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
+from replay.option_parsing import Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 
-if TYPE_CHECKING:
-    from replay.minimise.state import Limits
-
-Given = tuple[int | None, float | None, int | None]  # limits that were typed: tries, seconds of a run, runs
-
-TRIES, RUN_SECONDS, NUM_RUNS = 3, 600.0, 40
+DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}  # of the limits of trials.py
 
 
 def _serves_minimise(toggle: Toggle) -> bool:
@@ -35,17 +31,25 @@ def minimise(
         help="Processes of the replay that fails, as a launcher would start them. (default: tp x ring)",
     ),
     tries: int | None = typer.Option(
-        None, min=1, metavar="N", show_default=False, help=f"Runs to see it fail, at most. (default: {TRIES})"
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help=f"Runs to see it fail, at most. (default: {DEFAULTS['tries']})",
     ),
     run_timeout: float | None = typer.Option(
         None,
         min=1.0,
         metavar="X",
         show_default=False,
-        help=f"Seconds for one run; what has not ended then hangs. (default: {RUN_SECONDS:.0f})",
+        help=f"Seconds for one run; what has not ended then hangs. (default: {DEFAULTS['run']:.0f})",
     ),
     max_runs: int | None = typer.Option(
-        None, min=1, metavar="N", show_default=False, help=f"Runs of the search, at most. (default: {NUM_RUNS})"
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help=f"Runs of the search, at most. (default: {DEFAULTS['num_runs']})",
     ),
     parity: Path | None = typer.Option(  # noqa: B008
         None, metavar="PATH", help="A folder that parity left: minimise what its --cell differs in."
@@ -62,17 +66,17 @@ def minimise(
     Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
     processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
     """
-    limits = (tries, run_timeout, max_runs)
+    typed = {"tries": tries, "run": run_timeout, "num_runs": max_runs}
+    limits = {name: value for name, value in typed.items() if value is not None}
     own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if go_on is not None:
-        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
-        return partial(_go_on, go_on, limits)
+        return going_on("minimise", go_on, {**own, **given}, limits)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
         others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
         refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
-        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, limits, redact)
+        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, DEFAULTS | limits, redact)
     spec = replay_spec(given)
 
     def begin() -> int:
@@ -80,35 +84,14 @@ def minimise(
         check_inputs(spec.inputs)
         from replay.minimise import runs
 
-        return runs.begin(spec, processes, _bounds(limits), redact=redact)
+        return runs.begin(spec, processes, DEFAULTS | limits, redact=redact)
 
     return begin
 
 
-def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: bool) -> int:
+def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:
     refuse_launcher("minimise")
     check_left_by("parity", parity, option="--parity")
     from replay.minimise import runs
 
-    return runs.begin_with_cell(parity, cell, logs, _bounds(limits), redact=redact)
-
-
-def _bounds(limits: Given) -> "Limits":
-    from replay.minimise.state import Limits
-
-    tries, run_timeout, max_runs = limits
-    return Limits(tries=tries or TRIES, run=run_timeout or RUN_SECONDS, num_runs=max_runs or NUM_RUNS)
-
-
-def _go_on(folder: Path, limits: Given) -> int:
-    refuse_launcher("minimise")
-    check_left_by("minimise", folder)
-    from replay.minimise import runs
-
-    tries, run_timeout, max_runs = limits
-    return runs.go_on(
-        folder,
-        lambda old: replace(
-            old, tries=tries or old.tries, run=run_timeout or old.run, num_runs=max_runs or old.num_runs
-        ),
-    )
+    return runs.begin_with_cell(parity, cell, logs, limits, redact=redact)

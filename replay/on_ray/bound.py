@@ -3,17 +3,12 @@
 Ray kills a worker without the processes that it has started.
 """
 
-import ctypes
-import os
 import runpy
-import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+from replay.processes.supervisor import end_with_parent
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before
-        sys.exit(1)
+    end_with_parent()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

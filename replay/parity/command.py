@@ -1,14 +1,14 @@
 """Declare the options of `replay parity`: its own, and those of a replay."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from replay.given_paths import check_inputs, check_left_by
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed, replay_spec, with_options
+from replay.campaign.going_on import going_on
+from replay.given_paths import check_inputs
+from replay.on_ray.command import AddressOption, LauncherOption, ray_options
+from replay.option_parsing import Action, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 
@@ -61,30 +61,18 @@ def parity(
     """
     limits = RunLimits(each=cell_timeout, total=time_limit, at_once=at_once)
     ray = ray_options(launcher, address)
-    return partial(_parity, matrix, num_devices, go_on, limits, first_difference, ray, python, given)
-
-
-def _parity(
-    matrix: str | None,
-    num_devices: int | None,
-    go_on: Path | None,
-    limits: RunLimits,
-    first_difference: bool,
-    ray: RayOptions | None,
-    python: list[str] | None,
-    given: dict[str, Any],
-) -> int:
-    refuse_launcher("parity")
     if go_on is not None:
         own = {"matrix": matrix, "num_devices": num_devices, "python": python}
-        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
-        check_left_by("parity", go_on)
-    elif ray is None:  # else the nodes may have what this machine lacks
-        check_inputs(replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs)
-    from replay.parity import runs as work
+        return going_on("parity", go_on, {**own, **given}, limits, trace=first_difference, ray=ray)
 
-    if go_on is not None:
-        return work.go_on(go_on, limits, trace=first_difference, ray=ray)
-    return work.begin(
-        matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray, pythons=python or ()
-    )
+    def begin() -> int:
+        refuse_launcher("parity")
+        if ray is None:  # else the nodes may have what this machine lacks
+            check_inputs(replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs)
+        from replay.parity import runs
+
+        return runs.begin(
+            matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray, pythons=python or ()
+        )
+
+    return begin

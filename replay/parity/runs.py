@@ -11,10 +11,9 @@ from replay.campaign.campaign import Campaign, until_interrupted
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, replay_spec, toggles
-from replay.parity.console import ParityProgress
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
 from replay.parity.plan import Here, Plan, in_environments, plan, together
-from replay.parity.report import report
+from replay.parity.report import ParityProgress, report
 from replay.parity.results import MatrixJudge
 from replay.parity.rows import ParityLog, State
 from replay.parity.traced_rerun import Partings

@@ -11,10 +11,13 @@ import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from replay.processes.launch import without_launcher
+from replay.processes.supervisor import end_with_parent
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
@@ -24,7 +27,9 @@ def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str
     """Run `python program arguments` in a forked process with its own session; output is appended to the file
     `output`.
     """
-    process = CONTEXT.Process(target=_run, args=(program, list(arguments), dict(environment), output, Path.cwd()))
+    process = CONTEXT.Process(
+        target=_run_in_fork, args=(program, list(arguments), dict(environment), output, Path.cwd())
+    )
     with _environment(_of_the_fork_server()):  # used by the first process, which starts the server
         process.start()
     return process
@@ -41,6 +46,17 @@ def _of_the_fork_server() -> dict[str, str]:
     if not torch.cuda.is_available():
         own["CUDA_VISIBLE_DEVICES"] = ""
     return without_launcher(os.environ) | own
+
+
+def _run_in_fork(*task: Any) -> None:
+    """Run the task in a process that ends with the command that asked for it, however that ends.
+
+    One that ran on would write beside what --continue runs again.
+    """
+    end_with_parent()
+    # Python ends the server when its last client has gone, and each fork is a client while it has this descriptor
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    _run(*task)
 
 
 def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:

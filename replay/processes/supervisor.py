@@ -5,10 +5,12 @@ fail together, such as the ranks of one run, are a `Group`: it is over when all 
 when its time is up. The rest are then ended: SIGTERM, a grace period, SIGKILL.
 """
 
+import ctypes
 import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ from typing import IO, Self
 
 Process = subprocess.Popen[bytes] | ForkServerProcess  # either has its own session
 POLL_SECONDS = 0.05  # between polls of the children
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def start(
@@ -78,6 +81,14 @@ class Group:
 
     def end(self, *, grace: float, first: int = signal.SIGTERM) -> None:
         end(self.processes, grace=grace, first=first)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however that ends. Only Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it ended before
+            os._exit(1)
 
 
 def wait_for_one(groups: Sequence[Group]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.given_paths import check_inputs, check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
+from replay.campaign.going_on import going_on
+from replay.given_paths import check_inputs
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 from replay.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, sizes_of
@@ -61,8 +62,7 @@ def recompiles(
     own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(each=policy_timeout, total=None, at_once=None)
     if go_on is not None:
-        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
-        return partial(_go_on, go_on, limits)
+        return going_on("recompiles", go_on, {**own, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError(
@@ -87,11 +87,3 @@ def recompiles(
         return runs.begin(plan, typed, limits)
 
     return begin
-
-
-def _go_on(folder: Path, limits: RunLimits) -> int:
-    refuse_launcher("recompiles")
-    check_left_by("recompiles", folder)
-    from replay.recompiles import runs
-
-    return runs.go_on(folder, limits)

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.recompiles.policies import Policy
-from replay.recompiles.result import Result, best, pays_from
+from replay.recompiles.policies import Policy, Result, best, pays_from
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import counted, damaged_files, milliseconds
 

@@ -28,8 +28,7 @@ from replay.processes.devices import Machine
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child
 from replay.recompiles.console import RecompilesConsole
-from replay.recompiles.policies import Policy, RecompilesPlan, actor_under, least_padding, own_options
-from replay.recompiles.result import Result
+from replay.recompiles.policies import Policy, RecompilesPlan, Result, actor_under, least_padding, own_options
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED

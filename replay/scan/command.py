@@ -6,9 +6,10 @@ from typing import Any
 
 import typer
 
-from replay.given_paths import check_inputs, check_left_by
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, ray_options
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
+from replay.campaign.going_on import going_on
+from replay.given_paths import check_inputs
+from replay.on_ray.command import AddressOption, LauncherOption, ray_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 
@@ -49,8 +50,7 @@ def scan(
     ray = ray_options(launcher, address)
     limits = RunLimits(each=group_timeout, total=time_limit, at_once=at_once)
     if go_on is not None:
-        refuse_typed({"group": group, **given}, NOT_WITH_CONTINUE)
-        return partial(_go_on, go_on, limits, ray)
+        return going_on("scan", go_on, {"group": group, **given}, limits, ray)
     spec = replay_spec(given)
 
     def begin() -> int:
@@ -62,11 +62,3 @@ def scan(
         return runs.begin(spec, group or GROUP_SIZE, limits, ray)
 
     return begin
-
-
-def _go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
-    refuse_launcher("scan")
-    check_left_by("scan", folder)
-    from replay.scan import runs
-
-    return runs.go_on(folder, limits, ray)

@@ -6,8 +6,9 @@ from typing import Any
 
 import typer
 
-from replay.given_paths import check_inputs, check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_typed, replay_spec, with_options
+from replay.campaign.going_on import going_on
+from replay.given_paths import check_inputs
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import refuse_launcher
 from replay.processes.limits import RunLimits
 from replay.worst.configuration import WorstPlan
@@ -60,8 +61,7 @@ def worst(
     limits = RunLimits(each=run_timeout, total=None, at_once=None)
     if go_on is not None:
         own = {"measured": measured, "check": check or None, "predict": predict or None, "show": show}
-        refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
-        return partial(_go_on, go_on, limits)
+        return going_on("worst", go_on, {**own, **given}, limits)
     plan = WorstPlan(
         spec=replay_spec(given),
         num_measured=measured or NUM_MEASURED,
@@ -77,16 +77,8 @@ def worst(
     def begin() -> int:
         refuse_launcher("worst")
         check_inputs(plan.spec.inputs)
-        from replay.worst import report
+        from replay.worst import runs
 
-        return report.begin(plan, typed, limits)
+        return runs.begin(plan, typed, limits)
 
     return begin
-
-
-def _go_on(folder: Path, limits: RunLimits) -> int:
-    refuse_launcher("worst")
-    check_left_by("worst", folder)
-    from replay.worst import report
-
-    return report.go_on(folder, limits)

@@ -19,7 +19,7 @@ from replay.report.text import Columns, counted, damaged_files, gibibytes, milli
 from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds
 from replay.worst.measuring import Measuring
-from replay.worst.ranking import Fits, Ranked, Room
+from replay.worst.memory import Fits, Ranked, Room
 
 SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
 

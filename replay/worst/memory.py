@@ -1,10 +1,14 @@
-"""Ask how much memory a new process gets on this machine's device."""
+"""Ask how much memory a new process gets on this machine's device, and say whether a predicted peak fits it."""
 
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+
+from replay.inspection.shapes import Shape
+from replay.prediction.costs import MOST_OF_PEAK, Cost, Error
 
 SECONDS = 120.0
 _PROGRAM = """
@@ -56,3 +60,48 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):  # no such file, or no limit
         return None
+
+
+class Fits(StrEnum):
+    YES = "fits"
+    PERHAPS = "too near to tell"
+    NO = "does not fit"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    shape: Shape
+    cost: Cost  # predicted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The memory here, and what lies between a predicted peak and it."""
+
+    memory: Memory | None  # None: the system does not say
+    overhead: float  # what the allocator reserves, as a share of what it gives out
+    error: Error | None
+    ran_out_at: float | None = None  # the least predicted peak of an input that ran out of memory when it was measured
+
+    def has_shown(self, peak: float) -> bool:
+        """Did an input with no higher peak run out of memory here?"""
+        return self.ran_out_at is not None and peak >= self.ran_out_at
+
+    def needed(self, peak: float, num_ranks: int) -> float:
+        """Return the bytes that ranks with this peak take of the memory that each, or all, have here."""
+        is_shared = self.memory is not None and self.memory.is_shared
+        return peak * self.overhead * (num_ranks if is_shared else 1)
+
+    def fits(self, peak: float, num_ranks: int, least: float | None = None) -> Fits:
+        """Judge a peak, or one between `least` and `peak`, which may be off by the error."""
+        if self.has_shown(peak):
+            return Fits.NO
+        if self.memory is None:
+            return Fits.UNKNOWN
+        off = MOST_OF_PEAK if self.error is None else self.error.most_of_peak
+        if self.needed(peak, num_ranks) * (1 + off) <= self.memory.free_bytes:
+            return Fits.YES
+        if self.needed(peak if least is None else least, num_ranks) * (1 - off) > self.memory.free_bytes:
+            return Fits.NO
+        return Fits.PERHAPS

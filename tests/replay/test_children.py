@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,33 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tm
     running.close()  # as for a KeyboardInterrupt
     with pytest.raises(ProcessLookupError):
         os.kill(int(long.read_text()), 0)
+
+
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+from replay.processes.forkserver import start
+
+program, mark = map(Path, sys.argv[1:])
+start(program, [str(mark)], os.environ, mark.with_name("output.txt"))
+time.sleep(600)
+"""
+
+
+def test_what_runs_is_killed_with_the_command_that_began_it(tmp_path: Path) -> None:
+    """Otherwise it would write beside what --continue runs again."""
+    program, mark = tmp_path / "program.py", tmp_path / "mark"
+    program.write_text("import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}.'); time.sleep(600)")
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(program), str(mark)], cwd=ROOT)
+    while not mark.exists() or not mark.read_text().endswith("."):
+        time.sleep(0.05)
+    driver.kill()
+    child = Path("/proc") / mark.read_text()[:-1]
+    until = time.monotonic() + 60
+    while child.exists() and "State:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    driver.wait()
 
 
 def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(programs: Programs, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ packing = [true, false]
 KILLED_AT_THE_FIRST = """
 import os, signal
 from replay.entry import run_and_leave
-from replay.parity.console import ParityProgress
+from replay.parity.report import ParityProgress
 
 ParityProgress.ended = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 run_and_leave()

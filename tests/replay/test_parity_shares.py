@@ -7,7 +7,7 @@ import pytest
 from actor_init.spec import Dtype
 from replay.campaign.campaign import Campaign
 from replay.compare.plot import draw_parity
-from replay.parity import shares as parity_shares
+from replay.parity import report as parity_report
 from replay.parity.matrix import settings_of
 from replay.parity.noise_floor import CellResult, Distance, Noise
 from replay.parity.plan import Cell, Role
@@ -54,14 +54,14 @@ def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
 
 def test_each_run_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cells, log, result = made()
-    monkeypatch.setattr(parity_shares, "MAX_RUNS", len(cells))
+    monkeypatch.setattr(parity_report, "MAX_RUNS", len(cells))
     expected = {cell.name: {"loss": [number / BOUNDS[cell.spec.actor.dtype]]} for number, cell in enumerate(cells)}
-    assert parity_shares.shares_of(log, result) == expected
+    assert parity_report.shares_of(log, result) == expected
 
 
 def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None:
     cells, log, result = made()
-    found = parity_shares.shares_of(log, result)
+    found = parity_report.shares_of(log, result)
     values = [line.partition(" (")[0] for line in found]
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]

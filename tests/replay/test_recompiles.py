@@ -18,8 +18,7 @@ from replay.cli import main
 from replay.option_parsing import spec_of
 from replay.processes import pool
 from replay.processes.pool import Child, Task
-from replay.recompiles.policies import Policy, least_padding
-from replay.recompiles.result import Result, best, pays_from
+from replay.recompiles.policies import Policy, Result, best, least_padding, pays_from
 from replay.runlog.records import CompilationSection
 from replay.runner import compilations
 from tests.helpers.read_logs import read_log

@@ -135,7 +135,7 @@ def law(monkeypatch: pytest.MonkeyPatch) -> Law:
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
     memory = Memory(device="a device", free_bytes=int(num_bytes), total_bytes=2**40, is_shared=False)
-    monkeypatch.setattr("replay.worst.report.memory_here", lambda: memory)
+    monkeypatch.setattr("replay.worst.runs.memory_here", lambda: memory)
 
 
 def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:

@@ -32,8 +32,7 @@ from replay.worst.configuration import Configuration, WorstPlan
 from replay.worst.configuration_costs import Bounds, predict_configuration
 from replay.worst.console import WorstConsole
 from replay.worst.measuring import Measuring, measure
-from replay.worst.memory import memory_here
-from replay.worst.ranking import Fits, Ranked, Room
+from replay.worst.memory import Fits, Ranked, Room, memory_here
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
 
