@@ -223,7 +223,7 @@ def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path) -> None:
     assert program == "replay"
     assert typed[:4] == ["--launcher", "ray", "--address", "auto"]
     assert typed[4] == "--workers"
-    num_workers, spec = int(typed[5]), action_of(typed[6:]).args[0]
+    num_workers, spec = int(typed[5]), action_of(typed[6:]).args[0].spec
     assert num_workers == workers["replicas"] * int(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert num_workers % (spec.actor.parallel.tp * spec.actor.parallel.ring) == 0
     assert Path("/shared") in spec.measure.log_folder.parents

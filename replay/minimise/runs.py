@@ -22,6 +22,7 @@ from replay.minimise.parity_cell import ParityCell, read_cell
 from replay.minimise.search import OutOfRunsError, Search
 from replay.minimise.state import Limits, MinimiseLog, Trial
 from replay.option_parsing import command_line, spec_of
+from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
 from replay.report.text import counted
@@ -273,7 +274,8 @@ class _Work:
         return _Seen(failure=failure, child=child, num_runs=num_runs + 1, seconds=seconds + child.seconds)
 
     def _run(self, home: Path, arguments: Sequence[str], num_processes: int) -> Child:
-        return run_child(Task.attempt(home, arguments, num_processes=num_processes, limit=self.log.limits.run))
+        job = ChildJob(spec=spec_of(arguments))
+        return run_child(Task.attempt(home, job, num_processes=num_processes, limit=self.log.limits.run))
 
     def _settle(
         self, what: str, candidate: Candidate, found: Failure | None, said: str, seconds: float, num_runs: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from replay.compare.plot import draw_curves
-from replay.option_parsing import command_line
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import RunTasks, Task, run_child
 from replay.runlog.reader import PastRun
 from replay.suite import text as suite_wording
@@ -76,9 +76,8 @@ def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
     )
     logs, output = suite.room_for(one.name)
     task = Task(
-        arguments=command_line(spec),
+        job=ChildJob(spec=spec).logging_into(logs),
         num_processes=one.num_processes,
-        logs=logs,
         output=output,
         limit=suite.spec.limit,
     )
@@ -105,7 +104,8 @@ def save_init_weights(suite: Suite, run: RunTasks) -> None:
         suite.spec, inputs=suite.inputs_for_all, loss=suite.inputs.loss, folder=suite.init_weights
     )
     logs, output = suite.room_for("init-weights")
-    task = Task(arguments=command_line(spec), num_processes=1, logs=logs, output=output, limit=suite.spec.limit)
+    job = ChildJob(spec=spec).logging_into(logs)
+    task = Task(job=job, num_processes=1, output=output, limit=suite.spec.limit)
     if error := run_child(task, run).error:
         raise UsageError(f"--save-init-weights: {error}")
 

@@ -59,7 +59,7 @@ def main() -> int:
         for job in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             torch.manual_seed(0)
-            spec = action_of(job["arguments"]).args[0]
+            spec = action_of(job["arguments"]).args[0].spec
             before, logs = logs, []
             with ExitStack() as stack:
                 if job["fault"]:

@@ -12,9 +12,11 @@ from replay.campaign.campaign import Campaign
 from replay.parity.plan import Plan, Role, in_environments
 from replay.parity.rows import ParityLog
 from replay.parity.text import commands, header
+from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import RunHere, Task
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from tests.helpers.planning import planned
 
@@ -88,8 +90,9 @@ def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(
     monkeypatch.setenv("PYTHONPATH", "/this/one")
     monkeypatch.setenv("RANK", "0")
     python = program(tmp_path / "python", 'printf "replay: %s|" "$PYTHONPATH" "$RANK" "$@"; exit 2')
-    task = Task.attempt(tmp_path / "home", ["--tp", "2"], num_processes=1, limit=math.inf, python=python)
+    job = ChildJob(spec=ReplaySpec())
+    task = Task.attempt(tmp_path / "home", job, num_processes=1, limit=math.inf, python=python)
     [(_, child)] = RunHere(at_once=1)([(None, task)])
     assert child.is_refusal
     said = task.output.read_text().replace("replay: ", "").split("|")
-    assert said[:9] == ["", "", "-u", "-P", "-m", "replay", "--tp", "2", "--log-folder"]
+    assert said == ["", "", "-u", "-P", "-m", "replay", "--job", str(task.logs / "job.json"), ""]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ class Runs:
         self.num_made += 1
         if (event := self.happens.pop(self.num_made, None)) is not None:
             raise event
-        spec = spec_of(task.arguments)
+        spec = task.job.spec
         records = self.fails(spec.inputs.inputs or Path())
         write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
         task.output.write_text("as it was printed\n")
@@ -247,7 +246,7 @@ def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     usual = runs.fails
 
     def run(task: Task) -> Child:
-        loss = dict(pairwise(task.arguments)).get("--loss", "nowhere:")
+        loss = task.job.spec.measure.loss
         runs.fails = usual if Path(loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
         return runs(task)
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from actor_init.spec import ParallelSpec
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
 from replay.on_ray.cells import Cells
@@ -28,10 +27,12 @@ from replay.on_ray.cluster import cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
 from replay.parity.rows import ParityLog
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
 from replay.shipped_inputs import default_folder
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
@@ -209,13 +210,17 @@ def cells(address: str, tmp_path: Path) -> Iterator[Cells]:
         yield Cells(cluster, tmp_path, module="tests.helpers.cell_program")
 
 
-def cell(root: Path, what: str, *more: str, num_processes: int = 1, limit: float = LIMIT) -> tuple[str, Task]:
-    logs = root / "cells" / what
+def cell(
+    root: Path, what: str, *, inputs: Path | None = None, num_processes: int = 1, limit: float = LIMIT
+) -> tuple[str, Task]:
     # The folder tells these processes from those of other runs of the tests on this machine.
-    arguments = [what, "--of", str(root), *more]
-    return what, Task(
-        arguments=arguments, num_processes=num_processes, logs=logs, output=logs / "output.txt", limit=limit
-    )
+    logs = root / root_name(root) / what
+    spec = ReplaySpec(inputs=InputsSpec(inputs=inputs), measure=MeasureSpec(name=what, log_folder=logs))
+    return what, Task(job=ChildJob(spec=spec), num_processes=num_processes, output=logs / "output.txt", limit=limit)
+
+
+def root_name(root: Path) -> str:
+    return "-".join(root.parts[1:])
 
 
 def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path) -> None:
@@ -249,7 +254,7 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
         assert [line[:4] for line in lines] == [[str(rank), str(rank % 2), str(size), "2"] for rank in range(size)]
         assert len({line[4] for line in lines}) == 1
         assert child.output.read_text().count("replay: rank ") == size
-    assert processes_left(str(tmp_path), LIMIT) == []
+    assert processes_left(root_name(tmp_path), LIMIT) == []
 
 
 def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
@@ -275,9 +280,9 @@ def lost_when(ray_cluster: Any, is_time: Callable[[], bool]) -> Iterator[None]:
         loser.join()
 
 
-def wait_to_be_ended(arguments: Sequence[str]) -> int:
-    """Say that a rank runs, in the place of `replay.cli.main`."""
-    Path(arguments[0], os.environ["RANK"]).touch()
+def wait_to_be_ended(job: ChildJob) -> int:
+    """Say that a rank runs, in the place of a replay."""
+    Path(job.spec.measure.name, os.environ["RANK"]).touch()
     signal.pause()
     return 0
 
@@ -287,9 +292,8 @@ def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path,
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
-        ended = run_on_ray(
-            wait_to_be_ended, [str(ranks)], options, parallel=ParallelSpec(), log_folder=tmp_path / "logs"
-        )
+        job = ChildJob(spec=ReplaySpec(measure=MeasureSpec(log_folder=tmp_path / "logs", name=str(ranks))))
+        ended = run_on_ray(wait_to_be_ended, job, options, show_traceback=False)
         assert ended == 1
     first, second = [line for line in capfd.readouterr().err.splitlines() if line.startswith("replay: ")]
     assert re.fullmatch(r"replay: node \S+ is lost; what it had not sent yet is lost too", first)

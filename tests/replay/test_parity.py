@@ -14,7 +14,6 @@ import torch
 
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
-from replay.cli import action_of
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
@@ -69,7 +68,7 @@ class Runs:
         self.limits: list[float] = []
 
     def __call__(self, task: Task) -> Child:
-        spec = action_of([*task.arguments]).args[0]
+        spec = task.job.spec
         place = self.place_of(spec)
         self.names.append(RUNS[place])
         self.limits.append(task.limit)
@@ -359,8 +358,7 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(task: Task) -> Child:
-        spec = action_of([*task.arguments, "--log-folder", str(task.logs)]).args[0]
-        return Child(exit_code=run_in(world, spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
+        return Child(exit_code=run_in(world, task.job.spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)
 

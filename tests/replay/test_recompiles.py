@@ -22,6 +22,7 @@ from replay.recompiles.policies import Policy, least_padding
 from replay.recompiles.result import Result, best, pays_from
 from replay.runlog.records import CompilationSection
 from replay.runner import compilations
+from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
@@ -41,8 +42,7 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             tasks.append(task)
             task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("")
-            code = main([*task.arguments, "--quiet", "--log-folder", str(task.logs)])
-            yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+            yield key, Child(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
     monkeypatch.setattr(pool, "run_children", run_here)

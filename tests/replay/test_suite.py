@@ -22,6 +22,7 @@ from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
 from replay.suite.outcome import NoCurve, Status, outcomes
 from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from replay.suite.state import Suite
+from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
 
@@ -353,8 +354,8 @@ class HereRunner:
         if isinstance(event, BaseException):
             raise event
         task.output.write_text(f"replay: {name} says why\n")
-        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
-        return Child(exit_code=main(typed) if event is None else event, seconds=1.0, output=task.output, logs=task.logs)
+        code = run_quietly(task) if event is None else event
+        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.fixture

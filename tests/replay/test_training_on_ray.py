@@ -22,7 +22,7 @@ from replay.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.node_agent import NodeAgent
 from replay.on_ray.training import Trainings
-from replay.option_parsing import command_line
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun
 from replay.spec import ReplaySpec, StateSpec
@@ -100,10 +100,9 @@ def doomed(run: Any, marks: Path) -> Any:
     return rank
 
 
-def task_of(root: Path, arguments: list[str], name: str = "ddp") -> Task:
-    return Task(
-        arguments=arguments, num_processes=2, logs=root / "runs" / name, output=root / f"{name}.log", limit=LIMIT
-    )
+def task_of(root: Path, spec: ReplaySpec) -> Task:
+    job = ChildJob(spec=spec).logging_into(root / "runs" / "ddp")
+    return Task(job=job, num_processes=2, output=root / "ddp.log", limit=LIMIT)
 
 
 def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number(
@@ -117,7 +116,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
         when(cluster, may_go, nodes.lose, nodes.add)
         rank = doomed(doomed_training.doomed, tmp_path)
         run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
-        [(_, child)] = run([(None, task_of(tmp_path, command_line(spec)))])
+        [(_, child)] = run([(None, task_of(tmp_path, spec))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
     assert numbers(tmp_path / "runs" / "ddp") == numbers(whole / "runs" / "ddp")
@@ -179,7 +178,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
         when(cluster, lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose)
         rank = doomed(doomed_training.hang, tmp_path)
         [(_, child)] = Trainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
-            [(None, task_of(tmp_path, []))]
+            [(None, task_of(tmp_path, ReplaySpec()))]
         )
         workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("rank*")]
         until = time.monotonic() + LIMIT
