@@ -28,7 +28,7 @@ from replay.minimise.failure import OF_THE_JOB, Failure, Log
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.minimise.state import MinimiseLog
-from replay.option_parsing import spec_from_dict
+from replay.option_parsing import command_line, spec_from_dict
 from replay.processes.pool import Child
 from replay.report.text import counted, one_line
 from replay.runlog.writer import versions
@@ -193,7 +193,7 @@ def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     if cell is None:
         lines.append(f"exec {shlex.join(_words(chosen.arguments, chosen.num_processes))}")
     else:
-        reference = _words(cell.reference_of(chosen), cell.num_processes)
+        reference = _words(command_line(cell.reference_of(chosen)), cell.num_processes)
         own = _words(chosen.arguments, chosen.num_processes)
         lines += [
             'logs="logs/$(date +%Y%m%d-%H%M%S)"',
@@ -257,5 +257,5 @@ def _size_table(log: MinimiseLog, written: Written) -> list[str]:
         f"| tokens, padding included | {log.num_tokens} | {written.num_tokens} |",
         f"| layers | {log.num_layers or 'not known'} | {chosen.spec.actor.num_layers or log.num_layers or 'all'} |",
         f"| processes | {log.num_processes} | {chosen.num_processes} |",
-        f"| options | `{shlex.join(first.arguments) or 'none'}` | `{smallest}` |",
+        f"| options | `{shlex.join(first.candidate.arguments) or 'none'}` | `{smallest}` |",
     ]

@@ -21,7 +21,7 @@ from replay.minimise.folder import write_folder
 from replay.minimise.parity_cell import ParityCell, read_cell
 from replay.minimise.search import OutOfRunsError, Search
 from replay.minimise.state import Limits, MinimiseLog, Trial
-from replay.option_parsing import command_line, spec_of
+from replay.option_parsing import command_line
 from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
 from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
@@ -57,8 +57,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Limits, *, reda
     Raises UsageError for a cell that does not differ.
     """
     cell, num_processes = read_cell(parity, name)
-    spec = spec_of(cell.arguments)
-    spec = replace(spec, measure=replace(spec.measure, log_folder=logs))
+    spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
     typed = ["--parity", str(parity), "--cell", name]
     return _begin(spec, num_processes, limits, redact=redact, typed=typed, cell=cell)
 
@@ -82,7 +81,7 @@ def _begin(
     log = MinimiseLog(
         folder=create_folder(spec.measure.log_folder.absolute(), "minimise"),
         command=shlex.join(["replay", "minimise", *(["--redact"] if redact else []), *typed]),
-        arguments=command_line(spec),
+        spec=spec,
         limits=limits,
         num_processes=num_processes,
         redact=redact,
@@ -257,24 +256,23 @@ class _Work:
         home = self.log.home_of(number)
         self.console.begins(number)
         cell, num_runs, seconds = self.log.parity, 0, 0.0
-        given = [] if inputs is None else ["--inputs", str(inputs)]
         reference: Child | None = None
         if cell is not None:
-            arguments = cell.reference_arguments if inputs is None else cell.reference_of(candidate)
-            reference = self._run(home / "reference", [*arguments, *given], cell.num_processes)
+            spec = cell.reference if inputs is None else _of_inputs(cell.reference_of(candidate), inputs)
+            reference = self._run(home / "reference", spec, cell.num_processes)
             num_runs, seconds = 1, reference.seconds
             if reference.exit_code != 0:
                 failure = failure_of(reference)
                 return _Seen(failure=failure, child=reference, num_runs=num_runs, seconds=seconds)
-        arguments = self.log.arguments if inputs is None else list(candidate.arguments)
-        child = self._run(home / "runs", [*arguments, *given], candidate.num_processes)
+        spec = self.log.spec if inputs is None else _of_inputs(candidate.spec, inputs)
+        child = self._run(home / "runs", spec, candidate.num_processes)
         failure = failure_of(child)
         if cell is not None and reference is not None and child.exit_code == 0:
             failure = cell.failure(reference, child)
         return _Seen(failure=failure, child=child, num_runs=num_runs + 1, seconds=seconds + child.seconds)
 
-    def _run(self, home: Path, arguments: Sequence[str], num_processes: int) -> Child:
-        job = ChildJob(spec=spec_of(arguments))
+    def _run(self, home: Path, spec: ReplaySpec, num_processes: int) -> Child:
+        job = ChildJob(spec=spec)
         return run_child(Task.attempt(home, job, num_processes=num_processes, limit=self.log.limits.run))
 
     def _settle(
@@ -283,7 +281,7 @@ class _Work:
         trial = Trial(
             what=what,
             cuts=list(candidate.cuts),
-            arguments=list(candidate.arguments),
+            spec=candidate.spec,
             num_processes=candidate.num_processes,
             num_runs=num_runs,
             found=found,
@@ -294,6 +292,10 @@ class _Work:
         self.known[candidate] = trial
         self.console.tried(trial)
         return found
+
+
+def _of_inputs(spec: ReplaySpec, inputs: Path) -> ReplaySpec:
+    return replace(spec, inputs=replace(spec.inputs, inputs=inputs))
 
 
 def _num_layers(config: Mapping[str, Any]) -> int | None:

@@ -1,9 +1,9 @@
 """Keep the state of a minimisation in `logs/<time>-minimise/minimise.json`, rewritten after every run.
 
-{"format": 1, "command": "replay minimise --inputs inputs/my-run", "arguments": [...], "limits": {...},
+{"format": 1, "command": "replay minimise --inputs inputs/my-run", "spec": {...}, "limits": {...},
  "num_processes": 1, "redact": false,
  "versions": {...}, "sources": ["inputs/my-run/a.pkl"], "failure": {...}, "num_layers": 4,
- "trials": [{"what": "files", "cuts": [...], "arguments": [], "num_processes": 1, "num_runs": 1, "found": {...},
+ "trials": [{"what": "files", "cuts": [...], "spec": {...}, "num_processes": 1, "num_runs": 1, "found": {...},
              "said": "shows it", "seconds": 1.9}]}
 
 A trial without cuts is the replay as it was typed. Number n is in the folder `trials/<n>`.
@@ -20,7 +20,6 @@ from capture.file_format.atomic_write import write_atomically
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.failure import Failure
 from replay.minimise.parity_cell import ParityCell
-from replay.option_parsing import spec_of
 from replay.runlog.writer import refuse_other_versions, versions
 from replay.spec import ReplaySpec
 
@@ -52,7 +51,7 @@ class Trial:
 
     what: str
     cuts: list[Cut]
-    arguments: list[str]
+    spec: ReplaySpec
     num_processes: int
     num_runs: int
     found: Failure | None
@@ -61,14 +60,14 @@ class Trial:
 
     @property
     def candidate(self) -> Candidate:
-        return Candidate(cuts=tuple(self.cuts), arguments=tuple(self.arguments), num_processes=self.num_processes)
+        return Candidate(cuts=tuple(self.cuts), spec=self.spec, num_processes=self.num_processes)
 
 
 @dataclass(kw_only=True, slots=True)
 class MinimiseLog:
     """The state of a minimisation.
 
-    arguments  of the replay as it was typed
+    spec       of the replay as it was typed
     sources    captures that it replays, in their order
     parity     what --parity and --cell named
     failure    None until that replay has failed
@@ -78,7 +77,7 @@ class MinimiseLog:
     folder: Path
     format: int = FORMAT
     command: str
-    arguments: list[str]
+    spec: ReplaySpec
     limits: Limits
     num_processes: int
     redact: bool
@@ -111,11 +110,6 @@ class MinimiseLog:
     def write(self) -> None:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
         write_atomically(self.folder / FILE, json_bytes(values))
-
-    @property
-    def spec(self) -> ReplaySpec:
-        """Return the spec of the replay as it was typed."""
-        return spec_of(self.arguments)
 
     @property
     def num_runs(self) -> int:

@@ -26,7 +26,6 @@ from replay.minimise.failure import Failure, Kind, failure_of, masked
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import Standalone
 from replay.minimise.state import FILE, MinimiseLog
-from replay.option_parsing import spec_of
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Status
@@ -37,6 +36,7 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
+from tests.helpers.typed import spec_of
 from tests.trainers.common import make_model
 
 Captured = pytest.CaptureFixture[str]
@@ -114,8 +114,8 @@ def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
 def cell_of(**changes: Any) -> ParityCell:
     values: dict[str, Any] = {
         "name": "fsdp2 fp32 padded compiled",
-        "arguments": ["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"],
-        "reference_arguments": ["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"],
+        "spec": spec_of(["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"]),
+        "reference": spec_of(["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"]),
         "num_processes": 1,
         "bounds": {"loss": 1e-6, "log-probs": 1e-6},
     }
@@ -125,11 +125,11 @@ def cell_of(**changes: Any) -> ParityCell:
 def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
     cell = cell_of()
     assert sorted(cell.shared) == ["--backend", "--dtype", "--model"]
-    whole = Candidate.of([], spec_of(cell.arguments), 4)  # two data ranks
-    spec = spec_of(cell.reference_of(whole))
+    whole = Candidate.of([], cell.spec, 4)  # two data ranks
+    spec = cell.reference_of(whole)
     assert (spec.actor.grad_accumulation, spec.actor.parallel.tp, spec.actor.compile) == (2, 1, "off")
     smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
-    spec = spec_of(cell.reference_of(smaller))
+    spec = cell.reference_of(smaller)
     assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
     assert spec.actor.num_accumulated == 1
 

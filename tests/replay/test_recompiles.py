@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from actor_init.spec import ActorSpec, UsageError
 from replay.cli import main
-from replay.option_parsing import spec_of
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, least_padding
@@ -24,6 +23,7 @@ from replay.runlog.records import CompilationSection
 from replay.runner import compilations
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
+from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
 

@@ -24,7 +24,6 @@ from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
-from replay.option_parsing import spec_of
 from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
@@ -39,6 +38,7 @@ from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
 from tests.helpers.made_records import record
+from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20
