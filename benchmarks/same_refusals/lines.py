@@ -79,7 +79,6 @@ REPLAY = """
     --resume
     --resume --save-state new --save-every 1 --load-state state --step
     --save-state new --save-model new
-    --trace --reverse-rows
     --step --no-backward
     --step --optimizer none
     --save-state new --save-every 2

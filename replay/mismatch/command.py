@@ -21,7 +21,7 @@ def _serves_mismatch(toggle: Toggle) -> bool:
     if toggle.part == "measure":
         return toggle.field in ("timeout", "log_folder")
     return toggle.part in ("inputs", "actor", "actor.parallel") and toggle.field not in (
-        *("dtype", "attention", "uneven", "epochs", "reverse_rows", "grad_accumulation", "gradient_checkpointing"),
+        *("dtype", "attention", "uneven", "epochs", "grad_accumulation", "gradient_checkpointing"),
         *("learning_rate", "lr_warmup_steps", "max_norm", "weight_decay", "beta1", "beta2", "eps", "momentum"),
     )
 

@@ -28,7 +28,7 @@ from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, ReplaySpec
 from replay.wording import in_flags
 
-SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
+SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
