@@ -240,6 +240,19 @@ def command_line(spec: ReplaySpec) -> list[str]:
     return arguments
 
 
+def set_without_option(spec: ReplaySpec) -> dict[str, Any]:
+    """Return the fields that no option sets and that are not at their default, with their values."""
+    declared = {(toggle.part, toggle.field) for toggle in toggles()}
+    return {
+        spec_field.name: value
+        for part, spec_class in PARTS.items()
+        for spec_field in fields(spec_class)
+        if (part, spec_field.name) not in declared
+        and f"{part}.{spec_field.name}" not in PARTS
+        and (value := getattr(attrgetter(part)(spec), spec_field.name)) != spec_field.default
+    }
+
+
 def with_values(spec: ReplaySpec, values: Iterable[tuple[Toggle, Any]]) -> ReplaySpec:
     """Return the spec with other values of some options. Raises UsageError if they contradict the rest."""
     whole = spec_to_dict(spec)

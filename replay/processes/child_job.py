@@ -8,6 +8,7 @@ by name.
 """
 
 import json
+import shlex
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,12 +16,13 @@ from typing import Any, Self
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.folder_layout import folder_of_capture
-from replay.option_parsing import spec_from_dict
+from replay.option_parsing import command_line, set_without_option, spec_from_dict
 from replay.shipped_inputs import default_folder
 from replay.spec import ReplaySpec
 
 FORMAT = 1
 FILE = "job.json"
+NO_OPTION = "# and what no option sets: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,29 @@ class ChildJob:
         else:
             inputs = replace(self.spec.inputs, input_file=Path(copy) / file.absolute().relative_to(self.inputs))
         return replace(job, spec=replace(job.spec, inputs=inputs))
+
+    def repeat_line(self, *, num_processes: int = 1, python: str = "") -> str:
+        """Return the command line that people type for this job; a comment has what no option sets.
+
+        torchrun --nproc-per-node 2 -m replay --backend fsdp2  # and what no option sets: details=True
+        """
+        line = shlex.join(self.repeat_words(num_processes=num_processes, python=python))
+        return f"{line}  {self.remark}" if self.remark else line
+
+    @property
+    def remark(self) -> str:
+        """Return a comment, as a shell reads it, with what no option sets; empty if there is nothing."""
+        besides = ", ".join(f"{name}={value}" for name, value in set_without_option(self.spec).items())
+        return f"{NO_OPTION}{besides}" if besides else ""
+
+    def repeat_words(self, *, num_processes: int = 1, python: str = "") -> list[str]:
+        """Return the words of `repeat_line`."""
+        ranks = ["--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+        if python:
+            program = [python, *(["-m", "torch.distributed.run", *ranks] if ranks else []), "-m", "replay"]
+        else:
+            program = ["torchrun", *ranks, "-m", "replay"] if ranks else ["replay"]
+        return [*program, *command_line(self.spec)]
 
 
 def _made_settings(part: Any) -> dict[str, Any]:

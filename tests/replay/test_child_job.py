@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from replay.cli import action_of, main
 from replay.processes.child_job import ChildJob
 from replay.spec import MeasureSpec, ReplaySpec
+from tests.helpers.repeated import repeated_by
 
 SPEC = ReplaySpec(
     actor=ActorSpec(dtype=Dtype.BF16, parallel=ParallelSpec(tp=2)), measure=MeasureSpec(log_folder=Path("logs/a"))
@@ -44,6 +46,26 @@ def test_a_job_of_another_version_or_a_damaged_one_is_refused_by_name(
     path.write_text(text)
     assert main(["--job", str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"replay: {tmp_path}/{says}")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "measure", "num_processes", "python", "line"),
+    [
+        ({}, {}, 1, "", "replay --dtype bf16 --tp 2 --log-folder logs/a"),
+        ({}, {"name": "a b"}, 2, "", "torchrun --nproc-per-node 2 -m replay {} --name 'a b'"),
+        ({}, {}, 1, "/old/python", "/old/python -m replay {}"),
+        ({}, {}, 4, "/old/python", "/old/python -m torch.distributed.run --nproc-per-node 4 -m replay {}"),
+        ({}, {"details": True}, 1, "", "replay {}  # and what no option sets: details=True"),
+        ({"reverse_rows": True}, {}, 1, "", "replay {}  # and what no option sets: reverse_rows=True"),
+    ],
+)
+def test_what_people_are_shown_gives_the_job_again_and_says_what_no_option_sets(
+    inputs: dict[str, Any], measure: dict[str, Any], num_processes: int, python: str, line: str
+) -> None:
+    spec = replace(SPEC, inputs=replace(SPEC.inputs, **inputs), measure=replace(SPEC.measure, **measure))
+    shown = ChildJob(spec=spec).repeat_line(num_processes=num_processes, python=python)
+    assert shown == line.format("--dtype bf16 --tp 2 --log-folder logs/a")
+    assert repeated_by(shown) == (spec, num_processes, python)
 
 
 def test_a_job_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

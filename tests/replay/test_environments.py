@@ -19,6 +19,7 @@ from replay.processes.pool import RunHere, Task
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from tests.helpers.planning import planned
+from tests.helpers.repeated import repeated_by
 
 OLD = Environment(python="/old/bin/python", versions={"torch": "2.8.0", "transformers": "4.57.6", "deepspeed": None})
 NEW = Environment(python="/new/bin/python", versions={"torch": "2.8.0", "transformers": "5.23.0", "deepspeed": None})
@@ -81,7 +82,11 @@ def test_the_log_keeps_the_environments_and_says_their_versions(tmp_path: Path) 
     assert again.campaign.plan.environments == [OLD, NEW]
     said = dict(header(again))
     assert said["env 2"] == "/new/bin/python: torch 2.8.0, transformers 5.23.0, no deepspeed"
-    assert commands(again)[0].startswith("/old/bin/python -m replay --backend fsdp2")
+    shown = commands(again)
+    assert shown[0].startswith("/old/bin/python -m replay --backend fsdp2")
+    assert [repeated_by(line) for line in shown] == [
+        (cell.spec, cell.num_processes, cell.python) for cell in again.campaign.plan.cells
+    ]
 
 
 def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from replay.minimise import folder as folder_module
 from replay.minimise import runs as runs_module
 from replay.minimise.candidate import Candidate
 from replay.minimise.failure import Failure, Kind, failure_of, masked
+from replay.minimise.folder import _run_script
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import Standalone
 from replay.minimise.state import FILE, MinimiseLog
@@ -36,6 +36,7 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
+from tests.helpers.repeated import repeated_by
 from tests.helpers.typed import spec_of
 from tests.trainers.common import make_model
 
@@ -144,6 +145,30 @@ def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> Non
     assert cell_of().failure(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_reversed: bool) -> None:
+    cell = cell_of()
+    spec = replace(
+        cell.spec,
+        inputs=replace(cell.spec.inputs, reverse_rows=is_reversed),
+        measure=replace(cell.spec.measure, details=True),
+    )
+    lines = _run_script(Candidate.of([], spec, 2), cell).splitlines()
+    there = replace(spec.inputs, inputs=Path("inputs"))
+    traced = replace(spec.measure, details=False, trace=True)
+    assert [line for line in lines if line.startswith("# ")] == (
+        ["# and what no option sets: reverse_rows=True, details=True"] if is_reversed else []
+    )
+    reference, own = [line.partition(" --log-folder ")[0] for line in lines if "--log-folder" in line]
+    assert repeated_by(reference).spec == replace(
+        cell.reference_of(Candidate.of([], spec, 2)), inputs=replace(there, reverse_rows=False), measure=traced
+    )
+    if is_reversed:
+        own += f"  {lines[2]}"
+    expected = replace(spec, inputs=there, measure=spec.measure if is_reversed else traced)
+    assert repeated_by(own) == (expected, 2, "")
+
+
 def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     for typed, says in (
         (["--parity", str(tmp_path)], "--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME"),
@@ -219,7 +244,7 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert TOKEN in ids
     assert (smallest / "inputs" / "actor.json").is_file()
     command = (smallest / "run.sh").read_text().splitlines()[-1].removeprefix("exec ")
-    assert spec_of(shlex.split(command)[1:]).inputs.inputs == Path("inputs")
+    assert repeated_by(command).spec.inputs.inputs == Path("inputs")
     assert "--max-norm" not in command
     assert (smallest / "output.txt").read_text() == "as it was printed\n"
     assert "IndexError" in (smallest / "README.md").read_text()
