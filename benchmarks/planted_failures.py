@@ -7,6 +7,7 @@ larger, or took more than 40 runs.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from actor_init.as_json import from_json
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.minimise.cutting import Shape
-from replay.minimise.state import MinimiseLog
+from replay.minimise.trials import Trial
 from tests.helpers.planted_failures import PLANTED, Planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,25 +54,26 @@ def minimised(name: str, planted: Planted, home: Path) -> bool:
         )
     seconds = time.monotonic() - began
     (folder,) = (home / "logs").glob("*-minimise")
-    log = MinimiseLog.read(folder)
+    result = json.loads((folder / "minimise.json").read_text())["result"]
+    trials = [from_json(Trial, trial, source=str(folder)) for trial in result["trials"]]
+    num_runs = sum(trial.num_runs for trial in trials)
     if not (folder / "smallest").is_dir():
-        print(f"| {name} | {log.num_runs} | failed, see {home / 'printed.txt'} |", flush=True)
+        print(f"| {name} | {num_runs} | failed, see {home / 'printed.txt'} |", flush=True)
         return False
     shapes = [Shape.of(read_call(path)) for path in capture_files(folder / "smallest" / "inputs")]
-    left = next(trial for trial in reversed(log.trials) if trial.what == "smallest").candidate
+    left = next(trial for trial in reversed(trials) if trial.what == "smallest").candidate
     rows, tokens = sum(one.num_rows for one in shapes), sum(one.num_rows * one.num_columns for one in shapes)
-    layers = left.spec.actor.num_layers or log.num_layers or 0
+    layers = left.spec.actor.num_layers or result["num_layers"] or 0
     own = [word for word in left.arguments if word.startswith("--") and word not in ("--inputs", "--num-layers")]
     options = [word for word in own if word not in planted.options and word not in ("--backend", "--timeout")]
-    assert log.failure is not None
     shown = "shows it" if (folder / "smallest" / "repro.py").is_file() else "none"
-    sizes = (log.num_runs, len(shapes), rows, tokens, layers, left.num_processes)
+    sizes = (num_runs, len(shapes), rows, tokens, layers, left.num_processes)
     print(
         f"| {name} | {' | '.join(map(str, sizes))} | {' '.join(own) or 'none'} | {shown} | {seconds:.0f} |", flush=True
     )
     most = (MOST_RUNS, planted.files, planted.rows, planted.tokens, planted.layers, planted.processes)
     is_small = all(size <= bound for size, bound in zip(sizes, most, strict=True))
-    return is_small and not options and log.failure.kind == planted.kind
+    return is_small and not options and result["failure"]["kind"] == planted.kind
 
 
 if __name__ == "__main__":

@@ -104,8 +104,13 @@ class Campaign(Generic[Plan]):
     @classmethod
     def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
         """Make the folder of a new campaign below `logs`. `words` are the options of the command line that began it."""
+        return cls.begin_in(create_folder(logs, name), name, plan, words=words, machine=machine)
+
+    @classmethod
+    def begin_in(cls, folder: Path, name: str, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
+        """Begin a campaign in a folder that is there, with what its plan needs."""
         campaign = cls(
-            folder=create_folder(logs, name),
+            folder=folder,
             name=name,
             command=shlex.join(["replay", name, *words]),
             machine=machine,
@@ -154,15 +159,26 @@ class Campaign(Generic[Plan]):
     def path(self) -> Path:
         return self.folder / f"{self.name}.json"
 
-    def open(self, where: Executor, limits: RunLimits) -> None:
-        """Have jobs run there, under these limits; the time for all of them begins."""
+    def open(self, where: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
+        """Have jobs run there, under these limits; the time for all of them begins.
+
+        storage  where jobs keep the states that they go on from; None: they keep none
+        """
         self._limit, self._until = limits.each, limits.end()
-        self._run_tasks = where.runner(self.folder, self.machine, limits.at_once)
+        if storage is None:
+            self._run_tasks = where.runner(self.folder, self.machine, limits.at_once)
+        else:
+            self._run_tasks = where.trainer(self.folder, self.machine, storage)
         self._runs_alone = where.runs_alone(self.machine, limits.at_once)
 
     @property
     def num_running(self) -> int:
         return self._run_tasks.num_running if self._run_tasks is not None else 0
+
+    @property
+    def num_known(self) -> int:
+        """Return how many jobs are over."""
+        return len(self._entries)
 
     def refuse_elsewhere(self, where: Executor, jobs: Iterable[Job] | None = None) -> None:
         """Raise UsageError if a job has to run, and cannot run there as those did that are known.
@@ -179,7 +195,7 @@ class Campaign(Generic[Plan]):
 
         It has to run again if it failed beside others: alone it might succeed.
         """
-        entry = self._entries.get(job.digest)
+        entry = self._entries.get(job.digest_in(self.folder))
         if entry is None:
             return None
         home = self.folder / entry.home
@@ -187,6 +203,10 @@ class Campaign(Generic[Plan]):
         if not entry.ran_alone and self.has_failed(child):
             return None
         return Settled(place, child, entry.ran_alone, is_new=False)
+
+    def forget(self, job: Job) -> None:
+        """Have a job run again, although it is known."""
+        self._entries.pop(job.digest_in(self.folder), None)
 
     def settle(self, jobs: Iterable[Job], *, until: float | None = None) -> Generator[Settled]:
         """Yield each job when it is over, first those that are known.
@@ -221,7 +241,7 @@ class Campaign(Generic[Plan]):
 
     def _note(self, job: Job, child: Child) -> None:
         entry = _Entry(
-            job=job.digest,
+            job=job.digest_in(self.folder),
             exit_code=child.exit_code,
             seconds=child.seconds,
             ran_alone=self._runs_alone,

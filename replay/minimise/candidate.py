@@ -1,9 +1,12 @@
 """Describe what one trial of `replay minimise` replays: parts of captures, options, processes."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actor_init.as_json import to_json
 from replay.option_parsing import Toggle, command_line, toggles, with_values
 from replay.spec import ReplaySpec
 
@@ -36,6 +39,11 @@ class Candidate:
     @property
     def arguments(self) -> list[str]:
         return command_line(self.spec)
+
+    @property
+    def contents(self) -> str:
+        """Return a digest of what its inputs hold."""
+        return hashlib.sha256(json.dumps(to_json(self.cuts)).encode()).hexdigest()
 
     @property
     def given(self) -> list[Toggle]:

@@ -13,7 +13,7 @@ from replay.option_parsing import NOT_WITH_CONTINUE, Action, Toggle, refuse_type
 from replay.processes.launch import refuse_launcher
 
 if TYPE_CHECKING:
-    from replay.minimise.state import Limits
+    from replay.minimise.trials import Limits
 
 Given = tuple[int | None, float | None, int | None]  # limits that were typed: tries, seconds of a run, runs
 
@@ -94,7 +94,7 @@ def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: b
 
 
 def _bounds(limits: Given) -> "Limits":
-    from replay.minimise.state import Limits
+    from replay.minimise.trials import Limits
 
     tries, run_timeout, max_runs = limits
     return Limits(tries=tries or TRIES, run=run_timeout or RUN_SECONDS, num_runs=max_runs or NUM_RUNS)

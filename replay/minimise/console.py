@@ -8,7 +8,7 @@ from typing import IO
 
 from capture.progress_bar import ProgressBar
 from replay.minimise.folder import Written
-from replay.minimise.state import MinimiseLog, Trial
+from replay.minimise.trials import MinimiseLog, Trial
 from replay.report.printing import open_console, print_line, print_pairs
 from replay.report.text import Pairs, counted
 
@@ -17,21 +17,21 @@ class MinimiseConsole:
     def __init__(self, log: MinimiseLog, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
         self._log = log
-        limits = log.limits
+        limits, num_known = log.plan.limits, log.campaign.num_known
         print_pairs(
             self._out,
             [
-                ("command", log.command),
-                ("inputs", counted(len(log.sources), "file")),
+                ("command", log.campaign.command),
+                ("inputs", counted(len(log.plan.sources), "file")),
                 ("limits", f"at most {counted(limits.num_runs, 'run')}, of {limits.run:g} s each"),
-                *([("go on", f"{counted(len(log.trials), 'trial')} made before")] if log.trials else []),
+                *([("go on", f"{counted(num_known, 'run')} made before")] if num_known else []),
             ],
         )
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)
 
     def begins(self, number: int) -> None:
-        self._bar.show(self._log.num_runs, self._log.limits.num_runs, f"trial {number}")
+        self._bar.show(self._log.num_runs, self._log.plan.limits.num_runs, f"trial {number}")
 
     def tried(self, trial: Trial) -> None:
         self._bar.clear()
@@ -40,7 +40,7 @@ class MinimiseConsole:
         print_pairs(self._out, [(f"run {self._log.num_runs}", f"{': '.join(parts)}{seconds}")])
 
     def not_seen(self) -> None:
-        tries = self._log.limits.tries
+        tries = self._log.plan.limits.tries
         self._bar.clear()
         print_line(self._out)
         print_pairs(
@@ -66,7 +66,7 @@ class MinimiseConsole:
             ("failure", (written.failure or log.failure).text),
             (
                 "left",
-                f"{written.num_files} of {counted(len(log.sources), 'file')}, {counted(written.num_rows, 'row')}, "
+                f"{written.num_files} of {counted(len(log.plan.sources), 'file')}, {counted(written.num_rows, 'row')}, "
                 f"{counted(written.num_tokens, 'token')}, {_layers(log, written)}, "
                 f"{counted(chosen.num_processes, 'process')}",
             ),
@@ -84,7 +84,7 @@ class MinimiseConsole:
         if written.failure is None:
             left.append(("failed", f"the last run, there, did not show it, see {written.folder / 'output.txt'}"))
         if not is_whole:
-            more = 2 * log.limits.num_runs
+            more = 2 * log.plan.limits.num_runs
             left.append(("go on", f"replay minimise --continue {log.folder} --max-runs {more}: it may get smaller"))
         print_line(self._out)
         print_pairs(self._out, left)
@@ -96,8 +96,9 @@ def _layers(log: MinimiseLog, written: Written) -> str:
 
 
 def _size(trial: Trial) -> str:
-    if not trial.cuts:
+    cuts = trial.candidate.cuts
+    if not cuts:
         return ""
-    rows = sum(len(cut.rows) for cut in trial.cuts)
-    tokens = sum(len(cut.rows) * (cut.end - cut.first) for cut in trial.cuts)
-    return f", {counted(len(trial.cuts), 'file')}, {counted(rows, 'row')}, {counted(tokens, 'token')}"
+    rows = sum(len(cut.rows) for cut in cuts)
+    tokens = sum(len(cut.rows) * (cut.end - cut.first) for cut in cuts)
+    return f", {counted(len(cuts), 'file')}, {counted(rows, 'row')}, {counted(tokens, 'token')}"

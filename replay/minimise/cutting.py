@@ -6,20 +6,26 @@ What the job recorded of a pass is kept where it is exact for what is left: row 
 there, values by token. A loss, a gradient and a norm are of all rows, and go with the first cut.
 """
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from capture.file_format.capture_file import Call
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
 from capture.file_format.micro_batch import CaptureError
-from replay.minimise.candidate import Cut
+from replay.minimise.candidate import Candidate, Cut
 from replay.tolerances.quantities import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.job_values import TOKEN_PLACES, token_places
 
 BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep
 MIN_COLUMNS = 2  # a token, and one that it predicts
+KEPT_CALLS = 16  # captures in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,3 +168,20 @@ def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
         "token_log_probs": [value for value, _, _ in left],
         TOKEN_PLACES: [number for _, row, column in left for number in (row, column)],
     }
+
+
+@lru_cache(maxsize=KEPT_CALLS)
+def read_source(path: Path) -> Call:
+    """Read a capture, which is cut again and again."""
+    return read_call(path)
+
+
+def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:
+    """Write the captures of a candidate, and the config beside them, into a new folder. Raises CaptureError."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    for cut in candidate.cuts:
+        cut_call(read_source(sources[cut.source]), cut).write(folder)
+    config = folder_of_capture(sources[0]) / ACTOR_CONFIG_NAME
+    if config.is_file():
+        shutil.copy(config, folder)

@@ -23,11 +23,11 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import Tokens, redact_folder
 from replay.minimise.candidate import Candidate
-from replay.minimise.cutting import Shape
+from replay.minimise.cutting import Shape, write_inputs
 from replay.minimise.failure import OF_THE_JOB, Failure, Log
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
-from replay.minimise.state import MinimiseLog
+from replay.minimise.trials import MinimiseLog
 from replay.option_parsing import spec_from_dict
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
@@ -64,26 +64,24 @@ class Written:
     num_files: int
 
 
-def write_folder(
-    log: MinimiseLog, best: Candidate, write_inputs: "WriteInputs", check: Check, *, is_whole: bool
-) -> Written:
+def write_folder(log: MinimiseLog, best: Candidate, check: Check, *, is_whole: bool) -> Written:
     """Write `best` into a new folder, run it there, and say in a README what it is. An earlier one is replaced."""
-    home = (log.folder / f".{SMALLEST}").absolute()
+    home = log.folder / f".{SMALLEST}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(mode=0o700)
-    write_inputs(home / INPUTS, log.sources, best)
-    redaction = _redacted(home, best, log.failure, check) if log.redact else ""
+    write_inputs(home / INPUTS, log.plan.sources, best)
+    redaction = _redacted(home, best, log.failure, check) if log.plan.redact else ""
     chosen, outside, failure, child = _checked(home, best, check)
     shutil.copy(child.output, home / "output.txt")
     start = Log.of(child.logs).start
     settled = chosen.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
-    seconds = min(log.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
+    seconds = min(log.plan.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
     with chdir(home):
         standalone = write_standalone(
             home, settled, failure or log.failure, num_processes=chosen.num_processes, seconds=seconds
         )
-    (home / "run.sh").write_text(_run_script(chosen, log.parity), encoding="utf-8")
+    (home / "run.sh").write_text(_run_script(chosen, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
     shapes = [Shape.of(read_call(path)) for path in capture_files(home / INPUTS)]
@@ -103,10 +101,6 @@ def write_folder(
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(home, folder)
     return written
-
-
-class WriteInputs(Protocol):
-    def __call__(self, folder: Path, sources: Sequence[Path], candidate: Candidate) -> None: ...
 
 
 def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check) -> str:
@@ -245,8 +239,8 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         "",
         *_size_table(log, written),
         "",
-        f"{smaller} `{log.command}` found it in {counted(log.num_runs, 'run')}; "
-        f"the failure came in run {sum(trial.what == 'as typed' for trial in log.trials)} of the replay as typed.",
+        f"{smaller} `{log.campaign.command}` found it in {counted(log.num_runs, 'run')}; "
+        f"the failure came in run {log.num_tries} of the replay as typed.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -259,10 +253,10 @@ def _size_table(log: MinimiseLog, written: Written) -> list[str]:
     return [
         "| | as typed | smallest |",
         "|---|---|---|",
-        f"| files | {len(log.sources)} | {written.num_files} |",
+        f"| files | {len(log.plan.sources)} | {written.num_files} |",
         f"| rows | {log.num_rows} | {written.num_rows} |",
         f"| tokens, padding included | {log.num_tokens} | {written.num_tokens} |",
         f"| layers | {log.num_layers or 'not known'} | {chosen.spec.actor.num_layers or log.num_layers or 'all'} |",
-        f"| processes | {log.num_processes} | {chosen.num_processes} |",
+        f"| processes | {log.plan.num_processes} | {chosen.num_processes} |",
         f"| options | `{shlex.join(first.candidate.arguments) or 'none'}` | `{smallest}` |",
     ]

@@ -1,38 +1,36 @@
 """Run `replay minimise`: see the replay fail, then replay less and less of it, each time in processes of its own."""
 
-import shlex
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
-from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
 from capture.file_format.micro_batch import CaptureError
+from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.job import Job
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.console import MinimiseConsole
-from replay.minimise.cutting import Shape, cut_call
+from replay.minimise.cutting import Shape, read_source, write_inputs
 from replay.minimise.failure import Failure, Log, failure_of
 from replay.minimise.folder import write_folder
 from replay.minimise.parity_cell import ParityCell, read_cell
 from replay.minimise.search import OutOfRunsError, Search
-from replay.minimise.state import Limits, MinimiseLog, Trial
+from replay.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, Trial
+from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
-from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
-from replay.processes.pool import Child, Task, run_child, sigterm_interrupts
+from replay.processes.limits import RunLimits
+from replay.processes.pool import Child
 from replay.report.text import counted
 from replay.resolution.selection import select
-from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runlog.writer import INTERRUPTED
 from replay.spec import ReplaySpec
 from replay.wording import in_flags
-
-KEPT_CALLS = 16  # captures in memory
-AS_TYPED = "as typed"
 
 
 def begin(spec: ReplaySpec, num_processes: int | None, limits: Limits, *, redact: bool) -> int:
@@ -77,34 +75,38 @@ def _begin(
             f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
             "Try: a smaller --processes, --tp or --ring"
         )
-    sources = _sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
-    log = MinimiseLog(
-        folder=create_folder(spec.measure.log_folder.absolute(), "minimise"),
-        command=shlex.join(["replay", "minimise", *(["--redact"] if redact else []), *typed]),
+    plan = MinimisePlan(
         spec=spec,
-        limits=limits,
         num_processes=num_processes,
+        limits=limits,
         redact=redact,
-        sources=sources,
+        sources=_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
         parity=cell,
     )
-    log.write()
-    return _work(log)
+    campaign = Campaign.begin(
+        "minimise",
+        spec.measure.log_folder.absolute(),  # runs are made in other folders too
+        plan,
+        words=[*(["--redact"] if redact else []), *typed],
+        machine=Machine.here(num_processes),
+    )
+    return _run(campaign)
 
 
 def go_on(folder: Path, limits: Callable[[Limits], Limits]) -> int:
-    """Go on with a minimisation, under the limits that `limits` makes of its own. Nothing is tried twice.
+    """Go on with a minimisation, under the limits that `limits` makes of its own. Nothing is run twice.
 
-    Raises UsageError if there is no such minimisation, or if it was made with other versions.
+    Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
     """
-    log = MinimiseLog.read(folder)
-    log.folder = folder.absolute()  # runs are made in other folders too
-    log.limits = limits(log.limits)
-    if missing := [path for path in log.sources if not _is_there(path)]:
+    campaign = Campaign.read("minimise", folder.absolute(), MinimisePlan)
+    campaign.refuse_elsewhere(ThisMachine())
+    plan = campaign.plan
+    if missing := [path for path in plan.sources if not _is_there(path)]:
         raise UsageError(
             f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
         )
-    return _work(log)
+    campaign.plan = replace(plan, limits=limits(plan.limits))
+    return _run(campaign)
 
 
 def _is_there(path: Path) -> bool:
@@ -119,37 +121,60 @@ def _sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
         )
         for rank in range(num_data_ranks)
     ]
-    longest = max(len(one.inputs) for one in of_ranks)
-    rounds = [one.inputs[number] for number in range(longest) for one in of_ranks if number < len(one.inputs)]
+    longest = max(len(selection.inputs) for selection in of_ranks)
+    rounds = [
+        selection.inputs[number]
+        for number in range(longest)
+        for selection in of_ranks
+        if number < len(selection.inputs)
+    ]
     if not rounds:
         raise UsageError("every input is damaged. Try: replay inspect, with that folder")
     return list(dict.fromkeys(path.absolute() for path in rounds))
 
 
-def _work(log: MinimiseLog) -> int:
+def _run(campaign: Campaign[MinimisePlan]) -> int:
+    campaign.open(ThisMachine(), RunLimits(each=campaign.plan.limits.run, total=None, at_once=None))
+    log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log)
-    work = _Work(log=log, console=console)
-    try:
-        with sigterm_interrupts():
-            return work.run()
-    except KeyboardInterrupt:
+    exit_code = INTERRUPTED
+    with until_interrupted() as interruption:
+        exit_code = _Work(log=log, console=console).run()
+    if interruption.happened:
         console.interrupted()
-        return INTERRUPTED
+    return exit_code
 
 
-@lru_cache(maxsize=KEPT_CALLS)
-def _read(path: Path) -> Call:
-    return read_call(path)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialPlan:
+    """A trial that is to be made.
+
+    home      its folder in the campaign's
+    inputs    what it replays; None: as it was typed
+    contents  tells its inputs from those of other trials
+    """
+
+    what: str
+    candidate: Candidate
+    home: str
+    inputs: Path | None = None
+    contents: str = ""
+
+    def fed(self, spec: ReplaySpec) -> ReplaySpec:
+        """Return a spec with its inputs."""
+        return spec if self.inputs is None else replace(spec, inputs=replace(spec.inputs, inputs=self.inputs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """What a replay did, of a parity cell with its reference. `child` is the one that failed, else the last."""
+    """What a replay did; of a parity cell its reference ran before it, and alone if that failed."""
 
     failure: Failure | None
-    child: Child
-    num_runs: int
-    seconds: float
+    children: list[Child]
+
+    @property
+    def child(self) -> Child:
+        return self.children[-1]
 
     @property
     def said(self) -> str:
@@ -160,30 +185,32 @@ class _Seen:
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
+    """Ask for one replay after another. Those that the campaign knows come back unrun, and are not printed again."""
+
     log: MinimiseLog
     console: MinimiseConsole
-    known: dict[Candidate, Trial] = field(default_factory=dict)
+    tried: dict[Candidate, Failure | None] = field(default_factory=dict)  # of the search; the failure, if it was shown
+    is_new: bool = False  # the trial has a run that was not known
 
     def run(self) -> int:
         log = self.log
-        if log.failure is None and not self._see_it_fail():
+        if not self._see_it_fail():
             self.console.not_seen()
             return 1
         assert log.failure is not None
-        self.known = log.known
-        shapes = [Shape.of(_read(path)) for path in log.sources]
-        log.num_rows = sum(one.num_rows for one in shapes)
-        log.num_tokens = sum(one.num_rows * one.num_columns for one in shapes)
+        shapes = [Shape.of(read_source(path)) for path in log.plan.sources]
+        log.num_rows = sum(shape.num_rows for shape in shapes)
+        log.num_tokens = sum(shape.num_rows * shape.num_columns for shape in shapes)
         whole = [
             Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
             for number, shape in enumerate(shapes)
         ]
         search = Search(
-            best=Candidate.of(whole, log.spec, log.num_processes),
+            best=Candidate.of(whole, log.plan.spec, log.plan.num_processes),
             failure=log.failure,
             shapes=shapes,
             num_layers=log.num_layers,
-            fixed=log.parity.shared if log.parity is not None else (),
+            fixed=log.plan.parity.shared if log.plan.parity is not None else (),
             shows=self.shows,
         )
         is_whole = True
@@ -191,23 +218,26 @@ class _Work:
             search.run()
         except OutOfRunsError:
             is_whole = False
-        written = write_folder(log, search.best, write_inputs, self._check, is_whole=is_whole)
+        written = write_folder(log, search.best, self._check, is_whole=is_whole)
         self.console.finish(written, is_whole=is_whole)
         return 0
 
     def _see_it_fail(self) -> bool:
         """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""
         log = self.log
-        as_typed = Candidate.of([], log.spec, log.num_processes)
-        while sum(trial.what == AS_TYPED for trial in log.trials) < log.limits.tries:
-            seen = self._seen(as_typed, None)
+        candidate = Candidate.of([], log.plan.spec, log.plan.num_processes)
+        for repeat in count():
+            trial = _TrialPlan(what=AS_TYPED, candidate=candidate, home=self._next_home())
+            if repeat >= log.plan.limits.tries and self._is_new(trial, repeat):
+                break
+            seen = self._see(trial, repeat)
             if seen.child.is_refusal:
                 raise UsageError(seen.child.error)
             start = Log.of(seen.child.logs).start
             log.num_layers = _num_layers({} if start is None else start.work.config)
             log.failure = seen.failure
             said = "no failure" if seen.failure is None else seen.failure.text
-            self._settle(AS_TYPED, as_typed, seen.failure, said, seen.seconds, seen.num_runs)
+            self._settle(trial, seen.failure, said, seen.children)
             if seen.failure is not None:
                 return True
         return False
@@ -217,85 +247,99 @@ class _Work:
 
         Raises OutOfRunsError.
         """
-        if candidate in self.known:
-            return self.known[candidate].found
-        log = self.log
-        if log.num_runs >= log.limits.num_runs:
-            raise OutOfRunsError
-        inputs = log.home_of(len(log.trials) + 1) / "inputs"
+        if candidate in self.tried:
+            return self.tried[candidate]
+        log, home = self.log, self._next_home()
+        inputs = log.folder / home / "inputs"
+        trial = _TrialPlan(what=what, candidate=candidate, home=home, inputs=inputs, contents=candidate.contents)
+        found = None
         try:
-            write_inputs(inputs, log.sources, candidate)
-            found, _ = self._until_it_shows(candidate, inputs, what)
+            if self._is_new(trial, 0):
+                if log.num_runs >= log.plan.limits.num_runs:
+                    raise OutOfRunsError
+                write_inputs(inputs, log.plan.sources, candidate)
+            found, _ = self._until_it_shows(trial)
         except (CaptureError, UsageError) as error:
-            found = self._settle(what, candidate, None, f"no replay: {in_flags(error)}", 0.0, 0)
+            self.is_new = True
+            self._settle(trial, None, f"no replay: {in_flags(error)}", [])
         if found is None:
             shutil.rmtree(inputs, ignore_errors=True)
+        self.tried[candidate] = found
         return found
 
     def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
         """Replay a candidate outside the search: with other inputs than its own, or in another place."""
-        return self._until_it_shows(replace(candidate, cuts=()), inputs, what)
+        digest = hashlib.sha256()
+        for path in sorted(inputs.iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+        home = f"trials/{what.replace(', ', '-')}"
+        alone = replace(candidate, cuts=())
+        return self._until_it_shows(
+            _TrialPlan(what=what, candidate=alone, home=home, inputs=inputs, contents=digest.hexdigest())
+        )
 
-    def _until_it_shows(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+    def _until_it_shows(self, trial: _TrialPlan) -> tuple[Failure | None, Child]:
         """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
-        log, num_runs, seconds = self.log, 0, 0.0
-        assert log.failure is not None
-        for _ in range(sum(trial.what == AS_TYPED for trial in log.trials)):
-            seen = self._seen(candidate, inputs)
-            num_runs, seconds = num_runs + seen.num_runs, seconds + seen.seconds
-            is_it = seen.failure is not None and seen.failure.is_same_as(log.failure)
+        children: list[Child] = []
+        assert self.log.failure is not None
+        for repeat in range(self.log.num_tries):
+            seen = self._see(trial, repeat)
+            children += seen.children
+            is_it = seen.failure is not None and seen.failure.is_same_as(self.log.failure)
             if is_it:
                 break
         found = seen.failure if is_it else None
-        self._settle(what, candidate, found, "shows it" if is_it else seen.said, seconds, num_runs)
+        self._settle(trial, found, "shows it" if is_it else seen.said, children)
         return found, seen.child
 
-    def _seen(self, candidate: Candidate, inputs: Path | None) -> _Seen:
-        """Run one replay, and of a parity cell its reference too; without `inputs`, with those that were typed."""
-        number = len(self.log.trials) + 1
-        home = self.log.home_of(number)
-        self.console.begins(number)
-        cell, num_runs, seconds = self.log.parity, 0, 0.0
-        reference: Child | None = None
+    def _see(self, trial: _TrialPlan, repeat: int) -> _Seen:
+        """Run one replay, and of a parity cell first its reference."""
+        children: list[Child] = []
+        for job in self._jobs(trial, repeat):
+            if self.log.campaign.known(job) is None:
+                self.is_new = True
+                self.console.begins(len(self.log.trials) + 1)
+            children.append(self.log.campaign.run(job))
+            if children[-1].exit_code != 0:
+                break
+        failure, cell = failure_of(children[-1]), self.log.plan.parity
+        if cell is not None and all(child.exit_code == 0 for child in children):
+            failure = cell.failure(*children)
+        return _Seen(failure=failure, children=children)
+
+    def _is_new(self, trial: _TrialPlan, repeat: int) -> bool:
+        """Is a replay of this trial still to be run?"""
+        return self.log.campaign.known(self._jobs(trial, repeat)[0]) is None
+
+    def _jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
+        """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
+        plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
+        runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
         if cell is not None:
-            spec = cell.reference if inputs is None else _of_inputs(cell.reference_of(candidate), inputs)
-            reference = self._run(home / "reference", spec, cell.num_processes)
-            num_runs, seconds = 1, reference.seconds
-            if reference.exit_code != 0:
-                failure = failure_of(reference)
-                return _Seen(failure=failure, child=reference, num_runs=num_runs, seconds=seconds)
-        spec = self.log.spec if inputs is None else _of_inputs(candidate.spec, inputs)
-        child = self._run(home / "runs", spec, candidate.num_processes)
-        failure = failure_of(child)
-        if cell is not None and reference is not None and child.exit_code == 0:
-            failure = cell.failure(reference, child)
-        return _Seen(failure=failure, child=child, num_runs=num_runs + 1, seconds=seconds + child.seconds)
+            reference = cell.reference if trial.inputs is None else cell.reference_of(candidate)
+            runs.insert(0, ("reference", reference, cell.num_processes))
+        shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
+        return [
+            Job(home=f"{trial.home}/{name}", spec=trial.fed(spec), num_processes=num_processes, **shared)
+            for name, spec, num_processes in runs
+        ]
 
-    def _run(self, home: Path, spec: ReplaySpec, num_processes: int) -> Child:
-        job = ChildJob(spec=spec)
-        return run_child(Task.attempt(home, job, num_processes=num_processes, limit=self.log.limits.run))
+    def _next_home(self) -> str:
+        return f"trials/{len(self.log.trials) + 1:04d}"
 
-    def _settle(
-        self, what: str, candidate: Candidate, found: Failure | None, said: str, seconds: float, num_runs: int
-    ) -> Failure | None:
+    def _settle(self, plan: _TrialPlan, found: Failure | None, said: str, children: Sequence[Child]) -> None:
         trial = Trial(
-            what=what,
-            cuts=list(candidate.cuts),
-            spec=candidate.spec,
-            num_processes=candidate.num_processes,
-            num_runs=num_runs,
+            what=plan.what,
+            candidate=plan.candidate,
+            num_runs=len(children),
             found=found,
             said=said,
-            seconds=seconds,
+            seconds=sum(child.seconds for child in children),
         )
         self.log.settle(trial)
-        self.known[candidate] = trial
-        self.console.tried(trial)
-        return found
-
-
-def _of_inputs(spec: ReplaySpec, inputs: Path) -> ReplaySpec:
-    return replace(spec, inputs=replace(spec.inputs, inputs=inputs))
+        if self.is_new:
+            self.console.tried(trial)
+        self.is_new = False
 
 
 def _num_layers(config: Mapping[str, Any]) -> int | None:
@@ -303,14 +347,3 @@ def _num_layers(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config") or {}
     named = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]
     return named[0] if named else None
-
-
-def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:
-    """Write the captures of a candidate, and the config beside them, into a new folder. Raises CaptureError."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    for cut in candidate.cuts:
-        cut_call(_read(sources[cut.source]), cut).write(folder)
-    config = folder_of_capture(sources[0]) / ACTOR_CONFIG_NAME
-    if config.is_file():
-        shutil.copy(config, folder)

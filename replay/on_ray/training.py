@@ -1,6 +1,6 @@
 """Train on a Ray cluster, one task after another, by Ray Train: it keeps states, and begins again from the latest.
 
-STORAGE/<name>/step-000010/    a checkpoint of the task whose logs are in LOGS/<name>: the parts of all workers
+STORAGE/<name>/step-000010/    a checkpoint of the task whose logs are in LOGS/<name>/0: the parts of all workers
 STORAGE/<name>/...             what Ray Train writes down about them
 
 A task that was trained before under the same name and storage goes on from its latest checkpoint.
@@ -101,7 +101,7 @@ class Trainings:
             rank=self._rank,
             job=self._job(task),
             storage=self._storage,
-            name=task.logs.name,
+            name=task.logs.parent.name,
             num_ranks=task.num_processes,
             most_failures=MOST_FAILURES,
         )

@@ -74,7 +74,7 @@ def folder_of(path: Path) -> Path:
     if (path / RUN_FILE).is_file():
         return path
     runs = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))
-    inside = sorted(file.parent for file in path.glob(f"runs/*/*/{RUN_FILE}"))
+    inside = sorted(file.parent for file in path.glob(f"runs/**/{RUN_FILE}"))
     if not runs and inside:
         raise UsageError(f"{path} holds no run of its own (no {RUN_FILE}), but {inside[-1]} is one. Give that")
     if not runs:

@@ -24,9 +24,8 @@ DEFAULT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteInputs:
-    """The prepared inputs: `folder` holds `num_inputs` training passes; an epoch is as many steps as they fill."""
+    """The prepared inputs: `num_inputs` training passes; an epoch is as many steps as they fill."""
 
-    folder: Path
     num_inputs: int
     loss: LossName
     said: str  # where they came from, in words
@@ -57,7 +56,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return SuiteInputs(folder=folder, num_inputs=num_inputs, loss=loss, said=f"{counted(num_inputs, 'input')} {said}")
+    return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{counted(num_inputs, 'input')} {said}")
 
 
 def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:

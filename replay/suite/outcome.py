@@ -52,16 +52,16 @@ class TrainingResult:
 
 def outcomes(
     plan: Sequence[Planned],
-    curves: Mapping[str, Curve],
-    no_curves: Mapping[str, NoCurve],
+    trained: Mapping[str, Curve | NoCurve],
     *,
     steps_an_epoch: int,
 ) -> list[TrainingResult]:
-    """Return the results in the order of `plan`. A configuration with neither a curve nor a reason was not reached."""
+    """Return the results in the order of `plan`. A configuration that is not among `trained` was not reached."""
+    curves = {name: curve for name, curve in trained.items() if isinstance(curve, Curve)}
     results = []
     for one in plan:
-        no_curve = no_curves.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
-        if curve := curves.get(one.name):
+        curve = trained.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
+        if isinstance(curve, Curve):
             judgement = compare_curves(
                 one.name,
                 curve,
@@ -73,7 +73,7 @@ def outcomes(
             status = Status.FAILED if judgement.complaints else Status.PASSED
             results.append(TrainingResult(planned=one, status=status, judgement=judgement))
         else:
-            may_refuse = one.name not in no_curves or not one.configuration.is_standard
-            status = Status.NOT_RUN if no_curve.is_refusal and may_refuse else Status.FAILED
-            results.append(TrainingResult(planned=one, status=status, reason=no_curve.reason))
+            may_refuse = one.name not in trained or not one.configuration.is_standard
+            status = Status.NOT_RUN if curve.is_refusal and may_refuse else Status.FAILED
+            results.append(TrainingResult(planned=one, status=status, reason=curve.reason))
     return results

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, lcm
 from pathlib import Path
+from typing import Any
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
@@ -66,27 +67,46 @@ def skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
     return frozenset(names) | {one.name for one in CONFIGURATIONS if not one.groups.isdisjoint(groups)}
 
 
+def _option(default: Any, help: str, **shape: Any) -> Any:
+    """Return a field that is an option of the command line too; `shape` is what typer.Option takes besides."""
+    return field(default=default, metadata={"help": help, **shape})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteSpec:
     """The options of a suite. Raises UsageError for invalid ones."""
 
-    dataset: Path | None = None
-    model: str | None = None
-    num_layers: int | None = None
-    dtype: Dtype = Dtype.BF16
-    gradient_checkpointing: bool = False
-    learning_rate: float = 1e-4
-    steps: int = 20
-    max_samples: int | None = None
-    num_gpus: int | None = None
-    tp: int = 2
-    ring: int = 2
-    output_dir: Path | None = None
-    limit: float = 1800.0  # seconds for one configuration
+    dataset: Path | None = _option(
+        None, "Captures, or a .jsonl or .parquet with a column text. Default: the sample.", envvar="DATASET"
+    )
+    model: str | None = _option(None, "As of `replay`. For texts a folder with a tokenizer.", envvar="MODEL")
+    num_layers: int | None = _option(None, "Build only the first N transformer layers.", min=1)
+    dtype: Dtype = _option(Dtype.BF16, "Compute dtype; master weights are fp32.")
+    gradient_checkpointing: bool = _option(False, "Recompute each block's activations in backward.")
+    learning_rate: float = _option(1e-4, "Of AdamW.", min=0)
+    steps: int = _option(20, "Optimizer steps of each configuration.", min=2)
+    max_samples: int | None = _option(
+        None, "Train on the first N inputs, over and over. Default: at most 8.", min=1, envvar="MAX_SAMPLES"
+    )
+    num_gpus: int | None = _option(
+        None, "Use N GPUs, or N processes on a CPU. Default: all; 2 on a CPU.", min=1, envvar="NUM_GPUS"
+    )
+    tp: int = _option(2, "Ranks that share each layer's weights, where any do.", min=2, envvar="TP_SIZE")
+    ring: int = _option(2, "Ranks that share each packed row, where any do.", min=2, envvar="RING_SIZE")
+    data_ranks: int | None = _option(
+        None, "Data ranks of each configuration. Default: as many as the GPUs are enough for.", min=1
+    )
+    init_weights: str | None = _option(
+        None, "Begin with the weights in this model folder. Default: those of --model.", metavar="PATH"
+    )
+    save_init_weights: bool = _option(False, "Write the weights to begin with, in fp32, and begin with that file.")
+    output_dir: Path | None = _option(
+        None,
+        "Where the folder inputs, on which all train, is made. Default: with the logs.",
+        envvar="OUTPUT_DIR",
+    )
+    limit: float = _option(1800.0, "Seconds that one configuration may take.", min=1, metavar="X")
     skip: frozenset[str] = field(default_factory=frozenset)
-    init_weights: str | None = None  # model folder with the weights to begin with
-    saves_init_weights: bool = False
-    num_data_ranks: int | None = None  # of each configuration; None: as many as fit
     save_every: int | None = None  # steps; None: no states are kept
     storage: str | None = None  # folder or URI for the states; None: beside the logs
 
@@ -96,6 +116,8 @@ class SuiteSpec:
             raise UsageError(f"--skip {unknown[0]} is no configuration. Give one of {', '.join(names)}")
         if set(names) <= self.skip:
             raise UsageError("every configuration is skipped. Skip fewer, and mind SKIP_... in the environment")
+        if self.save_init_weights and self.init_weights is not None:
+            raise UsageError("--init-weights and --save-init-weights exclude each other. Give one of the two")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +139,8 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
     plan = []
     for one in CONFIGURATIONS:
         share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
-        fits, wanted = machine.num_devices // share, spec.num_data_ranks or 1
-        num_data_ranks = spec.num_data_ranks or fits or 1  # on a CPU, processes stand in for GPUs
+        fits, wanted = machine.num_devices // share, spec.data_ranks or 1
+        num_data_ranks = spec.data_ranks or fits or 1  # on a CPU, processes stand in for GPUs
         reason = ""
         if machine.has_gpus and fits < wanted:
             limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"

@@ -1,130 +1,100 @@
 """Run `replay suite`: train one model under each configuration, in its own processes, and judge the curves."""
 
-import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from actor_init.spec import UsageError
-from replay.compare.plot import draw_curves
-from replay.processes.child_job import ChildJob
-from replay.processes.pool import RunTasks, Task, run_child
-from replay.runlog.reader import PastRun
-from replay.suite import text as suite_wording
+from replay.campaign.campaign import until_interrupted
+from replay.compare.plot import check_plot, draw_curves
+from replay.on_ray.command import RayOptions
+from replay.on_ray.executor import Executor, executor
+from replay.processes.limits import RunLimits
+from replay.runlog.writer import INTERRUPTED
 from replay.suite.console import SuiteConsole
-from replay.suite.loss_curve import curve_of
+from replay.suite.folder import Suite
+from replay.suite.loss_curve import Curve
 from replay.suite.outcome import NoCurve, Status, TrainingResult, outcomes
-from replay.suite.plan import DDP, Planned, run_spec_of, spec_of_init_weights
-from replay.suite.state import Suite
-from replay.wording import in_flags
-
-TERMINATED = 143
+from replay.suite.plan import DDP, Planned, SuiteSpec, num_ranks_of
 
 
-def run_suite(suite: Suite, run: RunTasks, plot: Path | None = None) -> int:
-    """Run the suite and return 0 if every configuration that ran passed, else 1. Finished ones are not repeated.
+def begin(spec: SuiteSpec, logs: Path, words: Sequence[str], ray: RayOptions | None, plot: Path | None) -> int:
+    """Run a suite, and return the exit code: 0 if every configuration that ran passed.
 
-    plot  file for a picture of the curves; None: none is drawn
+    words  options of the command line
+    plot   file for a picture of the curves; None: none is drawn
 
     Raises UsageError, and leaves no folder, if no configuration can run.
     """
-    console = SuiteConsole()
-    console.say(suite_wording.header(suite))
-    no_curves: dict[str, NoCurve] = {}
-    wanted = [one for one in suite.plan if not one.reason and suite.curve(one.name) is None]
-    try:
-        with _sigterm_exits():
-            if wanted and suite.spec.saves_init_weights and not suite.init_weights.exists():
-                save_init_weights(suite, run)
-                console.say(suite_wording.init_weights(suite))
-            for number, one in enumerate(wanted):
-                console.say(suite_wording.begins(one, suite.inputs_a_step))
-                console.trained(number, len(wanted))
-                if no_curve := train(suite, one, run):
-                    no_curves[one.name] = no_curve
-                console.say(suite_wording.ended(suite.curve(one.name), no_curve))
-    except (KeyboardInterrupt, SystemExit):
-        suite.write("interrupted", _results(training_results(suite, no_curves)))
-        console.say(suite_wording.interrupted(suite))
-        raise
-    results = training_results(suite, no_curves)
-    has_failed = any(one.status is Status.FAILED for one in results)
-    suite.write("failed" if has_failed else "passed", _results(results))
     if plot is not None:
-        draw_curves(plot, {one.planned.name: one.judgement.curve.losses for one in results if one.judgement})
-    console.finish(suite_wording.table(results), suite_wording.verdict(suite, results))
+        check_plot(plot)
+    with executor(ray, num_ranks_of(spec)) as where:
+        return _run(Suite.begin(spec, logs, where, words=words), where, plot)
+
+
+def go_on(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
+    """Train the configurations of a suite that have no curve yet, and judge all of them.
+
+    Raises UsageError if there is no such suite, or if it was begun on another machine or with other versions.
+    """
+    if plot is not None:
+        check_plot(plot)
+    suite = Suite.read(folder)
+    with executor(ray, num_ranks_of(suite.spec)) as where:
+        suite.campaign.refuse_elsewhere(where, map(suite.job, suite.runnable))
+        return _run(suite, where, plot)
+
+
+def _run(suite: Suite, where: Executor, plot: Path | None) -> int:
+    limits = RunLimits(each=suite.spec.limit, total=None, at_once=None)
+    suite.campaign.open(where, limits, storage=suite.storage)
+    console = SuiteConsole(suite)
+    curves = suite.curves
+    missing = [training for training in suite.runnable if training.name not in curves]
+    with until_interrupted() as interruption:
+        if missing and suite.spec.save_init_weights:
+            _save_init_weights(suite, console)
+        for number, training in enumerate(missing):
+            console.begins(training, number, len(missing))
+            curves[training.name] = _train(suite, training, is_first=not curves)
+            console.ended(curves[training.name])
+    results = _results(suite, curves)
+    has_failed = any(result.status is Status.FAILED for result in results)
+    status = "interrupted" if interruption.happened else "failed" if has_failed else "passed"
+    suite.write(status, {result.planned.name: result.summary() for result in results})
+    if interruption.happened:
+        console.interrupted(curves)
+        return INTERRUPTED
+    if plot is not None:
+        judged = {result.planned.name: result.judgement for result in results if result.judgement}
+        draw_curves(plot, {name: judgement.curve.losses for name, judgement in judged.items()})
+    console.finish(results)
     return 1 if has_failed else 0
 
 
-def train(suite: Suite, one: Planned, run: RunTasks) -> NoCurve | None:
-    """Train one configuration and write its curve, or return why there is none.
+def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
+    """Write the weights with which all configurations begin, unless they are there. Raises UsageError if that fails."""
+    if suite.init_weights.exists():
+        return
+    suite.campaign.forget(suite.job_of_init_weights)
+    if error := suite.campaign.run(suite.job_of_init_weights).error:
+        raise UsageError(f"--save-init-weights: {error}")
+    console.wrote_init_weights()
+
+
+def _train(suite: Suite, training: Planned, *, is_first: bool) -> Curve | NoCurve:
+    """Train one configuration.
 
     Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
     """
-    begin = str(suite.init_weights) if suite.spec.saves_init_weights else suite.spec.init_weights
-    spec = run_spec_of(
-        one,
-        replace(suite.spec, init_weights=begin),
-        inputs=suite.inputs_for_all,
-        num_inputs=suite.inputs.num_inputs,
-        inputs_a_step=suite.inputs_a_step,
-        loss=suite.inputs.loss,
-        states=suite.states_of(one.name),
-    )
-    logs, output = suite.room_for(one.name)
-    task = Task(
-        job=ChildJob(spec=spec).logging_into(logs),
-        num_processes=one.num_processes,
-        output=output,
-        limit=suite.spec.limit,
-    )
-    child = run_child(task, run)
-    if error := child.error:
-        is_refusal = child.is_refusal
-        if is_refusal and one.name == DDP and suite.is_untouched:
-            suite.discard()
-            raise UsageError(error)
-        return NoCurve(reason=error, is_refusal=is_refusal)
-    try:
-        curve = curve_of(PastRun.read(logs))
-    except UsageError as error:
-        return NoCurve(reason=in_flags(error))
-    if len(curve.steps) != suite.spec.steps:
-        return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {suite.spec.steps}, see {output}")
-    suite.write_curve(one.name, curve)
-    return None
+    child = suite.campaign.run(suite.job(training))
+    if is_first and training.name == DDP and child.is_refusal:
+        error = child.error
+        suite.discard()
+        raise UsageError(error)
+    curve = suite.curve_after(training, child)
+    suite.copy_out()
+    return curve
 
 
-def save_init_weights(suite: Suite, run: RunTasks) -> None:
-    """Write the weights with which all configurations begin. Raises UsageError if that fails."""
-    spec = spec_of_init_weights(
-        suite.spec, inputs=suite.inputs_for_all, loss=suite.inputs.loss, folder=suite.init_weights
-    )
-    logs, output = suite.room_for("init-weights")
-    job = ChildJob(spec=spec).logging_into(logs)
-    task = Task(job=job, num_processes=1, output=output, limit=suite.spec.limit)
-    if error := run_child(task, run).error:
-        raise UsageError(f"--save-init-weights: {error}")
-
-
-def training_results(suite: Suite, no_curves: Mapping[str, NoCurve]) -> list[TrainingResult]:
-    curves = {one.name: curve for one in suite.plan if (curve := suite.curve(one.name)) is not None}
-    steps_an_epoch = suite.inputs.steps_an_epoch(suite.inputs_a_step)
-    return outcomes(suite.plan, curves, no_curves, steps_an_epoch=steps_an_epoch)
-
-
-def _results(results: Sequence[TrainingResult]) -> dict[str, Any]:
-    return {one.planned.name: one.summary() for one in results}
-
-
-@contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Exit on SIGTERM, so that the running replay is ended: its own process group does not get the signal."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _results(suite: Suite, curves: Mapping[str, Curve | NoCurve]) -> list[TrainingResult]:
+    return outcomes(suite.plan, curves, steps_an_epoch=suite.inputs.steps_an_epoch(suite.inputs_a_step))

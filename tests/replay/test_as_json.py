@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,8 @@ import pytest
 from actor_init.as_json import AnyFloat, from_json, parse_json, to_json
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import Dtype, UsageError
-from replay.on_ray.executor import ThisMachine
-from replay.processes.devices import Machine
 from replay.runlog.reader import PastRun
 from replay.runner.rounding_floor import _known
-from replay.spec import LossName
-from replay.suite.inputs import SuiteInputs
-from replay.suite.loss_curve import Curve
-from replay.suite.plan import SuiteSpec
-from replay.suite.state import Suite
 from replay.tolerances.job import Floor
 from replay.tracing.trace_file import TraceFile
 from replay.watch.blame import Sighting
@@ -135,20 +127,6 @@ def test_an_old_log_is_read() -> None:
     assert last.result.grad_norm is None
 
 
-def test_an_old_suite_goes_on(tmp_path: Path) -> None:
-    folder = shutil.copytree(OLD / "suite", tmp_path / "suite")
-    values = json.loads((folder / "suite.json").read_text())
-    values["inputs"]["folder"] = str(tmp_path)
-    (folder / "suite.json").write_text(json.dumps(values))
-    (folder / "fsdp2.jsonl").rename(folder / "finished.jsonl")
-    suite = Suite.read(folder, ThisMachine())
-    assert (suite.spec.dataset, suite.spec.skip) == (Path("texts.jsonl"), frozenset({"ddp", "fsdp2-tp"}))
-    assert (suite.inputs.loss, suite.machine.num_devices) == (LossName.SFT, 2)
-    curve = suite.curve("finished")
-    assert curve is not None
-    assert (curve.steps[0].loss, str(curve.steps[1].loss), curve.steps[1].norm) == (2.5, "nan", math.inf)
-
-
 def test_an_old_state_trace_floor_and_position_are_read(tmp_path: Path) -> None:
     state = SavedState.read(OLD / "state")
     assert (state.num_steps, state.max_norm, state.versions["flash-attn"]) == (3, None, None)
@@ -169,19 +147,9 @@ def test_an_old_state_trace_floor_and_position_are_read(tmp_path: Path) -> None:
     assert (seen.collectives, seen.standing_at) == ({"world": 7}, "mine.py:12 in pull")
 
 
-def curve_of(folder: Path) -> Curve | None:
-    machine, inputs = (
-        Machine(num_devices=2, has_gpus=False),
-        SuiteInputs(folder=folder, num_inputs=8, loss=LossName.SFT, said=""),
-    )
-    return Suite(folder=folder, spec=SuiteSpec(), machine=machine, inputs=inputs).curve("fsdp2")
-
-
 @pytest.mark.parametrize(
     ("file", "edit", "read", "complaint"),
     [
-        ("suite/suite.json", ('"bf16"', '"int8"'), partial(Suite.read, where=ThisMachine()), 'spec.dtype is "int8"'),
-        ("suite/fsdp2.jsonl", ("2.5", '"2.5"'), curve_of, 'line 1: loss is "2.5"; allowed is a valid number'),
         ("state/state.json", ('"tp": 1', '"tp": "1"'), SavedState.read, 'tp is "1"; allowed is a valid'),
         ("floor/rounding.json", ("1.5e-07", "true"), lambda f: _known(f, "0123456789ab"), "loss.value is true"),
     ],

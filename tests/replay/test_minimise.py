@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from actor_init.as_json import from_json
 from capture import capture_files, recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.minimise import folder as folder_module
-from replay.minimise import runs as runs_module
 from replay.minimise.candidate import Candidate
 from replay.minimise.failure import Failure, Kind, failure_of, masked
 from replay.minimise.folder import _run_script
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import Standalone
-from replay.minimise.state import FILE, MinimiseLog
+from replay.minimise.trials import Trial
+from replay.on_ray.executor import ThisMachine
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Status
@@ -182,12 +183,18 @@ def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) 
 class Runs:
     """In the place of the processes: a replay that fails for a token, as its log and exit code have it."""
 
+    num_running = 0
+
     def __init__(self) -> None:
         self.happens: dict[int, BaseException] = {}
         self.num_made = 0
         self.fails = fails_for_the_token
 
-    def __call__(self, task: Task) -> Child:
+    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, Child]]:
+        for key, task in tasks:
+            yield key, self.child(task)
+
+    def child(self, task: Task) -> Child:
         self.num_made += 1
         if (event := self.happens.pop(self.num_made, None)) is not None:
             raise event
@@ -215,7 +222,7 @@ def fails_for_the_token(inputs: Path) -> list[PassRecord]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr(runs_module, "run_child", made)
+    monkeypatch.setattr(ThisMachine, "runner", lambda *_: made)
     none = Standalone(shows=False, why="not asked for")
     monkeypatch.setattr(folder_module, "write_standalone", lambda *_, **__: none)
     return made
@@ -226,8 +233,13 @@ def minimise(*typed: str, logs: Path) -> int:
 
 
 def written(logs: Path) -> Path:
-    (path,) = logs.glob(f"*-minimise/{FILE}")
+    (path,) = logs.glob("*-minimise/minimise.json")
     return path.parent
+
+
+def trials_of(folder: Path) -> list[Trial]:
+    whole = json.loads((folder / "minimise.json").read_text())
+    return [from_json(Trial, trial, source="a trial") for trial in whole["result"]["trials"]]
 
 
 def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
@@ -261,22 +273,22 @@ def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.M
     assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
     (path,) = capture_files(folder / "smallest" / "inputs")
     assert read_call(path).tensors["sequences"].shape == (1, 2)
-    assert {one.name for one in folder.iterdir()} == {"minimise.json", "smallest", "trials"}
+    assert {one.name for one in folder.iterdir()} == {"minimise.json", "journal.jsonl", "smallest", "trials"}
     assert not (folder / "smallest" / "logs").exists()
 
 
 def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     """It is needed: without the option the replay does not fail."""
     inputs = usual_inputs(tmp_path)
-    usual = runs.fails
+    usual, child = runs.fails, runs.child
 
     def run(task: Task) -> Child:
         loss = task.job.spec.measure.loss
         runs.fails = usual if Path(loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
-        return runs(task)
+        return child(task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs_module, "run_child", run)
+        patch.setattr(runs, "child", run)
         assert minimise("--inputs", str(inputs), "--loss", f"{LOSSES}:raises", logs=tmp_path / "logs") == 0
     smallest = written(tmp_path / "logs") / "smallest"
     assert "--loss planted_losses.py:raises" in (smallest / "run.sh").read_text()
@@ -300,8 +312,20 @@ def test_nothing_is_run_twice_and_what_ended_goes_on(tmp_path: Path, runs: Runs,
     assert f"Go on: `replay minimise --continue {folder} --max-runs N`. `replay minimise --inputs" in readme
     assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
     assert runs.num_made - 3 == num_whole  # two were broken off; the folder of what there was after 7 took one
-    trials = [(trial.candidate, trial.said) for trial in MinimiseLog.read(folder).trials if trial.cuts]
-    assert trials == [(t.candidate, t.said) for t in MinimiseLog.read(written(tmp_path / "whole")).trials if t.cuts]
+    trials = [(trial.candidate, trial.said) for trial in trials_of(folder) if trial.candidate.cuts]
+    assert trials == [
+        (trial.candidate, trial.said) for trial in trials_of(written(tmp_path / "whole")) if trial.candidate.cuts
+    ]
+
+    moved, num_made, smallest = (
+        folder.rename(tmp_path / "moved"),
+        runs.num_made,
+        folder.parent.parent / "moved" / "smallest",
+    )
+    before = (smallest / "README.md").read_text()
+    assert main(["minimise", "--continue", str(moved)]) == 0
+    assert runs.num_made == num_made
+    assert (smallest / "README.md").read_text() == before
 
 
 def test_what_does_not_fail_is_said_in_a_line(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
@@ -315,10 +339,10 @@ def test_a_failure_that_comes_at_times_gets_as_many_runs_as_it_took(tmp_path: Pa
     inputs, usual = usual_inputs(tmp_path), runs.fails
     runs.fails = lambda inputs: usual(inputs) if runs.num_made % 2 == 0 else [passed(0, "a")]
     assert minimise("--inputs", str(inputs), "--max-runs", "100", logs=tmp_path / "logs") == 0
-    log = MinimiseLog.read(written(tmp_path / "logs"))
-    assert [trial.said == "no failure" for trial in log.trials[:2]] == [True, False]
-    assert {trial.num_runs for trial in log.trials if trial.cuts} <= {1, 2}
-    (path,) = capture_files(log.folder / "smallest" / "inputs")
+    folder = written(tmp_path / "logs")
+    assert [trial.said == "no failure" for trial in trials_of(folder)[:2]] == [True, False]
+    assert {trial.num_runs for trial in trials_of(folder) if trial.candidate.cuts} <= {1, 2}
+    (path,) = capture_files(folder / "smallest" / "inputs")
     assert read_call(path).tensors["sequences"].shape == (1, 2)
 
 
@@ -333,9 +357,9 @@ def test_another_failure_is_not_taken_for_the_one_that_is_looked_for(tmp_path: P
 
     runs.fails = fails
     assert minimise("--inputs", str(inputs), "--max-runs", "100", logs=tmp_path / "logs") == 0
-    log = MinimiseLog.read(written(tmp_path / "logs"))
-    assert any(trial.said.startswith("another failure: KeyError") for trial in log.trials)
-    (path,) = capture_files(log.folder / "smallest" / "inputs")
+    folder = written(tmp_path / "logs")
+    assert any(trial.said.startswith("another failure: KeyError") for trial in trials_of(folder))
+    (path,) = capture_files(folder / "smallest" / "inputs")
     assert read_call(path).tensors["sequences"].shape == (2, 2)
 
 
@@ -374,13 +398,16 @@ def test_bad_input_is_one_line(typed: str, says: str, capsys: Captured) -> None:
 
 def test_a_damaged_or_foreign_state_is_one_line(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
     assert minimise("--inputs", str(usual_inputs(tmp_path)), logs=tmp_path / "logs") == 0
-    path = written(tmp_path / "logs") / FILE
+    path = written(tmp_path / "logs") / "minimise.json"
     whole = json.loads(path.read_text())
     for text, says in (
         (path.read_text()[:-30], "is damaged"),
         (json.dumps(whole | {"format": 99}), "is of format 99"),
         (json.dumps(whole | {"versions": whole["versions"] | {"torch": "1.0"}}), "has runs of torch 1.0 there"),
-        (json.dumps(whole | {"sources": ["/nowhere/a.pkl"]}), "/nowhere/a.pkl is no longer there"),
+        (
+            json.dumps(whole | {"plan": whole["plan"] | {"sources": ["/nowhere/a.pkl"]}}),
+            "/nowhere/a.pkl is no longer there",
+        ),
     ):
         path.write_text(text)
         capsys.readouterr()

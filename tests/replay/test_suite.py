@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +14,16 @@ from actor_init.spec import Dtype, UsageError
 from replay.cli import action_of, main
 from replay.on_ray.executor import ThisMachine
 from replay.processes.devices import Machine
-from replay.processes.pool import Child, RunTasks, Task
+from replay.processes.pool import Child, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import versions
 from replay.spec import LossName
+from replay.suite.folder import _read_curve
 from replay.suite.inputs import prepare_inputs
 from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
 from replay.suite.outcome import NoCurve, Status, outcomes
 from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
-from replay.suite.state import Suite
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
@@ -93,7 +95,7 @@ def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes
 
 def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
     for machine in (Machine(num_devices=4, has_gpus=True), Machine(num_devices=2, has_gpus=False)):
-        plan = {one.name: one for one in planned(SuiteSpec(num_data_ranks=2), machine)}
+        plan = {one.name: one for one in planned(SuiteSpec(data_ranks=2), machine)}
         ranks = {name: plan[name].num_processes for name in ("ddp", "deepspeed-autotp", "fsdp2-tp")}
         assert ranks == {"ddp": 2, "deepspeed-autotp": 4, "fsdp2-tp": 4}
         assert {one.num_data_ranks for one in plan.values() if not one.reason} == {2}
@@ -211,7 +213,8 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
     plan = planned(SuiteSpec(skip=frozenset(["fsdp2"])), Machine(num_devices=4, has_gpus=True))
     refusal = NoCurve(reason="cannot be had", is_refusal=True)
     no_curves = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": NoCurve(reason="crashed")}
-    found = outcomes(plan, {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}, no_curves, steps_an_epoch=1)
+    curves = {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}
+    found = outcomes(plan, {**curves, **no_curves}, steps_an_epoch=1)
     assert {one.planned.name: (one.status, one.reason) for one in found} == {
         "ddp": (Status.PASSED, ""),
         "deepspeed": (Status.FAILED, ""),
@@ -322,7 +325,9 @@ def test_as_many_training_passes_are_copied_as_fill_whole_steps(tmp_path: Path) 
     spec = SuiteSpec(dataset=tmp_path / "captures", max_samples=4)
     made = prepare_inputs(spec, tmp_path / "out" / "inputs", 3)
     assert made.num_inputs == 3
-    assert {path.name for path in made.folder.iterdir()} == {path.name for path in [*paths[0][1:3], paths[1][0]]}
+    assert {path.name for path in (tmp_path / "out" / "inputs").iterdir()} == {
+        path.name for path in [*paths[0][1:3], paths[1][0]]
+    }
     again = prepare_inputs(spec, tmp_path / "more" / "inputs", 5)  # fewer than a step's: all there are
     assert again.num_inputs == 4
     with pytest.raises(UsageError, match="is not empty"):
@@ -341,18 +346,25 @@ def test_a_damaged_capture_is_refused_and_leaves_no_inputs(tmp_path: Path) -> No
 
 
 class HereRunner:
-    """In the place of `run_child`: a replay in this process, or what happens to it."""
+    """In the place of other processes: a replay in this process, or what happens to it."""
+
+    num_running = 0
 
     def __init__(self) -> None:
         self.started: list[str] = []
         self.happens: dict[str, BaseException | int] = {}
 
-    def __call__(self, task: Task, run: RunTasks) -> Child:
-        name = task.logs.name
+    def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, Child]]:
+        for key, task in tasks:
+            yield key, self.child(task)
+
+    def child(self, task: Task) -> Child:
+        name = task.logs.parent.name
         self.started.append(name)
         event = self.happens.pop(name, None)
         if isinstance(event, BaseException):
             raise event
+        task.output.parent.mkdir(parents=True)
         task.output.write_text(f"replay: {name} says why\n")
         code = run_quietly(task) if event is None else event
         return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
@@ -361,7 +373,7 @@ class HereRunner:
 @pytest.fixture
 def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
     made = HereRunner()
-    monkeypatch.setattr("replay.suite.runs.run_child", made)
+    monkeypatch.setattr(ThisMachine, "runner", lambda *_: made)
     return made
 
 
@@ -377,29 +389,52 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     out = capsys.readouterr().out
     assert "finished   ddp\n" in out
     assert f"go on      replay suite --continue {folder}\n" in out
-    assert json.loads((folder / "suite.json").read_text())["status"] == "interrupted"
+    assert json.loads((folder / "suite.json").read_text())["result"]["status"] == "interrupted"
     first = (folder / "ddp.jsonl").read_bytes()
 
     with monkeypatch.context() as patch:
         patch.setattr("replay.runlog.writer.versions", lambda: versions() | {"torch": "1.0"})
         assert main(["suite", "--continue", str(folder)]) == 2
     assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
-    assert main(["suite", "--continue", str(folder)]) == 0
+    moved = folder.rename(tmp_path / "moved")
+    assert main(["suite", "--continue", str(moved)]) == 0
     assert runner.started == ["ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
-    assert (folder / "ddp.jsonl").read_bytes() == first
-    assert (folder / "deepspeed.log.1").read_text() == "replay: deepspeed says why\n"
-    curves = {name: Suite.read(folder, ThisMachine()).curve(name) for name in ("ddp", "deepspeed", "fsdp2")}
-    for name, found in curves.items():
-        assert found is not None, name
+    assert (moved / "ddp.jsonl").read_bytes() == first
+    assert (moved / "runs" / "deepspeed" / "0" / "output.txt").read_text() == "replay: deepspeed says why\n"
+    curves = {name: _read_curve(moved / f"{name}.jsonl") for name in ("ddp", "deepspeed", "fsdp2")}
+    for found in curves.values():
         assert len(found.losses) == 3
         assert found.losses[2] < found.losses[1] < found.losses[0]
-        assert found.losses == pytest.approx(curves["ddp"].losses, rel=1e-5)  # type: ignore[union-attr]
-    values = json.loads((folder / "suite.json").read_text())
+        assert found.losses == pytest.approx(curves["ddp"].losses, rel=1e-5)
+    values = json.loads((moved / "suite.json").read_text())["result"]
     assert values["status"] == "passed"
     assert values["configurations"]["fsdp2"]["difference_from_ddp"]["max"] < 1e-4
     assert values["configurations"]["fsdp2-tp"] == {"status": "not run", "reason": "skipped"}
     out = capsys.readouterr().out
     assert "passed     2 of 5 standard configurations" in out
+
+    (moved / "ddp.jsonl").unlink()  # as where the command was killed behind the journal's line
+    assert main(["suite", "--continue", str(moved)]) == 0
+    assert len(runner.started) == 5
+    assert (moved / "ddp.jsonl").read_bytes() == first
+    (moved / "ddp.jsonl").write_text('{"loss": "2.5"}\n')
+    assert main(["suite", "--continue", str(moved)]) == 2
+    assert "ddp.jsonl is damaged: line 1: " in capsys.readouterr().err
+
+
+def test_a_suite_is_made_again_from_its_storage_and_trains_what_is_missing(tmp_path: Path, runner: HereRunner) -> None:
+    where = ["--storage", str(tmp_path / "storage"), "--log-folder"]
+    runner.happens = {"deepspeed": 1, "fsdp2": KeyboardInterrupt()}
+    typed = [*SMALL.split(), "--save-state", "--save-init-weights", *where, str(tmp_path / "logs")]
+    assert main(["suite", *typed]) == 130
+    (folder,) = (tmp_path / "logs").iterdir()
+    first = (folder / "ddp.jsonl").read_bytes()
+    shutil.rmtree(folder)
+    assert main(["suite", "--resume-from", folder.name, *where, str(tmp_path / "elsewhere")]) == 0
+    assert runner.started == ["init-weights", "ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
+    again = tmp_path / "elsewhere" / folder.name
+    assert (again / "ddp.jsonl").read_bytes() == first
+    assert (again / "suite.json").read_bytes() == (tmp_path / "storage" / folder.name / "suite.json").read_bytes()
 
 
 def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
@@ -413,7 +448,7 @@ def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
     assert "failed     deepspeed: deepspeed says why\n" in out
     assert "note       ddp has no curve, so none was compared with it\n" in out
     assert f"go on      replay suite --continue {folder}\n" in out
-    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl"]
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl", "journal.jsonl"]
 
 
 @pytest.mark.parametrize(("dtype", "falls"), [("bf16", True), ("fp32", True), ("bf16", False)])

@@ -72,7 +72,7 @@ def test_a_suite_trains_on_texts_with_the_sft_loss(tmp_path: Path, model: str) -
     dataset = jsonl(tmp_path, *texts("one two", "two one", "two two"))
     made = prepare_inputs(SuiteSpec(dataset=dataset, model=model, max_samples=2), tmp_path / "made" / "inputs", 1)
     assert (made.num_inputs, made.loss) == (2, LossName.SFT)
-    assert len(capture_files(made.folder)) == 2
+    assert len(capture_files(tmp_path / "made" / "inputs")) == 2
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,13 @@ def doomed(run: Any, marks: Path) -> Any:
 
 
 def task_of(root: Path, spec: ReplaySpec) -> Task:
-    job = ChildJob(spec=spec).logging_into(root / "runs" / "ddp")
-    return Task(job=job, num_processes=2, output=root / "ddp.log", limit=LIMIT)
+    return Task.attempt(root / "runs" / "ddp", ChildJob(spec=spec), num_processes=2, limit=LIMIT)
 
 
 def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number(
     nodes: TwoNodes, whole: Path, tmp_path: Path
 ) -> None:
-    past = PastRun.read(whole / "runs" / "ddp")
+    past = PastRun.read(whole / "runs" / "ddp" / "0")
     state = StateSpec(save_state=tmp_path / "none", save_every=2, resume=True)
     spec = ReplaySpec(actor=past.actor, inputs=past.inputs, measure=past.measure, objective=past.objective, state=state)
     may_go = (tmp_path / doomed_training.NODE_MAY_GO).exists
@@ -119,13 +118,13 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
         [(_, child)] = run([(None, task_of(tmp_path, spec))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
-    assert numbers(tmp_path / "runs" / "ddp") == numbers(whole / "runs" / "ddp")
+    assert numbers(tmp_path / "runs" / "ddp" / "0") == numbers(whole / "runs" / "ddp" / "0")
     assert len(list(tmp_path.glob("*-was-killed"))) == 2
     resumed = re.findall(r"^resumed +([^,\n]*)", said, re.MULTILINE)
     assert set(resumed) == {"from the beginning: no state was saved yet", "behind 2 steps", "behind 6 steps"}
     states = sorted(path.name for path in (tmp_path / "storage" / "ddp").glob("step-*"))
     assert states == ["step-000006", "step-000008"]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["ddp", "ddp.1", "ddp.2"]
+    assert sorted(path.name for path in (tmp_path / "runs" / "ddp").iterdir()) == ["0", "0.1", "0.2"]
 
 
 KILLED_WITH_A_STATE = """
@@ -161,7 +160,7 @@ def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(nodes: TwoNodes
     )
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "elsewhere" / name
-    assert "resumed    behind " in (folder / "ddp.log").read_text()
+    assert "resumed    behind " in (folder / "runs" / "ddp" / "0" / "output.txt").read_text()
     ours, theirs = (
         [(step["loss"], step["norm"], step["inputs"]) for step in map(json.loads, curve.read_text().splitlines())]
         for curve in (folder / "ddp.jsonl", whole / "ddp.jsonl")
