@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
+from replay.on_ray.command import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
 from replay.option_parsing import Action, refuse_typed, replay_spec, with_options
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of, own_rank, say
@@ -70,7 +70,7 @@ def replay(
     job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
     launcher: LauncherOption = None,
     address: AddressOption = None,
-    workers: WorkersOption = None,
+    processes: ProcessesOption = None,
     **given: Any,
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
@@ -93,7 +93,7 @@ def replay(
         refuse_typed(given, f"--job {job} has all options")
     own = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
     action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
-    if (cluster := ray_options(launcher, address, workers)) is not None:
+    if (cluster := ray_options(launcher, address, processes)) is not None:
         return partial(_replay_on_ray, action, own, cluster, show_traceback=traceback)
     return partial(action, own)
 

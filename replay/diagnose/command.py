@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
+from replay.on_ray.command import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
 from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import num_processes_missing, relaunch
@@ -40,7 +40,7 @@ def diagnose(
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     launcher: LauncherOption = None,
     address: AddressOption = None,
-    workers: WorkersOption = None,
+    processes: ProcessesOption = None,
     **given: Any,
 ) -> Action:
     """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
@@ -57,7 +57,7 @@ def diagnose(
         _diagnose, typed=context.obj, steps=steps, learning_rate=learning_rate, json=json, show_traceback=traceback
     )
     job = ChildJob(spec=run)
-    if (cluster := ray_options(launcher, address, workers)) is not None:
+    if (cluster := ray_options(launcher, address, processes)) is not None:
         return partial(_diagnose_on_ray, action, job, cluster, show_traceback=traceback)
     return partial(action, job)
 

@@ -37,7 +37,7 @@ def minimise(
     tries: int | None = typer.Option(
         None, min=1, metavar="N", show_default=False, help=f"Runs to see it fail, at most. (default: {TRIES})"
     ),
-    run_timeout: float | None = typer.Option(
+    run_limit: float | None = typer.Option(
         None,
         min=1.0,
         metavar="X",
@@ -62,7 +62,7 @@ def minimise(
     Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
     processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
     """
-    limits = (tries, run_timeout, max_runs)
+    limits = (tries, run_limit, max_runs)
     own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if go_on is not None:
         refuse_typed({**own, **given}, NOT_WITH_CONTINUE)
@@ -96,8 +96,8 @@ def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Given, redact: b
 def _bounds(limits: Given) -> "Limits":
     from replay.minimise.trials import Limits
 
-    tries, run_timeout, max_runs = limits
-    return Limits(tries=tries or TRIES, run=run_timeout or RUN_SECONDS, num_runs=max_runs or NUM_RUNS)
+    tries, run_limit, max_runs = limits
+    return Limits(tries=tries or TRIES, run=run_limit or RUN_SECONDS, num_runs=max_runs or NUM_RUNS)
 
 
 def _go_on(folder: Path, limits: Given) -> int:
@@ -105,10 +105,8 @@ def _go_on(folder: Path, limits: Given) -> int:
     check_left_by("minimise", folder)
     from replay.minimise import runs
 
-    tries, run_timeout, max_runs = limits
+    tries, run_limit, max_runs = limits
     return runs.go_on(
         folder,
-        lambda old: replace(
-            old, tries=tries or old.tries, run=run_timeout or old.run, num_runs=max_runs or old.num_runs
-        ),
+        lambda old: replace(old, tries=tries or old.tries, run=run_limit or old.run, num_runs=max_runs or old.num_runs),
     )

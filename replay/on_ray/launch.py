@@ -32,14 +32,15 @@ def run_on_ray(command: Callable[[ChildJob], int], job: ChildJob, options: RayOp
     """
     parallel = job.spec.actor.parallel
     num_model_ranks = parallel.tp * parallel.ring
-    num_ranks = options.num_workers or num_model_ranks
+    num_ranks = options.num_processes or num_model_ranks
     if num_ranks % num_model_ranks:
         more = (num_ranks // num_model_ranks + 1) * num_model_ranks
         raise UsageError(
-            f"--workers {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. Try: --workers {more}"
+            f"--processes {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. "
+            f"Try: --processes {more}"
         )
     with cluster_at(options.address, num_ranks) as cluster:
-        cluster.refuse_too_many(num_ranks, "--workers")
+        cluster.refuse_too_many(num_ranks, "--processes")
         if spill := cluster.spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
         run = _RayRun(cluster, job.logs)

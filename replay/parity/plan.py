@@ -312,7 +312,7 @@ def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
 
     if num_processes > here.num_devices:
         what = "GPUs" if here.device == "cuda" else "processes"
-        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --num-devices")
+        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --processes")
     if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
     if spec.actor.packs and (why := why_not_packed(here.config)):

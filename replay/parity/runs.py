@@ -57,7 +57,7 @@ def begin(
         )
     environments = [probe(python) for python in pythons]
     with executor(ray) as where:
-        machine = where.machine(num_devices, "--num-devices")
+        machine = where.machine(num_devices, "--processes")
         campaign = _planned(matrix, common, spec, machine, num_devices, environments)
         return _work(ParityLog(campaign=campaign), where, limits, trace=trace)
 
@@ -79,7 +79,7 @@ def _planned(
     if environments:
         planned = in_environments(planned, environments)
     pythons = [word for one in environments for word in ("--python", one.python)]
-    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
+    devices = [] if num_devices is None else ["--processes", str(num_devices)]
     words = ["--matrix", matrix, *devices, *pythons, *command_line(spec)]
     return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
 

@@ -29,7 +29,7 @@ def scan(
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of scan's lacks, and report all of it."
     ),
-    group_timeout: float = typer.Option(
+    run_limit: float = typer.Option(
         600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one group. (default: 600)"
     ),
     time_limit: float | None = typer.Option(
@@ -47,7 +47,7 @@ def scan(
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
     """
     ray = ray_options(launcher, address)
-    limits = RunLimits(each=group_timeout, total=time_limit, at_once=at_once)
+    limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
     if go_on is not None:
         refuse_typed({"group": group, **given}, NOT_WITH_CONTINUE)
         return partial(_go_on, go_on, limits, ray)

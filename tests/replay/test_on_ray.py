@@ -82,7 +82,7 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--workers 2", "--workers is for a Ray cluster. Try: --launcher ray --workers ..."),
+        ("--processes 2", "--processes is for a Ray cluster. Try: --launcher ray --processes ..."),
         ("--launcher ray --address auto", "--address auto, which is 127.0.0.1:1: no Ray cluster there: "),
         ("--launcher ray --address localhost:1", "--address localhost:1: no Ray cluster there: "),
         ("--launcher ray --address ray://host:1", "--address ray://host:1 is not allowed. Give auto, or HOST:PORT"),
@@ -140,7 +140,7 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     inputs, logs = tmp_path / "inputs", tmp_path / "ray"
     inputs.mkdir()
     options = "--dtype fp32 --backend fsdp2"
-    _, *arguments = on_ray_command(address, f"--workers 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
+    _, *arguments = on_ray_command(address, f"--processes 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
     command = [str(BIN / "python"), *arguments]  # a warm one would be outside of the namespace
     copy = f"cp {shlex.quote(str(default_folder()))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
@@ -172,8 +172,8 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--workers 3 --tp 2", "--workers 3 is no multiple of tp 2 x ring 1. Try: --workers 4"),
-        ("--workers 5", "--workers 5 needs as many CPUs, and the cluster has 4 on 2 nodes. Try: --workers 4"),
+        ("--processes 3 --tp 2", "--processes 3 is no multiple of tp 2 x ring 1. Try: --processes 4"),
+        ("--processes 5", "--processes 5 needs as many CPUs, and the cluster has 4 on 2 nodes. Try: --processes 4"),
     ],
 )
 def test_a_refusal_of_the_driver_is_one_line(
@@ -288,7 +288,7 @@ def wait_to_be_ended(job: ChildJob) -> int:
 
 
 def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path, capfd: Fds) -> None:
-    options = RayOptions(address=ray_cluster.address, num_workers=3)
+    options = RayOptions(address=ray_cluster.address, num_processes=3)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
@@ -339,7 +339,7 @@ run_and_leave()
 def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.toml").write_text(MATRIX)
     parity = ["parity", "--launcher", "ray", "--address", address]
-    matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--num-devices", "1", "--max-inputs", "2"]
+    matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--processes", "1", "--max-inputs", "2"]
     begin = [sys.executable, "-c", KILLED_AT_THE_FIRST, *parity, *matrix, "--log-folder", str(tmp_path / "logs")]
     killed = subprocess.run(begin, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
@@ -360,7 +360,7 @@ def states_of(folder: Path) -> dict[str, str]:
 
 
 def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:
-    command = on_ray_command(address, "--workers 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
+    command = on_ray_command(address, "--processes 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         while not any(path.read_text() for path in tmp_path.glob("*/rank1.jsonl")):

@@ -124,7 +124,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> N
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:
     file = tmp_path / "matrix.toml"
     file.write_text(matrix)
-    common = ["--matrix", str(file), "--num-devices", "1", "--log-folder", str(tmp_path / "logs")]
+    common = ["--matrix", str(file), "--processes", "1", "--log-folder", str(tmp_path / "logs")]
     return cli.main(["parity", *common, *more])
 
 
@@ -179,7 +179,7 @@ def test_a_cell_beyond_the_bound_differs_and_is_named_with_its_input(
 
 def test_a_run_that_dies_or_hangs_is_a_row_and_the_others_run(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
     runs.told = {4: "CUDA out of memory", 5: "late"}
-    assert typed(tmp_path, "--cell-timeout", "77") == 1
+    assert typed(tmp_path, "--run-limit", "77") == 1
     assert runs.names == RUNS
     assert runs.limits == [77.0] * 7
     assert said(capsys, "FAILED") == [

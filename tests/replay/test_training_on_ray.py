@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ray
 
 STEPS = 8
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that count
-SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype fp32"
+SUITE = f"suite --only ddp --processes 2 --steps {STEPS} --max-samples 4 --dtype fp32"
 
 
 class TwoNodes:
@@ -154,7 +154,7 @@ def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(nodes: TwoNodes
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     (name,) = (path.name for path in storage.iterdir())
     assert not (tmp_path / "logs" / name / "ddp.jsonl").exists()
-    again = ["suite", "--resume-from", name, *where, "--log-folder", str(tmp_path / "elsewhere")]
+    again = ["suite", "--continue", name, *where, "--log-folder", str(tmp_path / "elsewhere")]
     done = subprocess.run(
         [sys.executable, "-m", "replay", *again], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
     )
