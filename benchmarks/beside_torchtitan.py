@@ -80,7 +80,7 @@ def main() -> int:
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
         options += [] if "--model" in options else ["--model", "llama-3.1-8b"]
         options += ["--compile"] if compiled else []
-        spec = action_of(options).args[0]
+        spec = action_of(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
             ceiling = _matmul_ceiling(world.device)
             theirs = _held_by(lambda: _torchtitan(arguments, compiled, world), world.device)

@@ -15,7 +15,9 @@ from ray.cluster_utils import Cluster
 
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
+from replay.spec import MeasureSpec, ReplaySpec
 
 NUM_CELLS = 8
 
@@ -38,8 +40,8 @@ def seconds_on(num_slots: int, seconds: float) -> float:
 
 
 def task(logs: Path, seconds: float) -> Task:
-    arguments = [f"wait {seconds}"]
-    return Task(arguments=arguments, num_processes=1, logs=logs, output=logs / "output.txt", limit=60 + 2 * seconds)
+    job = ChildJob(spec=ReplaySpec(measure=MeasureSpec(name=f"wait {seconds}", log_folder=logs)))
+    return Task(job=job, num_processes=1, output=logs / "output.txt", limit=60 + 2 * seconds)
 
 
 if __name__ == "__main__":

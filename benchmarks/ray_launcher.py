@@ -40,7 +40,7 @@ def main() -> int:
     arguments, replay_arguments = parser.parse_known_args()
     here = Path(sys.executable).parent
     torchrun = [str(here / "torchrun"), "--standalone", "--nproc-per-node", str(arguments.workers), "-m", "replay"]
-    on_ray = [sys.executable, "-m", "replay", "--launcher", "ray", "--workers", str(arguments.workers)]
+    on_ray = [sys.executable, "-m", "replay", "--launcher", "ray", "--processes", str(arguments.workers)]
     commands = dict(zip(SERIES, (torchrun, on_ray, torchrun), strict=True))
     runs: dict[str, list[Run]] = defaultdict(list)
     for number in range(arguments.rounds):

@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     arguments, replay_arguments = parser.parse_known_args()
-    spec = action_of(replay_arguments).args[0]
+    spec = action_of(replay_arguments).args[0].spec
     assert spec.actor.packing, "the bare loop packs its rows"
     with World.from_env(ParallelSpec()) as world:
         replayer, paths = opened(spec, world, Path(tempfile.mkdtemp()))

@@ -154,7 +154,7 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     yield Question(name="configurations: two GPUs, long rows", seconds=300, line=f"{long_rows} && {line}")
     line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {work}/four"
     yield Question(name="configurations: four GPUs", seconds=540, line=line, num_gpus=4)
-    full = f"{parity} --matrix full --at-once {scale.at_once} --cell-timeout 150 --time-limit 480"
+    full = f"{parity} --matrix full --at-once {scale.at_once} --run-limit 150 --time-limit 480"
     yield Question(name="parity: full", seconds=560, line=full)
 
 

@@ -43,7 +43,7 @@ def main() -> int:
     arguments = parser.parse_args()
     common = ["--inputs", str(arguments.inputs), "--max-inputs", str(arguments.max_inputs)]
     common += shlex.split(arguments.common)
-    specs = [action_of([*common, *shlex.split(side)]).args[0] for side in arguments.sides]
+    specs = [action_of([*common, *shlex.split(side)]).args[0].spec for side in arguments.sides]
     with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
         blocks = [_block_of(spec, world, Path(folder)) for spec in specs]
         names = [*arguments.sides, f"{arguments.sides[0]} (again)"]

@@ -19,14 +19,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
+from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from replay.shipped_inputs import default_folder
 from tests.helpers.fault_campaign import (
@@ -155,9 +156,10 @@ def hashes(home: Path) -> dict[str, str]:
         cell = ground.cell(fault.cell)
         for kind, broken in (("first", ""), ("again", ""), ("faulty", fault.name)):
             run = Run(cell=cell, logs=home / f"{fault.name}-{kind}", fault=broken)
-            arguments = [*command_line(cell.spec), "--max-inputs", "1", "--log-folder", str(run.logs)]
+            spec = replace(cell.spec, inputs=replace(cell.spec.inputs, max_inputs=1))
+            job = ChildJob(spec=spec).logging_into(run.logs).text
             compare = str(home / f"{fault.name}-{kind}.json")
-            jobs.setdefault(run.world, []).append({"arguments": arguments, "fault": broken, "compare": compare})
+            jobs.setdefault(run.world, []).append({"job": job, "fault": broken, "compare": compare})
     for world, own in jobs.items():
         run_jobs(own, world, home)
     for name in FAULTS:

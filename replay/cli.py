@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,12 +19,12 @@ from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
-from replay.option_parsing import Action, command_line, replay_spec, with_options
+from replay.on_ray.command import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.option_parsing import Action, refuse_typed, replay_spec, with_options
+from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of, own_rank, say
 from replay.processes.launch import num_processes_missing, relaunch
 from replay.report.text import one_line
-from replay.spec import ReplaySpec
 from replay.subcommands import COMMANDS
 from replay.wording import in_flags
 
@@ -67,9 +67,10 @@ def replay(
         False, "--explain", help="Print each setting, who chose it and why, and end before the actor is opened."
     ),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
+    job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
     launcher: LauncherOption = None,
     address: AddressOption = None,
-    workers: WorkersOption = None,
+    processes: ProcessesOption = None,
     **given: Any,
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
@@ -80,7 +81,7 @@ def replay(
     if context.invoked_subcommand is not None:
         if typed := [
             f"--{name.replace('_', '-')}"
-            for name, value in {**given, "explain": explain or None}.items()
+            for name, value in {**given, "explain": explain or None, "job": job}.items()
             if value is not None
         ]:
             raise UsageError(
@@ -88,15 +89,21 @@ def replay(
                 f"Try: replay {context.invoked_subcommand} --help"
             )
         return None
-    if (cluster := ray_options(launcher, address, workers)) is not None:
-        return partial(_replay_on_ray, replay_spec(given), cluster, show_traceback=traceback, explains=explain)
-    return partial(_replay, replay_spec(given), show_traceback=traceback, explains=explain)
+    if job is not None:
+        refuse_typed(given, f"--job {job} has all options")
+    own = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
+    action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
+    if (cluster := ray_options(launcher, address, processes)) is not None:
+        return partial(_replay_on_ray, action, own, cluster, show_traceback=traceback)
+    return partial(action, own)
 
 
-def _replay(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> int:
+def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
+    """Run a replay. `typed` is the command line, which each rank of a launch gets."""
+    spec = job.spec
     check_inputs(spec.inputs)
     if num_processes := num_processes_missing(spec.actor.parallel):
-        return relaunch(num_processes, _arguments(spec, show_traceback=show_traceback, explains=explains))
+        return relaunch(num_processes, typed)
     gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it
     try:
         if explains:
@@ -110,17 +117,12 @@ def _replay(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> int:
         gc.enable()
 
 
-def _replay_on_ray(spec: ReplaySpec, cluster: RayOptions, *, show_traceback: bool, explains: bool) -> int:
+def _replay_on_ray(
+    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
+) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    arguments = _arguments(spec, show_traceback=show_traceback, explains=explains)
-    parallel, log_folder = spec.actor.parallel, spec.measure.log_folder
-    return run_on_ray(main, arguments, cluster, parallel=parallel, log_folder=log_folder)
-
-
-def _arguments(spec: ReplaySpec, *, show_traceback: bool, explains: bool) -> list[str]:
-    """Return the arguments for each rank of a launch."""
-    return command_line(spec) + ["--traceback"] * show_traceback + ["--explain"] * explains
+    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
 
 
 for command in COMMANDS:
@@ -137,7 +139,7 @@ def action_of(typed: Sequence[str]) -> Any:
 
     Raises UsageError, or the error of typer, where it is wrong.
     """
-    return _commands()(list(typed), prog_name="replay", standalone_mode=False, obj=main)  # what ranks elsewhere call
+    return _commands()(list(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
 def may_count_after_padding(spec: Parts) -> bool:
     """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
 
-    Not where packed rows were asked for, nor under --details, which is for runs of the same tokens in any layout.
+    Not where packed rows were asked for, nor where parity compares runs of the same tokens in any layout.
     """
     actor, measure = spec.actor, spec.measure
     return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))

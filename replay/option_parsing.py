@@ -7,7 +7,7 @@ allowed.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -240,19 +240,28 @@ def command_line(spec: ReplaySpec) -> list[str]:
     return arguments
 
 
-def spec_of(arguments: Sequence[str]) -> ReplaySpec:
-    """Return the spec that these arguments, as `command_line` returns them, produce. Of two values the later counts."""
-    flags = {toggle.flag: toggle for toggle in toggles()}
-    negations = {toggle.negation: toggle for toggle in toggles() if toggle.base is bool and not toggle.is_switch}
-    given: dict[str, Any] = {}
-    words = iter(arguments)
-    for word in words:
-        if word in negations:
-            given[negations[word].parameter] = False
-        else:
-            toggle = flags[word]
-            given[toggle.parameter] = True if toggle.is_switch or toggle.base is bool else next(words)
-    return replay_spec(given)
+def set_without_option(spec: ReplaySpec) -> dict[str, Any]:
+    """Return the fields that no option sets and that are not at their default, with their values."""
+    declared = {(toggle.part, toggle.field) for toggle in toggles()}
+    return {
+        spec_field.name: value
+        for part, spec_class in PARTS.items()
+        for spec_field in fields(spec_class)
+        if (part, spec_field.name) not in declared
+        and f"{part}.{spec_field.name}" not in PARTS
+        and (value := getattr(attrgetter(part)(spec), spec_field.name)) != spec_field.default
+    }
+
+
+def with_values(spec: ReplaySpec, values: Iterable[tuple[Toggle, Any]]) -> ReplaySpec:
+    """Return the spec with other values of some options. Raises UsageError if they contradict the rest."""
+    whole = spec_to_dict(spec)
+    for toggle, value in values:
+        part = whole
+        for name in toggle.part.split("."):
+            part = part[name]
+        part[toggle.field] = to_json(value)
+    return spec_from_dict(whole, source="the options")
 
 
 def spec_to_dict(spec: ReplaySpec) -> dict[str, Any]:

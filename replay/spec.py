@@ -69,7 +69,11 @@ class VerdictRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputsSpec:
-    """Which micro-batches to replay, in which order."""
+    """Which micro-batches to replay, in which order.
+
+    No option sets `reverse_rows`: parity measures by it what rounding does. It feeds each micro-batch's last row first,
+    which gives the same numbers but for rounding. The log keeps the rows' order.
+    """
 
     inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
@@ -92,9 +96,7 @@ class InputsSpec:
         "in a log; one may come more than once.",
         metavar="N,N,...",
     )
-    reverse_rows: bool = option(
-        False, "Feed each micro-batch's last row first: the same numbers but for rounding. The log keeps their order."
-    )
+    reverse_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
@@ -116,7 +118,11 @@ class InputsSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSpec:
-    """What each pass does and where it is logged."""
+    """What each pass does and where it is logged.
+
+    No option sets `details`: parity keeps by it what `keeps_details` names, and counts no label that padding predicts,
+    since it compares runs that lay the same tokens out in different ways.
+    """
 
     loss: str = option(
         LossName.STAND_IN.value,
@@ -147,13 +153,10 @@ class MeasureSpec:
     step: bool = option(False, "Step the optimizer after backward.")
     trace: bool = option(
         False,
-        "Keep a sketch of every layer's output and gradient, and of every parameter's gradient, for `replay compare`.",
+        "Keep each token's log-prob and sketches of every layer's output and gradient, and of every parameter's "
+        "gradient, for `replay compare`.",
     )
-    details: bool = option(
-        False,
-        "Keep each token's log-prob and a sketch of each parameter's gradient for `replay compare`, as parity does; "
-        "not timed.",
-    )
+    details: bool = False
     profile: bool = option(
         False,
         "Run the slowest pass once more under torch.profiler: where its time went, and a Chrome trace a rank. It is "
@@ -181,6 +184,11 @@ class MeasureSpec:
             loss, window = Setting("loss", self.loss), Setting("window")
             why = f"is for {loss.of(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
             raise UsageError(window.of(self.window), why, f"Try: without {window}, and with {Setting('reduction')}")
+
+    @property
+    def keeps_details(self) -> bool:
+        """Are each token's log-prob and a sketch of each parameter's gradient kept?"""
+        return self.trace or self.details
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,8 +293,7 @@ class Parts:
         one_of_two, optimizer = "Drop one of the two", Setting("optimizer")
         no_optimizer = f"needs an optimizer, but {optimizer.of('none')} was given"
         if self.measure.trace and self.inputs.reverse_rows:
-            why = f"tells rows by their place, which {Setting('reverse_rows', True)} changes"
-            raise UsageError(TRACE, why, one_of_two)
+            raise UsageError(TRACE, "tells rows by their place, and these are fed in reverse", one_of_two)
         if self.measure.step and not self.measure.backward:
             raise UsageError(STEP, f"needs the gradients that {Setting('backward', False)} leaves out", one_of_two)
         if self.measure.step and self.actor.optimizer == "none":
@@ -295,7 +302,7 @@ class Parts:
             every = Setting("save_every", self.state.save_every)
             raise UsageError(every, "counts optimizer steps", f"Try: {STEP} {every}")
         if self.state.resume and (self.measure.trace or self.measure.details):
-            given = TRACE if self.measure.trace else Setting("details", True)
+            given = TRACE if self.measure.trace else "details of every token"
             raise UsageError(given, f"needs every pass, and {RESUME} leaves out those done", one_of_two)
         if self.state.save_state or self.state.load_state:
             given, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")

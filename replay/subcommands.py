@@ -43,7 +43,7 @@ def doctor(
         Path("logs"), metavar="PATH", show_default=False, help="Where runs would be logged. (default: logs)"
     ),
     json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
-    timeout: float = typer.Option(
+    time_limit: float = typer.Option(
         60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
     ),
 ) -> Action:
@@ -51,14 +51,14 @@ def doctor(
 
     Exit code 0 if everything works that `replay` without options needs here, else 1.
     """
-    return partial(_doctor, log_folder, json, timeout)
+    return partial(_doctor, log_folder, json, time_limit)
 
 
-def _doctor(log_folder: Path, json: Path | None, timeout: float) -> int:
+def _doctor(log_folder: Path, json: Path | None, time_limit: float) -> int:
     refuse_launcher("doctor")
     from replay.doctor.report import examine
 
-    return examine(log_folder, json, timeout)
+    return examine(log_folder, json, time_limit)
 
 
 def compare(

@@ -16,6 +16,7 @@ import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from replay.processes.child_job import ChildJob
 from replay.spec import MeasureSpec
 from replay.watch.watcher import Watch
 from tests import warm
@@ -135,6 +136,25 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def lines_give_their_jobs_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parse each line that a test has people shown to repeat a run: it gives the job again, or the test fails."""
+    repeat_line = ChildJob.repeat_line
+    others: list[str] = []
+
+    def read_back(job: ChildJob, *, num_processes: int = 1, python: str = "") -> str:
+        from tests.helpers.repeated import Repeated, repeated_by
+
+        line = repeat_line(job, num_processes=num_processes, python=python)
+        if repeated_by(line) != Repeated(job.spec, num_processes, python):
+            others.append(line)
+        return line
+
+    monkeypatch.setattr(ChildJob, "repeat_line", read_back)
+    yield
+    assert others == [], "these lines give another job than theirs"
 
 
 @pytest.fixture(scope="session")

@@ -222,8 +222,8 @@ def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path) -> None:
     program, *typed = shlex.split(job["spec"]["entrypoint"])
     assert program == "replay"
     assert typed[:4] == ["--launcher", "ray", "--address", "auto"]
-    assert typed[4] == "--workers"
-    num_workers, spec = int(typed[5]), action_of(typed[6:]).args[0]
+    assert typed[4] == "--processes"
+    num_workers, spec = int(typed[5]), action_of(typed[6:]).args[0].spec
     assert num_workers == workers["replicas"] * int(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert num_workers % (spec.actor.parallel.tp * spec.actor.parallel.ring) == 0
     assert Path("/shared") in spec.measure.log_folder.parents
@@ -253,7 +253,7 @@ def test_the_image_has_every_package_and_the_jobs_version_of_ray() -> None:
     }
 
 
-@pytest.mark.parametrize("typed", ["", "--workers 2"])
+@pytest.mark.parametrize("typed", ["", "--processes 2"])
 def test_a_ray_job_without_a_dashboard_is_one_line(typed: str) -> None:
     done = subprocess.run(
         ["bash", str(DEPLOY / "ray-job.sh"), *typed.split()], capture_output=True, text=True, timeout=LIMIT, check=False
@@ -327,7 +327,7 @@ def submitted(dashboard: str, typed: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.ray
 @pytest.mark.parametrize("engine", ["--backend fsdp2 --tp 2", "--backend deepspeed --zero-stage 3"])
 def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard: str, tmp_path: Path) -> None:
-    done = submitted(dashboard, f"--workers 2 {engine} {OPTIONS} --log-folder {tmp_path}")
+    done = submitted(dashboard, f"--processes 2 {engine} {OPTIONS} --log-folder {tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     folder, run, _ = only_log(tmp_path)
     assert (run["status"], run["world_size"]) == ("finished", 2)
@@ -337,6 +337,7 @@ def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard
 
 @pytest.mark.ray
 def test_a_job_that_is_refused_fails_where_it_was_submitted(dashboard: str, tmp_path: Path) -> None:
-    done = submitted(dashboard, f"--workers 3 --log-folder {tmp_path}")
+    done = submitted(dashboard, f"--processes 3 --log-folder {tmp_path}")
     assert done.returncode == 1
-    assert "replay: --workers 3 needs as many CPUs, and the cluster has 2 on 1 node. Try: --workers 2" in done.stdout
+    refusal = "replay: --processes 3 needs as many CPUs, and the cluster has 2 on 1 node. Try: --processes 2"
+    assert refusal in done.stdout

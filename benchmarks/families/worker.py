@@ -47,7 +47,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
     with tempfile.TemporaryDirectory() as logs:
         where = ["--model", str(model), "--inputs", str(inputs), "--log-folder", logs, "--timeout", "600"]
         try:
-            spec = action_of([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0]
+            spec = action_of([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0].spec
             run = run_in(world, spec)
             dist.barrier()
             if world.rank:

@@ -45,7 +45,7 @@ class Configuration(NamedTuple):
 
 CONFIGURATIONS = {
     # the sample: a Llama of four layers, rows of up to 978 tokens, padded on both sides
-    "zero 0": Configuration("--zero-stage 0 --step --learning-rate 1e-3 --details"),
+    "zero 0": Configuration("--zero-stage 0 --step --learning-rate 1e-3 --trace"),
     "zero 0, no optimizer": Configuration("--zero-stage 0 --optimizer none --no-packing"),
     "zero 1": Configuration("--max-inputs 4"),
     "zero 1, steps": Configuration("--step --learning-rate 1e-3 --max-norm 0.5 --grad-accumulation 2 --max-inputs 4"),
@@ -60,14 +60,14 @@ CONFIGURATIONS = {
     "zero 3, data ranks": Configuration("--zero-stage 3 --step --shuffle-inputs", launcher=TWO_RANKS),
     "zero 3, tp 2": Configuration("--zero-stage 3 --tp 2 --max-inputs 2 --no-packing"),
     "fsdp2": Configuration("--backend fsdp2 --step --learning-rate 1e-3 --trace"),
-    "fsdp2, stage 2": Configuration("--backend fsdp2 --zero-stage 2 --no-packing --reverse-rows"),
+    "fsdp2, stage 2": Configuration("--backend fsdp2 --zero-stage 2 --no-packing"),
     "fsdp2, compiled": Configuration("--backend fsdp2 --compile --max-inputs 2"),
     "fsdp2, eager": Configuration("--backend fsdp2 --zero-stage 2 --attention eager --profile --max-inputs 2"),
-    "fsdp2, tp 2": Configuration("--backend fsdp2 --tp 2 --max-inputs 2 --step --details"),
+    "fsdp2, tp 2": Configuration("--backend fsdp2 --tp 2 --max-inputs 2 --step --trace"),
     "fsdp2, tp 2, sequence": Configuration("--backend fsdp2 --tp 2 --sequence-parallel --max-inputs 2"),
     "fsdp2, ring 2": Configuration("--backend fsdp2 --ring 2 --max-inputs 2 --dtype bf16 --trace"),
     "fsdp2, data ranks": Configuration("--backend fsdp2 --step --pad-to longest --no-packing", launcher=TWO_RANKS),
-    "ddp": Configuration("--backend ddp --trace --details"),
+    "ddp": Configuration("--backend ddp --trace"),
     "ddp, steps": Configuration("--backend ddp --step --grad-accumulation 2 --window mean-of-means --max-inputs 4"),
     "ddp, compiled": Configuration("--backend ddp --compile --gradient-checkpointing --max-inputs 2"),
     "ddp, fused": Configuration("--backend ddp --kernels fused --whole-logits --no-packing --loss sft"),
@@ -77,7 +77,7 @@ CONFIGURATIONS = {
     "dropout, zero 1": Configuration("--no-packing --loss sft --dtype bf16", "dropout"),
     "dropout, fsdp2": Configuration("--backend fsdp2 --loss sft --grad-accumulation 2 --trace", "dropout"),
     "no states, ddp": Configuration("--backend ddp --no-packing --loss sft", "no-states"),
-    "no states, zero 2": Configuration("--zero-stage 2 --no-packing --step --details", "no-states"),
+    "no states, zero 2": Configuration("--zero-stage 2 --no-packing --step --trace", "no-states"),
     # a Llama with what the losses of PPO and DPO need
     "policy, ddp": Configuration("--backend ddp --loss policy --step --learning-rate 1e-3 --max-norm 1", "policy"),
     "policy, zero 1": Configuration("--loss policy --kl-coefficient 0.1 --dtype bf16", "policy"),

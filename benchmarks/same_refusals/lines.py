@@ -79,14 +79,13 @@ REPLAY = """
     --resume
     --resume --save-state new --save-every 1 --load-state state --step
     --save-state new --save-model new
-    --trace --reverse-rows
     --step --no-backward
     --step --optimizer none
     --save-state new --save-every 2
     --step --save-state new --save-every 1 --resume --trace
     --optimizer none --save-state new
     --load-state state --random-weights
-    --workers 2
+    --processes 2
     --address auto
     --launcher slurm
     --input-file sample
@@ -225,7 +224,7 @@ COMMANDS = """
     suite --storage there
     suite --continue nowhere
     suite --continue torn-suite
-    suite --resume-from nothing
+    suite --continue nothing
     suite --continue torn-suite --steps 9
     suite --plot out.xyz --dataset sample
     diagnose --inputs

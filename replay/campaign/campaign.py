@@ -27,7 +27,7 @@ from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.campaign.job import Job
 from replay.on_ray.executor import Executor
-from replay.option_parsing import command_line
+from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
 from replay.processes.limits import RunLimits
 from replay.processes.pool import REFUSED, Child, RunTasks, Task, sigterm_interrupts
@@ -233,7 +233,7 @@ class Campaign(Generic[Plan]):
     def _task(self, job: Job) -> Task:
         return Task.attempt(
             self.folder / job.home,
-            command_line(job.spec),
+            ChildJob(spec=job.spec),
             num_processes=job.num_processes,
             limit=self._limit,
             python=job.python,

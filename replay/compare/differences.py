@@ -124,7 +124,7 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
     results = [Quantity.of("loss", _losses(placed))]
     if points := _log_probs(placed):
         results.append(Quantity.of("log-probs", points))
-    has_details = reference.measure.details and other.measure.details
+    has_details = reference.measure.keeps_details and other.measure.keeps_details
     if points and has_details:
         results.append(Quantity.of("token log-probs", _token_log_probs(placed, reference, other)))
     both = matched(windows, other_windows, key=lambda window: window.inputs)

@@ -1,6 +1,6 @@
 """Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.given_paths import check_inputs
-from replay.on_ray.command import AddressOption, LauncherOption, RayOptions, WorkersOption, ray_options
-from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
+from replay.on_ray.command import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.processes.child_job import ChildJob
 from replay.processes.launch import num_processes_missing, relaunch
-from replay.spec import ReplaySpec, is_objective
+from replay.spec import is_objective
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
@@ -39,7 +40,7 @@ def diagnose(
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     launcher: LauncherOption = None,
     address: AddressOption = None,
-    workers: WorkersOption = None,
+    processes: ProcessesOption = None,
     **given: Any,
 ) -> Action:
     """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
@@ -52,27 +53,36 @@ def diagnose(
             f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "
             f"replay --loss {run.measure.loss} judges the objective"
         )
-    own = ["--steps", str(steps), *(["--json", str(json)] if json else []), *["--traceback"] * traceback]
-    own += ["--learning-rate", str(learning_rate)] if learning_rate is not None else []
-    command = ["diagnose", *own, *command_line(run)]
-    if (cluster := ray_options(launcher, address, workers)) is not None:
-        return partial(_diagnose_on_ray, run, context.obj, command, cluster)
-    return partial(_diagnose, run, steps, learning_rate, json, traceback, command)
+    action = partial(
+        _diagnose, typed=context.obj, steps=steps, learning_rate=learning_rate, json=json, show_traceback=traceback
+    )
+    job = ChildJob(spec=run)
+    if (cluster := ray_options(launcher, address, processes)) is not None:
+        return partial(_diagnose_on_ray, action, job, cluster, show_traceback=traceback)
+    return partial(action, job)
 
 
-def _diagnose_on_ray(run: ReplaySpec, main: Callable[..., int], command: list[str], cluster: RayOptions) -> int:
+def _diagnose_on_ray(
+    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
+) -> int:
     from replay.on_ray.launch import run_on_ray
 
-    parallel, log_folder = run.actor.parallel, run.measure.log_folder
-    return run_on_ray(main, command, cluster, parallel=parallel, log_folder=log_folder)
+    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
 
 
 def _diagnose(
-    run: ReplaySpec, steps: int, learning_rate: float | None, json: Path | None, traceback: bool, command: list[str]
+    job: ChildJob,
+    *,
+    typed: Sequence[str],
+    steps: int,
+    learning_rate: float | None,
+    json: Path | None,
+    show_traceback: bool,
 ) -> int:
+    run = job.spec
     check_inputs(run.inputs)
     if num_processes := num_processes_missing(run.actor.parallel):
-        return relaunch(num_processes, command)
+        return relaunch(num_processes, typed)
     from replay.diagnose.report import diagnose
 
-    return diagnose(run, num_steps=steps, learning_rate=learning_rate, json_file=json, show_traceback=traceback)
+    return diagnose(run, num_steps=steps, learning_rate=learning_rate, json_file=json, show_traceback=show_traceback)

@@ -133,7 +133,7 @@ def _import_advice(one: Package, imported: Answer, install: str) -> str:
     if "undefined symbol" in imported.error:
         advice = f"its C++ library was built for another torch. {advice}"
     if imported.is_silent:
-        advice = f"a hang, or a slow machine. Try: replay doctor --timeout 300, or{advice.removeprefix('Try:')}"
+        advice = f"a hang, or a slow machine. Try: replay doctor --time-limit 300, or{advice.removeprefix('Try:')}"
     if "flash" in one.name:
         advice += ", or without it: replay --attention sdpa"
     return advice

@@ -117,7 +117,7 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
     yield "environment", [*variables(), shared_memory(), log_folder(folder), *limits(on_cuda=num_gpus > 0)]
     answer = asked.one_pass.result()
     works = f"replay --max-inputs 1 in {answer.seconds:.0f} s, loss {answer.facts.get('loss', float('nan')):.4f}"
-    cost = "Try: replay doctor --timeout 300" if answer.is_silent else "Try: replay --max-inputs 1 --traceback"
+    cost = "Try: replay doctor --time-limit 300" if answer.is_silent else "Try: replay --max-inputs 1 --traceback"
     yield "all together", [tried("one input", answer, works=works, cost=cost, needed=True)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actor_init.as_json import to_json
-from replay.option_parsing import Toggle, command_line, spec_of, toggles
+from replay.option_parsing import Toggle, command_line, toggles, with_values
 from replay.spec import ReplaySpec
 
 NAMING = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")  # files and folders
@@ -26,20 +26,19 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """What a trial replays: `arguments` are those of a replay, without its inputs and its log folder."""
+    """What a trial replays: `spec` has the defaults of what minimise sets in every trial."""
 
     cuts: tuple[Cut, ...]
-    arguments: tuple[str, ...]
+    spec: ReplaySpec
     num_processes: int = 1
 
     @classmethod
     def of(cls, cuts: Sequence[Cut], spec: ReplaySpec, num_processes: int) -> "Candidate":
-        return cls(cuts=tuple(cuts), arguments=tuple(_words(spec)), num_processes=num_processes)
+        return cls(cuts=tuple(cuts), spec=without_inputs(spec), num_processes=num_processes)
 
     @property
-    def spec(self) -> ReplaySpec:
-        """Return the spec of its replay, without inputs. Raises UsageError if the options contradict each other."""
-        return spec_of(self.arguments)
+    def arguments(self) -> list[str]:
+        return command_line(self.spec)
 
     @property
     def contents(self) -> str:
@@ -58,17 +57,12 @@ class Candidate:
 
     def without(self, dropped: Sequence[Toggle]) -> "Candidate":
         """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
-        spec = self.spec
-        kept = [toggle for toggle in self.given if toggle not in dropped]
-        words = [word for toggle in kept for word in toggle.as_typed(toggle.value_in(spec))]
-        return replace(self, arguments=tuple(_words(spec_of(words))))
+        return replace(self, spec=with_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
         """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
         toggle = next(one for one in toggles() if one.flag == flag)
-        spec = self.spec
-        words = [word for one in self.given if one != toggle for word in one.as_typed(one.value_in(spec))]
-        return replace(self, arguments=tuple(_words(spec_of([*words, *toggle.as_typed(value)]))))
+        return replace(self, spec=with_values(self.spec, [(toggle, value)]))
 
 
 def given_in(spec: ReplaySpec) -> list[Toggle]:
@@ -80,10 +74,6 @@ def given_in(spec: ReplaySpec) -> list[Toggle]:
         if toggle.field not in SET_HERE and not is_default:
             given.setdefault((toggle.part, toggle.field), toggle)  # a field's own option comes before its switches
     return list(given.values())
-
-
-def _words(spec: ReplaySpec) -> list[str]:
-    return command_line(without_inputs(spec))
 
 
 def without_inputs(spec: ReplaySpec) -> ReplaySpec:

@@ -37,7 +37,7 @@ def minimise(
         show_default=False,
         help=f"Runs to see it fail, at most. (default: {DEFAULTS['tries']})",
     ),
-    run_timeout: float | None = typer.Option(
+    run_limit: float | None = typer.Option(
         None,
         min=1.0,
         metavar="X",
@@ -66,7 +66,7 @@ def minimise(
     Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
     processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
     """
-    typed = {"tries": tries, "run": run_timeout, "num_runs": max_runs}
+    typed = {"tries": tries, "run": run_limit, "num_runs": max_runs}
     limits = {name: value for name, value in typed.items() if value is not None}
     own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if go_on is not None:

@@ -15,7 +15,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import chdir
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.minimise.trials import MinimiseLog
 from replay.option_parsing import spec_from_dict
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
 from replay.report.text import counted, one_line
 from replay.runlog.writer import versions
@@ -185,22 +186,28 @@ def _files_of(spec: ReplaySpec) -> list[Path]:
 def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
     if cell is None:
-        lines.append(f"exec {shlex.join(_words(chosen.arguments, chosen.num_processes))}")
+        lines.append(f"exec {_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
     else:
-        reference = _words(cell.reference_of(chosen), cell.num_processes)
-        own = _words(chosen.arguments, chosen.num_processes)
+        reference, own = _job(_with_trace(cell.reference_of(chosen))), _job(_with_trace(chosen.spec))
         lines += [
+            *(job.remark for job in (reference, own) if job.remark),
             'logs="logs/$(date +%Y%m%d-%H%M%S)"',
-            f'{shlex.join(reference)} --log-folder "$logs/reference" &&',
-            f'{shlex.join(own)} --log-folder "$logs/cell" &&',
+            f'{shlex.join(reference.repeat_words(num_processes=cell.num_processes))} --log-folder "$logs/reference" &&',
+            f'{shlex.join(own.repeat_words(num_processes=chosen.num_processes))} --log-folder "$logs/cell" &&',
             'exec replay compare "$logs/reference" "$logs/cell" --threshold 0',
         ]
     return "\n".join(lines) + "\n"
 
 
-def _words(arguments: Sequence[str], num_processes: int) -> list[str]:
-    ranks = ["torchrun", "--nproc-per-node", str(num_processes), "-m"] if num_processes > 1 else []
-    return [*ranks, "replay", *arguments, "--inputs", INPUTS]
+def _job(spec: ReplaySpec) -> ChildJob:
+    return ChildJob(spec=replace(spec, inputs=replace(spec.inputs, inputs=Path(INPUTS))))
+
+
+def _with_trace(spec: ReplaySpec) -> ReplaySpec:
+    """Return the spec of a run of parity with --trace in place of its details, unless its rows are in reverse."""
+    if spec.inputs.reverse_rows:
+        return spec
+    return replace(spec, measure=replace(spec.measure, details=False, trace=True))
 
 
 def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:

@@ -10,7 +10,6 @@ from actor_init.spec import UsageError
 from replay.compare.differences import compare
 from replay.minimise.candidate import NAMING, Candidate, given_in
 from replay.minimise.failure import Failure, Kind
-from replay.option_parsing import command_line, spec_of
 from replay.parity.noise_floor import distances
 from replay.parity.results import MatrixJudge
 from replay.parity.rows import ParityLog
@@ -23,29 +22,28 @@ from replay.spec import ReplaySpec
 class ParityCell:
     """A cell that differed, as parity ran it.
 
-    arguments      of the cell and of its reference, with their inputs
+    spec, reference  of the cell and of its reference, with their inputs
     num_processes  of the reference
     bounds         by quantity, beyond which the two differ
     """
 
     name: str
-    arguments: list[str]
-    reference_arguments: list[str]
+    spec: ReplaySpec
+    reference: ReplaySpec
     num_processes: int
     bounds: dict[str, float]
 
     @property
     def shared(self) -> list[str]:
         """Return the flags of what cell and reference have in common: the noise was measured with these."""
-        spec, cell = spec_of(self.reference_arguments), spec_of(self.arguments)
-        return [one.flag for one in given_in(cell) if one.value_in(spec) == one.value_in(cell)]
+        return [one.flag for one in given_in(self.spec) if one.value_in(self.reference) == one.value_in(self.spec)]
 
-    def reference_of(self, candidate: Candidate) -> list[str]:
-        """Return the arguments of the reference of a candidate: its files, as many layers, as many passes in a window.
+    def reference_of(self, candidate: Candidate) -> ReplaySpec:
+        """Return the spec of the reference of a candidate: its files, as many layers, as many passes in a window.
 
         Raises UsageError for options that exclude each other.
         """
-        spec, now = spec_of(self.reference_arguments), candidate.spec
+        spec, now = self.reference, candidate.spec
         reference = Candidate.of([], spec, self.num_processes)
         for toggle in candidate.given:
             if toggle.flag in NAMING and toggle.flag in self.shared:
@@ -57,7 +55,7 @@ class ParityCell:
         size = data_ranks * now.actor.num_accumulated // before
         if size != reference.spec.actor.num_accumulated:
             reference = reference.with_option("--grad-accumulation", size)
-        return list(reference.arguments)
+        return reference.spec
 
     def failure(self, reference: Child, cell: Child) -> Failure | None:
         """Compare the two runs. Returns None where they cannot be compared."""
@@ -98,16 +96,16 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     bounds = {noise.quantity: noise.bound for noise in result.noises if noise.ground == row.cell.ground}
     cell = ParityCell(
         name=name,
-        arguments=_as_typed(row.cell.spec),
-        reference_arguments=_as_typed(reference.spec),
+        spec=_as_typed(row.cell.spec),
+        reference=_as_typed(reference.spec),
         num_processes=reference.num_processes,
         bounds=bounds,
     )
     return cell, row.cell.num_processes
 
 
-def _as_typed(spec: ReplaySpec) -> list[str]:
+def _as_typed(spec: ReplaySpec) -> ReplaySpec:
     measure = replace(
         spec.measure, log_folder=ReplaySpec().measure.log_folder, name=ReplaySpec().measure.name, quiet=False
     )
-    return command_line(replace(spec, measure=measure))
+    return replace(spec, measure=measure)

@@ -22,7 +22,7 @@ from replay.minimise.parity_cell import ParityCell, read_cell
 from replay.minimise.search import OutOfRunsError, Search
 from replay.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, Trial
 from replay.on_ray.executor import ThisMachine
-from replay.option_parsing import command_line, spec_of
+from replay.option_parsing import command_line
 from replay.processes.devices import Machine
 from replay.processes.limits import RunLimits
 from replay.processes.pool import Child
@@ -57,8 +57,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, An
     Raises UsageError for a cell that does not differ.
     """
     cell, num_processes = read_cell(parity, name)
-    spec = spec_of(cell.arguments)
-    spec = replace(spec, measure=replace(spec.measure, log_folder=logs))
+    spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
     typed = ["--parity", str(parity), "--cell", name]
     return _begin(spec, num_processes, limits, redact=redact, typed=typed, cell=cell)
 
@@ -319,8 +318,8 @@ class _Work:
         plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
         runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
         if cell is not None:
-            arguments = cell.reference_arguments if trial.inputs is None else cell.reference_of(candidate)
-            runs.insert(0, ("reference", spec_of(arguments), cell.num_processes))
+            reference = cell.reference if trial.inputs is None else cell.reference_of(candidate)
+            runs.insert(0, ("reference", reference, cell.num_processes))
         shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
         return [
             Job(home=f"{trial.home}/{name}", spec=trial.fed(spec), num_processes=num_processes, **shared)

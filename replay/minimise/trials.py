@@ -3,7 +3,7 @@
 `minimise.json` (campaign.py) has what is known in its result, written after every trial:
 
     {"failure": {...}, "num_layers": 4, "num_rows": 16, "num_tokens": 640,
-     "trials": [{"what": "files", "candidate": {"cuts": [...], "arguments": [], "num_processes": 1}, "num_runs": 1,
+     "trials": [{"what": "files", "candidate": {"cuts": [...], "spec": {...}, "num_processes": 1}, "num_runs": 1,
                  "found": {...}, "said": "shows it", "seconds": 1.9}]}
 
 A candidate without cuts is the replay as it was typed, or what the folder that is written at the end holds. The logs of

@@ -10,7 +10,7 @@ import typer
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
 from replay.given_paths import check_inputs
-from replay.option_parsing import Action, Toggle, command_line, replay_spec, with_options
+from replay.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.processes.launch import num_processes_missing, relaunch
 
 Word = TypeVar("Word", bound=str)
@@ -21,13 +21,14 @@ def _serves_mismatch(toggle: Toggle) -> bool:
     if toggle.part == "measure":
         return toggle.field in ("timeout", "log_folder")
     return toggle.part in ("inputs", "actor", "actor.parallel") and toggle.field not in (
-        *("dtype", "attention", "uneven", "epochs", "reverse_rows", "grad_accumulation", "gradient_checkpointing"),
+        *("dtype", "attention", "uneven", "epochs", "grad_accumulation", "gradient_checkpointing"),
         *("learning_rate", "lr_warmup_steps", "max_norm", "weight_decay", "beta1", "beta2", "eps", "momentum"),
     )
 
 
 @partial(with_options, serves=_serves_mismatch)
 def mismatch(
+    context: typer.Context,
     dtype: str = typer.Option(
         "bf16,fp32", metavar="A,B", show_default=False, help="Replay in each of these dtypes. (default: bf16,fp32)"
     ),
@@ -49,12 +50,11 @@ def mismatch(
     run = replay_spec(given)
     dtypes: list[Dtype] = _words("--dtype", dtype, [one for one in Dtype if one is not Dtype.AUTO])
     kernels = _words("--attention", attention, WORDS)
-    own = ["--dtype", dtype, "--attention", attention, "--worst", str(worst), *(["--json", str(json)] if json else [])]
 
     def measure() -> int:
         check_inputs(run.inputs)
         if num_processes := num_processes_missing(run.actor.parallel):
-            return relaunch(num_processes, ["mismatch", *own, *command_line(run)])
+            return relaunch(num_processes, context.obj)
         from replay.mismatch.report import mismatch
 
         return mismatch(run, dtypes, kernels, worst, json)

@@ -88,7 +88,7 @@ class ObjectiveInputs:
     num_window_tokens: int
     num_window_passes: int
     kept_logits: KeptLogits | None = None
-    is_fed_in_reverse: bool = False  # under --reverse-rows; all above is in the captured order
+    is_fed_in_reverse: bool = False  # all above is in the captured order
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

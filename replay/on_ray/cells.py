@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
-from replay.on_ray.node_agent import arguments_on_node, inputs_of
 from replay.on_ray.rank_process import GRACE_SECONDS, Place, RankProcess
 from replay.processes.pool import Child, Task
 from replay.report.text import counted
@@ -33,7 +32,7 @@ class Cells:
         """Create it for tasks whose logs and outputs lie below `root`.
 
         at_once  tasks of one rank that share a GPU, or a CPU on a cluster without GPUs; a rank of others has its own
-        module   what each rank runs with the task's arguments
+        module   what each rank runs with `--job FILE`
         """
         self._cluster = cluster
         self._root = root
@@ -87,7 +86,7 @@ class Cells:
             )
 
     def _copies_of_inputs(self, task: Task) -> Mapping[str, Path]:
-        inputs = inputs_of(task.arguments)
+        inputs = task.job.inputs
         if inputs not in self._copies:
             self._copies[inputs] = self._cluster.ship(inputs)
         return self._copies[inputs]
@@ -133,11 +132,10 @@ class Cells:
         running = []
         for rank, (actor, place) in enumerate(zip(actors, places, strict=True)):
             home = self._cluster.home_on(place.node_id)
-            logs = home / task.logs.relative_to(self._root)
-            arguments = arguments_on_node(task.arguments, logs, copies.get(place.node_id))
+            job = task.job.on_node(home / task.logs.relative_to(self._root), copies.get(place.node_id))
             output = output_of(nodes.index(place.node_id), home / task.output.relative_to(self._root))
             variables = variables_of(rank, places, port)
-            running.append(actor.run.remote(self._module, arguments, variables, str(Path.cwd()), output, task.limit))
+            running.append(actor.run.remote(self._module, job.text, variables, str(Path.cwd()), output, task.limit))
         while running:
             [over], running = ray.wait(running, num_returns=1)
             exit_code: int | None = ray.get(over)

@@ -16,7 +16,7 @@ class Launcher(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayOptions:
     address: str | None  # of the cluster, or `auto`; None: a local one is started, and stopped at the end
-    num_workers: int | None = None  # None: as many as the options need
+    num_processes: int | None = None  # None: as many as the options need
 
 
 LauncherOption = Annotated[
@@ -37,7 +37,7 @@ AddressOption = Annotated[
         help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",
     ),
 ]
-WorkersOption = Annotated[
+ProcessesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
@@ -49,14 +49,14 @@ WorkersOption = Annotated[
 ]
 
 
-def ray_options(launcher: Launcher | None, address: str | None, num_workers: int | None = None) -> RayOptions | None:
+def ray_options(launcher: Launcher | None, address: str | None, num_processes: int | None = None) -> RayOptions | None:
     """Return what was typed about a Ray cluster, or None if it is not to be used.
 
     Raises UsageError if something was typed about it without --launcher ray.
     """
     if launcher is Launcher.RAY:
-        return RayOptions(address=address, num_workers=num_workers)
-    for option, value in (("--address", address), ("--workers", num_workers)):
+        return RayOptions(address=address, num_processes=num_processes)
+    for option, value in (("--address", address), ("--processes", num_processes)):
         if value is not None:
             raise UsageError(f"{option} is for a Ray cluster. Try: --launcher ray {option} ...")
     return None

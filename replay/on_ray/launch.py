@@ -1,18 +1,18 @@
 """Run a replay, or another command of many ranks, on a Ray cluster: Ray Train starts the ranks."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from actor_init.spec import ParallelSpec, UsageError
+from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.fit import Fit, fitting
-from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.rank import ERR, EXIT_CODE, OUT
 from replay.on_ray.rank import replay as replay_as_rank
+from replay.processes.child_job import ChildJob
 from replay.runlog.run_file import RUN_FILE, RunFile
 from replay.runlog.writer import INTERRUPTED
 
@@ -20,36 +20,31 @@ POLL_SECONDS = 0.5
 DIED = 1  # exit code of a run whose ranks left none: they were killed, ended each other, or died with their node
 
 
-def run_on_ray(
-    command: Callable[[Sequence[str]], int],
-    arguments: Sequence[str],
-    options: RayOptions,
-    *,
-    parallel: ParallelSpec,
-    log_folder: Path,
-) -> int:
+def run_on_ray(command: Callable[[ChildJob], int], job: ChildJob, options: RayOptions, *, show_traceback: bool) -> int:
     """Run a command on a running cluster, or on one that is started here and stopped again. Returns its exit code.
 
-    command    the function of the command line, which each rank calls with `arguments`
-    parallel   what the arguments say of ranks
-    log_folder the folder here for what the ranks log
+    command         what each rank calls with its job; it is pickled
+    job             which logs into a folder here
+    show_traceback  of an error of a rank
 
     Raises UsageError without Ray, without a cluster at the address, for more ranks than it has GPUs or CPUs, or for a
     number of them that is no multiple of tp x ring.
     """
+    parallel = job.spec.actor.parallel
     num_model_ranks = parallel.tp * parallel.ring
-    num_ranks = options.num_workers or num_model_ranks
+    num_ranks = options.num_processes or num_model_ranks
     if num_ranks % num_model_ranks:
         more = (num_ranks // num_model_ranks + 1) * num_model_ranks
         raise UsageError(
-            f"--workers {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. Try: --workers {more}"
+            f"--processes {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. "
+            f"Try: --processes {more}"
         )
     with cluster_at(options.address, num_ranks) as cluster:
-        cluster.refuse_too_many(num_ranks, "--workers")
+        cluster.refuse_too_many(num_ranks, "--processes")
         if spill := cluster.spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
-        run = _RayRun(cluster, log_folder)
-        return run.run(command, arguments, num_ranks)
+        run = _RayRun(cluster, job.logs)
+        return run.run(command, job, num_ranks, show_traceback=show_traceback)
 
 
 class _RayRun:
@@ -60,17 +55,18 @@ class _RayRun:
         self._folders: set[Path] = set()  # of runs
         self._printed: dict[str, int] = {}  # bytes of what each rank has said, by file
 
-    def run(self, command: Callable[[Sequence[str]], int], arguments: Sequence[str], num_ranks: int) -> int:
-        copies = self._cluster.ship(inputs_of(arguments))
-        job = {
+    def run(self, command: Callable[[ChildJob], int], job: ChildJob, num_ranks: int, *, show_traceback: bool) -> int:
+        copies = self._cluster.ship(job.inputs)
+        work = {
             "command": command,
-            "arguments": list(arguments),
+            "job": job.text,
             "homes": str(self._cluster.home_on("")),
             "folder": str(Path.cwd()),
             "inputs": {node: str(folder) for node, folder in copies.items()},
+            "show_traceback": show_traceback,
         }
         storage = str(self._cluster.home_on("ray"))
-        fit = Fit(rank=replay_as_rank, job=job, storage=storage, name="train", num_ranks=num_ranks)
+        fit = Fit(rank=replay_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
         try:
             with fitting(fit, self._cluster) as trainer:
                 while not trainer.is_over(POLL_SECONDS):

@@ -2,17 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from capture.file_format.folder_layout import folder_of_capture
 from capture.on_ray.node_files import NodeFiles
 from replay.runlog.writer import versions
-from replay.shipped_inputs import default_folder
-
-FOLDER, FILE = "--inputs", "--input-file"
 
 
 class NodeAgent(NodeFiles):
@@ -56,26 +51,6 @@ class NodeAgent(NodeFiles):
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.folder_of_states(self.folder), ignore_errors=True)
         shutil.rmtree(self.folder_of_inputs(self.folder, ""), ignore_errors=True)
-
-
-def inputs_of(arguments: Sequence[str]) -> Path:
-    """Return the folder of the inputs that a replay with these arguments reads."""
-    for option, value in pairwise(arguments):
-        if option in (FOLDER, FILE):
-            path = Path(value).absolute()
-            return path if option == FOLDER else folder_of_capture(path)
-    return default_folder()
-
-
-def arguments_on_node(arguments: Sequence[str], logs: Path, copy: str | Path | None) -> list[str]:
-    """Return the arguments of a replay that logs into `logs`, and reads the copy of its folder of inputs, if any."""
-    own = [*arguments, "--log-folder", str(logs)]
-    if copy is None:
-        return own
-    if FILE in arguments:
-        file = Path(arguments[arguments.index(FILE) + 1]).absolute()
-        return [*own, FILE, str(Path(copy) / file.relative_to(folder_of_capture(file)))]
-    return [*own, FOLDER, str(copy)]
 
 
 def work_in(folder: str) -> None:

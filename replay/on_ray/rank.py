@@ -4,30 +4,36 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replay.on_ray.node_agent import arguments_on_node, work_in
+from replay.on_ray.node_agent import work_in
+from replay.processes.child_job import ChildJob
+from replay.processes.exit_code import exit_code_of
 
 EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its number: `out0`
 
 
 def replay(job: Mapping[str, Any]) -> int:
-    """Run `job["command"]` with `job["arguments"]`; leave its output and exit code in files, for `NodeFiles` to send.
+    """Run a command, and leave its output and exit code in files, for `NodeFiles` to send.
 
+    command function of the job, which returns an exit code
+    job     what is replayed, as JSON
     homes   folder with a folder for each node, for what ranks write there
     folder  the driver's working folder, which becomes this rank's if the node has it
     inputs  by node, the folder of the inputs that were sent there; none where a node sees the driver's folder
+    show_traceback  of an error
     """
     import ray
 
     node, rank = ray.get_runtime_context().get_node_id(), os.environ["RANK"]
     home = Path(job["homes"]) / node
     home.mkdir(parents=True, exist_ok=True)
-    arguments = arguments_on_node(job["arguments"], home, job["inputs"].get(node))
+    own = ChildJob.parse(job["job"], source="the job of a rank").on_node(home, job["inputs"].get(node))
     work_in(job["folder"])
     with output_into(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
-        exit_code: int = job["command"](arguments)
+        exit_code = exit_code_of(partial(job["command"], own), show_traceback=job["show_traceback"])
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))
     return exit_code
 

@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from replay.on_ray.node_agent import work_in
+from replay.processes.child_job import ChildJob
 from replay.processes.launch import without_launcher
 from replay.processes.supervisor import Group, start
 
@@ -45,20 +45,22 @@ class RankProcess:
     def run(
         self,
         module: str,
-        arguments: Sequence[str],
+        job: str,
         variables: dict[str, str],
         folder: str,
         output: Path,
         limit: float,
     ) -> int | None:
-        """Run `python -m module` and return its exit code; None if it has not ended after `limit` seconds.
+        """Run `python -m module --job FILE` and return its exit code; None if it has not ended after `limit` seconds.
 
+        job     as JSON
         folder  the working folder, if this node has it
         output  file for what is printed
         """
         work_in(folder)
         output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-u", "-m", "replay.on_ray.bound", module, *arguments]
+        path = ChildJob.parse(job, source="the job of a rank").write()
+        command = [sys.executable, "-u", "-m", "replay.on_ray.bound", module, "--job", str(path)]
         with output.open("ab") as file:
             environment = without_launcher(os.environ) | variables
             self._rank = Group.start([partial(start, command, environment, output=file)], limit=limit)

@@ -19,7 +19,6 @@ from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.fit import FAILED, Fit, Fitting, fitting
-from replay.on_ray.node_agent import inputs_of
 from replay.on_ray.training_rank import train
 from replay.processes.pool import Child, Task
 from replay.runlog.run_file import RUN_FILE
@@ -132,9 +131,9 @@ class Trainings:
         return exit_code, error and f"Ray Train gave up, at most {MOST_FAILURES} failures are allowed: {error}"
 
     def _job(self, task: Task) -> dict[str, Any]:
-        copies = self._cluster.ship(inputs_of(task.arguments))
+        copies = self._cluster.ship(task.job.inputs)
         return {
-            "arguments": list(task.arguments),
+            "job": task.job.text,
             "homes": str(self._cluster.home_on("")),
             "logs": str(task.logs.relative_to(self._root)),
             "output": str(task.output.relative_to(self._root)),

@@ -15,9 +15,9 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.on_ray.node_agent import NodeAgent, arguments_on_node, work_in
+from replay.on_ray.node_agent import NodeAgent, work_in
 from replay.on_ray.rank import output_into
-from replay.option_parsing import spec_of
+from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of
 from replay.runner.states import name_of
 
@@ -51,8 +51,9 @@ class RayStates:
 
 
 def train(job: Mapping[str, Any]) -> int:
-    """Run a replay with `job["arguments"]` as a rank of the group that Ray has opened. Returns its exit code.
+    """Run a replay as a rank of the group that Ray has opened. Returns its exit code.
 
+    job     what is replayed, as JSON
     homes   folder with a folder for each node, for what ranks write there
     logs    the folder for the run's log, relative to the node's folder
     output  file for what is printed there, with the node's name behind it; relative, too
@@ -68,7 +69,8 @@ def train(job: Mapping[str, Any]) -> int:
 
     node = ray.get_runtime_context().get_node_id()
     home = Path(job["homes"]) / node
-    arguments = arguments_on_node(job["arguments"], home / job["logs"], job["inputs"].get(node))
+    own = ChildJob.parse(job["job"], source="the job of a rank")
+    spec = own.on_node(home / job["logs"], job["inputs"].get(node)).spec
     work_in(job["folder"])
     output = home / f"{job['output']}.node-{node}"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,7 @@ def train(job: Mapping[str, Any]) -> int:
         states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
         stack.enter_context(output_into(output, output))
         exit_code = exit_code_of(
-            partial(_kept, broke_off, lambda: run(spec_of(arguments), show_traceback=False, states=states).exit_code)
+            partial(_kept, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)
         )
     if broke_off:
         raise broke_off[0]

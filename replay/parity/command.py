@@ -21,13 +21,13 @@ def parity(
         help="quick: one process, and one tp, ring and data rank; pairs: every two values of any options together; "
         "full: the whole product, pairs first; or a TOML file, see docs/parity.md. (default: quick)",
     ),
-    num_devices: int | None = typer.Option(
+    processes: int | None = typer.Option(
         None, min=1, metavar="N", help="Processes of one run at most. (default: the GPUs, or 2 on a CPU)"
     ),
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of parity's lacks, and report all of it."
     ),
-    cell_timeout: float = typer.Option(
+    run_limit: float = typer.Option(
         600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one run. (default: 600)"
     ),
     time_limit: float | None = typer.Option(
@@ -59,10 +59,10 @@ def parity(
     A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
-    limits = RunLimits(each=cell_timeout, total=time_limit, at_once=at_once)
+    limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
     ray = ray_options(launcher, address)
     if go_on is not None:
-        own = {"matrix": matrix, "num_devices": num_devices, "python": python}
+        own = {"matrix": matrix, "processes": processes, "python": python}
         return going_on("parity", go_on, {**own, **given}, limits, trace=first_difference, ray=ray)
 
     def begin() -> int:
@@ -72,7 +72,7 @@ def parity(
         from replay.parity import runs
 
         return runs.begin(
-            matrix or "quick", given, num_devices, limits, trace=first_difference, ray=ray, pythons=python or ()
+            matrix or "quick", given, processes, limits, trace=first_difference, ray=ray, pythons=python or ()
         )
 
     return begin

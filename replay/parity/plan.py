@@ -207,7 +207,7 @@ def _add_ground(
     admit = partial(_admit, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
-    admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed", more={"reverse_rows": True})
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed")
     kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
     for kernel in (one for one in kernels if one != here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
@@ -239,7 +239,7 @@ def _admit(
     setting = {**here.only, **setting}
     name = here.named(setting, suffix)
     try:
-        spec = _spec_of(setting, here, common, more or {})
+        spec = _spec_of(setting, here, common, more or {}, reverses=varies == REPEATS[1])
         _check(spec, num_processes_of(setting), here)
         key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
     except UsageError as error:
@@ -262,7 +262,9 @@ def _admit(
     cells.setdefault(key, cell)
 
 
-def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any]) -> ReplaySpec:
+def _spec_of(
+    setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any], *, reverses: bool
+) -> ReplaySpec:
     """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
     num_data_ranks = setting.get(DATA, 1)
     backend = setting.get("backend", common.get("backend", DEFAULT))
@@ -280,9 +282,14 @@ def _spec_of(setting: Setting, here: Here, common: Mapping[str, Any], more: Mapp
             f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
             f"each, and there are {here.num_inputs}"
         )
-    always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True, "details": True}
+    always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
     spec = replay_spec({**shared, **own, **always})
-    return replace(spec, actor=spec.actor.settled())
+    return replace(
+        spec,
+        actor=spec.actor.settled(),
+        inputs=replace(spec.inputs, reverse_rows=reverses),
+        measure=replace(spec.measure, details=True),
+    )
 
 
 def _is_served(field: str, backend: str) -> bool:
@@ -305,7 +312,7 @@ def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
 
     if num_processes > here.num_devices:
         what = "GPUs" if here.device == "cuda" else "processes"
-        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --num-devices")
+        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --processes")
     if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
     if spec.actor.packs and (why := why_not_packed(here.config)):

@@ -27,7 +27,7 @@ from replay.shipped_inputs import edge_folder
 from replay.spec import Passes, ReplaySpec
 from replay.wording import in_flags
 
-SET_HERE = ("shuffle_inputs", "reverse_rows", "quiet", "full_names", "name", "details")
+SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
@@ -56,7 +56,7 @@ def begin(
         )
     environments = [probe(python) for python in pythons]
     with executor(ray) as where:
-        machine = where.machine(num_devices, "--num-devices")
+        machine = where.machine(num_devices, "--processes")
         campaign = _planned(matrix, common, spec, machine, num_devices, environments)
         return _work(ParityLog(campaign=campaign), where, limits, trace=trace)
 
@@ -78,7 +78,7 @@ def _planned(
     if environments:
         planned = in_environments(planned, environments)
     pythons = [word for one in environments for word in ("--python", one.python)]
-    devices = [] if num_devices is None else ["--num-devices", str(num_devices)]
+    devices = [] if num_devices is None else ["--processes", str(num_devices)]
     words = ["--matrix", matrix, *devices, *pythons, *command_line(spec)]
     return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
 

@@ -1,14 +1,12 @@
 """Format a parity run as text: progress, noise, a row per cell, failures and refusals, and how to continue."""
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from replay.option_parsing import command_line
 from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Cell
 from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.rows import ParityLog, Row, State
+from replay.processes.child_job import ChildJob
 from replay.report.text import Columns, Pairs, counted, gibibytes, milliseconds
 
 QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
@@ -119,14 +117,10 @@ def _several(names: Sequence[str]) -> str:
 
 def commands(log: ParityLog) -> list[str]:
     """Return the commands that repeat each run by itself."""
-    return [shlex.join([*_program(row.cell), *command_line(row.cell.spec)]) for row in log.rows]
-
-
-def _program(cell: Cell) -> list[str]:
-    ranks = ["torchrun", "--nproc-per-node", str(cell.num_processes)] if cell.num_processes > 1 else []
-    if not cell.python:
-        return [*ranks, "replay"]
-    return [cell.python, *(["-m", "torch.distributed.run", *ranks[1:]] if ranks else []), "-m", "replay"]
+    return [
+        ChildJob(spec=row.cell.spec).repeat_line(num_processes=row.cell.num_processes, python=row.cell.python)
+        for row in log.rows
+    ]
 
 
 def summary(log: ParityLog, result: MatrixResult) -> Pairs:

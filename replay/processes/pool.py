@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from replay.processes import forkserver as warm
 from replay.processes import interpreter
+from replay.processes.child_job import ChildJob
 from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
 from replay.processes.supervisor import Group, end, wait_for_one
 
@@ -69,30 +70,33 @@ class Child:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """`replay` with `arguments` in a number of processes on this machine, for at most `limit` seconds.
+    """A job in a number of processes on this machine, for at most `limit` seconds.
 
-    Its run is logged in a new folder below `logs`, and its output goes into the file `output`. `python` is the path of
-    another environment's interpreter; empty: this one.
+    Its output goes into the file `output`. `python` is the path of another environment's interpreter; empty: this one.
     """
 
-    arguments: Sequence[str]
+    job: ChildJob
     num_processes: int
-    logs: Path
     output: Path
     limit: float
     python: str = ""
 
     @classmethod
-    def attempt(
-        cls, home: Path, arguments: Sequence[str], *, num_processes: int, limit: float, python: str = ""
-    ) -> Self:
-        """Return a task with a new folder below `home`, which holds those of earlier attempts."""
+    def attempt(cls, home: Path, job: ChildJob, *, num_processes: int, limit: float, python: str = "") -> Self:
+        """Return a task that logs into a new folder below `home`, which holds those of earlier attempts."""
         home.mkdir(parents=True, exist_ok=True)
         logs = home / str(len(list(home.iterdir())))
-        output = logs / "output.txt"
         return cls(
-            arguments=arguments, num_processes=num_processes, logs=logs, output=output, limit=limit, python=python
+            job=job.logging_into(logs),
+            num_processes=num_processes,
+            output=logs / "output.txt",
+            limit=limit,
+            python=python,
         )
+
+    @property
+    def logs(self) -> Path:
+        return self.job.logs
 
 
 class RunTasks(Protocol):
@@ -187,7 +191,7 @@ class _Running:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_bytes(b"")
         environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-        arguments = [*task.arguments, "--log-folder", str(task.logs)]
+        arguments = ["--job", str(task.job.write())]
         store = store_of_ranks() if task.num_processes > 1 else None
         of_ranks = variables_of_ranks(task.num_processes, store.port) if store else [{}]
         run = partial(interpreter.start, task.python) if task.python else partial(warm.start, PROGRAM)

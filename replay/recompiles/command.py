@@ -50,7 +50,7 @@ def recompiles(
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of recompiles' lacks, and report all of it."
     ),
-    policy_timeout: float = typer.Option(
+    run_limit: float = typer.Option(
         600.0, min=1.0, metavar="X", show_default=False, help="Seconds for each policy. (default: 600)"
     ),
     **given: Any,
@@ -60,7 +60,7 @@ def recompiles(
     Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
     """
     own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
-    limits = RunLimits(each=policy_timeout, total=None, at_once=None)
+    limits = RunLimits(each=run_limit, total=None, at_once=None)
     if go_on is not None:
         return going_on("recompiles", go_on, {**own, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]

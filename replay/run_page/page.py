@@ -9,6 +9,8 @@ from pathlib import Path
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from replay.option_parsing import spec_from_dict
+from replay.processes.child_job import ChildJob
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
 from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, run_letters, short_names
@@ -165,7 +167,9 @@ def _change(one: Change) -> str:
 
 
 def _command(run: Run) -> str:
-    return f"<p>To repeat it: <code>{escape(run.start.command)}</code></p>"
+    job = ChildJob(spec=spec_from_dict(run.start.spec))
+    line = job.repeat_line(num_processes=len(run.start.devices))
+    return f"<p>To repeat it: <code>{escape(line)}</code></p>"
 
 
 def _profiles(run: Run) -> list[str]:

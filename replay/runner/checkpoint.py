@@ -1,10 +1,9 @@
 """Load model state before the first pass, save it every few steps and after the last pass, and report both.
 
 saved      state in runs/a: 3 steps, the next with learning rate 0.0003
-go on      torchrun --nproc-per-node 2 replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
+go on      torchrun --nproc-per-node 2 -m replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.facts import Setting
-from replay.option_parsing import command_line
+from replay.processes.child_job import ChildJob
 from replay.report.text import Pairs, counted, gibibytes, one_line
 from replay.resolved import ResolvedReplay
 from replay.runlog.writer import versions
@@ -218,6 +217,5 @@ def _size(folder: Path) -> int:
 def _go_on(resolved: ResolvedReplay, folder: Path, num_inputs: int, world: World) -> str:
     spec = resolved.to_spec()
     inputs = replace(spec.inputs, skip_inputs=num_inputs)
-    command = command_line(replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
-    launcher = [] if world.world_size == 1 else ["torchrun", "--nproc-per-node", str(world.world_size)]
-    return shlex.join([*launcher, "replay", *command])
+    job = ChildJob(spec=replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
+    return job.repeat_line(num_processes=world.world_size)

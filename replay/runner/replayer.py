@@ -78,7 +78,7 @@ class Replayer:
         self.same_weights = same_weights
         self.trace = trace
         self.window = Window(size=spec.actor.num_accumulated, rounds=rounds)
-        self.details_folder = folder if spec.measure.details else None
+        self.details_folder = folder if spec.measure.keeps_details else None
         self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
         self.num_settled = 0  # inputs replayed before the open accumulation window
         self._clock = MeterClock(meter, world)

@@ -30,7 +30,7 @@ def scan(
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of scan's lacks, and report all of it."
     ),
-    group_timeout: float = typer.Option(
+    run_limit: float = typer.Option(
         600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one group. (default: 600)"
     ),
     time_limit: float | None = typer.Option(
@@ -48,7 +48,7 @@ def scan(
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
     """
     ray = ray_options(launcher, address)
-    limits = RunLimits(each=group_timeout, total=time_limit, at_once=at_once)
+    limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
     if go_on is not None:
         return going_on("scan", go_on, {"group": group, **given}, limits, ray)
     spec = replay_spec(given)

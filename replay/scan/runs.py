@@ -34,7 +34,7 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
         damaged=[text for _, text in damaged_files(selection.damaged)],
     )
     with executor(ray) as where:
-        machine = where.machine(None, "--workers")
+        machine = where.machine(None, "--processes")
         if machine.has_gpus and ray is None and num_processes > machine.num_devices:
             raise UsageError(
                 f"tp x ring needs {counted(num_processes, 'GPU')}, and there are {machine.num_devices}. "

@@ -1,6 +1,7 @@
 """Declare the options of `replay suite`."""
 
 import inspect
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -56,11 +57,12 @@ def suite(
     storage: str | None = typer.Option(
         None, metavar="PATH", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
     ),
-    go_on: Path | None = typer.Option(  # noqa: B008
-        None, "--continue", metavar="FOLDER", help="Go on with what is missing in this folder of logs/."
-    ),
-    resume_from: str | None = typer.Option(
-        None, metavar="NAME", help="Go on with the suite of this name, in --log-folder or --storage."
+    go_on: str | None = typer.Option(
+        None,
+        "--continue",
+        metavar="PATH|NAME",
+        help="Go on with what is missing in this folder of suite's, or of the suite of this name in --log-folder or "
+        "--storage.",
     ),
     plot: Path | None = typer.Option(None, help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
@@ -75,11 +77,11 @@ def suite(
     1: one is not, or failed.
     """
     ray = ray_options(launcher, address)
-    if go_on is not None or resume_from is not None:
-        if go_on is not None and resume_from is not None:
-            raise UsageError("--continue and --resume-from exclude each other. Give one of the two")
-        _refuse_options_of_the_suite(context, resumes=resume_from is not None)
-        return partial(_go_on, go_on, resume_from, log_folder, storage, ray, plot)
+    if go_on is not None:
+        folder = Path(go_on)
+        is_name = folder.name == go_on and not folder.is_dir()
+        _refuse_options_of_the_suite(context, is_name=is_name)
+        return partial(_go_on, folder, go_on if is_name else None, log_folder, storage, ray, plot)
     _check_storage(storage, save_every, ray, saves=save_state)
     if skip and only:
         raise UsageError("--skip and --only exclude each other. Give one of the two")
@@ -93,14 +95,13 @@ def suite(
     return partial(_begin, spec, log_folder, _words(context), ray, plot)
 
 
-def _refuse_options_of_the_suite(context: typer.Context, *, resumes: bool) -> None:
-    """Raise UsageError for an option that --continue, or --resume-from, takes from the suite that was begun."""
-    option = "--resume-from" if resumes else "--continue"
-    allowed = ["go_on", "resume_from", "launcher", "address", "plot", *(["storage", "log_folder"] if resumes else [])]
+def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
+    """Raise UsageError for an option that --continue takes from the suite that was begun."""
+    allowed = ["go_on", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
     typed = [name for name in _typed(context, "COMMANDLINE") if name not in allowed]
     if typed:
         other = f"--{typed[0].replace('_', '-')}"
-        raise UsageError(f"{option} takes its options from the suite that was begun. Try: replay suite, with {other}")
+        raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {other}")
 
 
 def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions | None, *, saves: bool) -> None:
@@ -142,16 +143,41 @@ def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions 
 
 
 def _go_on(
-    folder: Path | None,
+    folder: Path,
     name: str | None,
     log_folder: Path,
     storage: str | None,
     ray: RayOptions | None,
     plot: Path | None,
 ) -> int:
-    if folder is not None:
+    if name is None:
         check_left_by("suite", folder)
+    else:
+        folder = _folder_named(name, log_folder, storage)
     from replay.suite import runs
-    from replay.suite.folder import folder_named
 
-    return runs.go_on(folder or folder_named(str(name), log_folder, storage), ray, plot)
+    return runs.go_on(folder, ray, plot)
+
+
+def _folder_named(name: str, logs: Path, storage: str | None) -> Path:
+    """Return the folder of the suite called `name`; if it is not below `logs`, it is made from the copy in `storage`.
+
+    Raises UsageError if it is in neither.
+    """
+    folder = logs / name
+    if (folder / "suite.json").is_file():
+        return folder
+    copy = Path(storage) / name if storage is not None else None
+    if copy is None or not (copy / "suite.json").is_file():
+        places = [str(logs), *([storage] if storage is not None else [])]
+        advice = "one that `replay suite` left" if storage else "a folder that `replay suite` left, or --storage too"
+        raise UsageError(
+            f"--continue {name}: no such folder, and no suite of that name in {' or '.join(places)}. Give {advice}"
+        )
+    try:
+        folder.mkdir(parents=True)
+        for path in (*copy.glob("*.jsonl"), copy / "suite.json"):
+            shutil.copy2(path, folder)
+    except OSError as error:
+        raise UsageError(f"--log-folder {logs}: {error}. Give a folder where you may write") from None
+    return folder

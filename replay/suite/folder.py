@@ -55,7 +55,7 @@ class Suite:
 
         words  options of the command line
         """
-        machine = where.machine(spec.num_gpus, "--num-gpus")
+        machine = where.machine(spec.processes, "--processes")
         inputs_a_step = num_inputs_a_step(planned(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
@@ -165,7 +165,7 @@ class Suite:
         self.copy_out()
 
     def copy_out(self) -> None:
-        """Copy what --resume-from needs into the storage; last the journal, which says which curves are there."""
+        """Copy what --continue needs into the storage; last the journal, which says which curves are there."""
         if self._copy is not None:
             names = [SUITE_FILE, *(f"{training.name}.jsonl" for training in self.plan), JOURNAL]
             for path in (path for name in names if (path := self.folder / name).exists()):
@@ -213,27 +213,3 @@ def _read_curve(path: Path) -> Curve:
             f"{path} is damaged: {in_flags(error)}. Remove it, and: replay suite --continue {path.parent}"
         ) from error
     return Curve(steps=steps)
-
-
-def folder_named(name: str, logs: Path, storage: str | None) -> Path:
-    """Return the folder of the suite called `name`; if it is not below `logs`, it is made from the copy in `storage`.
-
-    Raises UsageError if it is in neither.
-    """
-    folder = logs / name
-    if (folder / SUITE_FILE).is_file():
-        return folder
-    copy = Path(storage) / name if storage is not None else None
-    if copy is None or not (copy / SUITE_FILE).is_file():
-        places = [str(logs), *([storage] if storage is not None else [])]
-        advice = "the name of a suite" if storage is not None else "--storage too, or --log-folder"
-        raise UsageError(
-            f"--resume-from {name}: there is no suite of that name in {' or '.join(places)}. Give {advice}"
-        )
-    try:
-        folder.mkdir(parents=True)
-        for path in (*copy.glob("*.jsonl"), copy / SUITE_FILE):
-            shutil.copy2(path, folder)
-    except OSError as error:
-        raise UsageError(f"--log-folder {logs}: {error}. Give a folder where you may write") from None
-    return folder

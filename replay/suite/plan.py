@@ -88,7 +88,7 @@ class SuiteSpec:
     max_samples: int | None = _option(
         None, "Train on the first N inputs, over and over. Default: at most 8.", min=1, envvar="MAX_SAMPLES"
     )
-    num_gpus: int | None = _option(
+    processes: int | None = _option(
         None, "Use N GPUs, or N processes on a CPU. Default: all; 2 on a CPU.", min=1, envvar="NUM_GPUS"
     )
     tp: int = _option(2, "Ranks that share each layer's weights, where any do.", min=2, envvar="TP_SIZE")
@@ -105,7 +105,7 @@ class SuiteSpec:
         "Where the folder inputs, on which all train, is made. Default: with the logs.",
         envvar="OUTPUT_DIR",
     )
-    limit: float = _option(1800.0, "Seconds that one configuration may take.", min=1, metavar="X")
+    run_limit: float = _option(1800.0, "Seconds that one configuration may take.", min=1, metavar="X")
     skip: frozenset[str] = field(default_factory=frozenset)
     save_every: int | None = None  # steps; None: no states are kept
     storage: str | None = None  # folder or URI for the states; None: beside the logs
@@ -143,7 +143,7 @@ def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
         num_data_ranks = spec.data_ranks or fits or 1  # on a CPU, processes stand in for GPUs
         reason = ""
         if machine.has_gpus and fits < wanted:
-            limit = "this machine has" if spec.num_gpus is None else "--num-gpus is"
+            limit = "this machine has" if spec.processes is None else "--processes is"
             num_data_ranks, reason = 0, f"needs {share * wanted} GPUs, {limit} {machine.num_devices}"
         if _is_custom(spec) and (one.tp or one.ring):
             reason = f"{'tp' if one.tp else 'ring'} is not there for --model {spec.model}"
@@ -166,7 +166,7 @@ def _is_custom(spec: SuiteSpec) -> bool:
 
 def num_ranks_of(spec: SuiteSpec) -> int:
     """Return the most processes that a configuration has on a CPU, where processes stand in for GPUs."""
-    machine = Machine(num_devices=spec.num_gpus or PROCESSES_ON_A_CPU, has_gpus=False)
+    machine = Machine(num_devices=spec.processes or PROCESSES_ON_A_CPU, has_gpus=False)
     return max(one.num_processes for one in planned(spec, machine) if not one.reason)
 
 

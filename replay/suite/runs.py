@@ -45,7 +45,7 @@ def go_on(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
 
 
 def _run(suite: Suite, where: Executor, plot: Path | None) -> int:
-    limits = RunLimits(each=suite.spec.limit, total=None, at_once=None)
+    limits = RunLimits(each=suite.spec.run_limit, total=None, at_once=None)
     suite.campaign.open(where, limits, storage=suite.storage)
     console = SuiteConsole(suite)
     curves = suite.curves

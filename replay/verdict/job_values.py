@@ -197,7 +197,7 @@ def _labels_left_out(batch: MicroBatch, tokens: int) -> str | None:
     are = "is" if number == 1 else "are"
     return (
         f"{number} of the job's {counted(tokens, 'label')} {are} predicted by padding on the left, which only rows "
-        "padded as captured have. Try: --no-packing, without --ring and --details"
+        "padded as captured have. Try: --no-packing, without --ring"
     )
 
 

@@ -47,7 +47,7 @@ def worst(
     go_on: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Run what a folder of worst's lacks, and report all of it."
     ),
-    run_timeout: float = typer.Option(
+    run_limit: float = typer.Option(
         1800.0, min=1.0, metavar="X", show_default=False, help="Seconds for each run. (default: 1800)"
     ),
     **given: Any,
@@ -58,7 +58,7 @@ def worst(
     they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
     of a peak or 10 % of a time.
     """
-    limits = RunLimits(each=run_timeout, total=None, at_once=None)
+    limits = RunLimits(each=run_limit, total=None, at_once=None)
     if go_on is not None:
         own = {"measured": measured, "check": check or None, "predict": predict or None, "show": show}
         return going_on("worst", go_on, {**own, **given}, limits)

@@ -99,7 +99,7 @@ def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: 
     path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
     inputs = str(ROOT / "inputs" / "edges" / "rows")
     typed = ["--deepspeed-config", str(path), "--inputs", inputs, "--max-inputs", "1", "--zero-stage", "2"]
-    spec = action_of([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")]).args[0]
+    spec = action_of([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")]).args[0].spec
     assert run_in(world, spec).exit_code == 0
     path.unlink()
     facts = PastRun.read(tmp_path / "logs").facts

@@ -1,4 +1,4 @@
-"""--reverse-rows: the model is fed a micro-batch's last row first, and the log tells rows in the captured order."""
+"""Rows in reverse: the model is fed a micro-batch's last row first, and the log tells rows in the captured order."""
 
 import shutil
 from dataclasses import replace
@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from actor_init.inputs.packing import actor_inputs
+from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
-from replay.cli import main
 from replay.runlog.records import PassRecord
 from replay.shipped_inputs import default_folder
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
+from tests.helpers.children import run_with
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
 
 
-def replayed(tmp_path: Path, name: str, *more: str) -> list[PassRecord]:
+def replayed(tmp_path: Path, name: str, *, reverse_rows: bool = False) -> list[PassRecord]:
     common = ["--input-file", str(next((tmp_path / "in").glob("*.pkl")))]
-    assert main([*common, "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / name), *more]) == 0
+    typed = [*common, "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / name)]
+    assert run_with(typed, reverse_rows=reverse_rows) == 0
     return read_log(next((tmp_path / name).iterdir()))[1]
 
 
@@ -52,7 +55,7 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("replay.runner.laying_out.actor_inputs", watched)
     [plain] = replayed(tmp_path, "plain")
-    [turned] = replayed(tmp_path, "turned", "--reverse-rows")
+    [turned] = replayed(tmp_path, "turned", reverse_rows=True)
     assert fed[1] == fed[0][::-1]
     assert turned.result.row_log_probs == pytest.approx(plain.result.row_log_probs, rel=1e-6)
     assert len({round(one, 3) for one in plain.result.row_log_probs}) == 3  # so that an order shows
@@ -60,6 +63,6 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
     assert turned.result.loss == pytest.approx(plain.result.loss, rel=1e-6)
 
 
-def test_a_trace_tells_rows_by_their_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--trace", "--reverse-rows"]) == 2
-    assert "--trace tells rows by their place, which --reverse-rows changes" in capsys.readouterr().err
+def test_a_trace_tells_rows_by_their_place() -> None:
+    with pytest.raises(UsageError, match="trace=True tells rows by their place, and these are fed in reverse"):
+        ReplaySpec(inputs=InputsSpec(reverse_rows=True), measure=MeasureSpec(trace=True))

@@ -44,7 +44,7 @@ def whole_gradients(parameter: Any, whole_shape: torch.Size, world: World) -> li
 
 
 def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
-    spec = action_of([*arguments, "--model", folder]).args[0]
+    spec = action_of([*arguments, "--model", folder]).args[0].spec
     backend = DeepSpeedBackend.open(spec.actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs

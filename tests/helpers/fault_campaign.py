@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +17,11 @@ from unittest.mock import patch
 from transformers import AutoConfig
 
 from replay.compare.differences import compare
-from replay.option_parsing import command_line
 from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
 from replay.parity.plan import Cell, Here, plan
 from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
 from replay.parity.rows import Row, State
+from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from replay.shipped_inputs import edge_folder
 from replay.tracing.distances import distances
@@ -107,9 +107,10 @@ def replay_all(runs: Sequence[Run], home: Path) -> None:
     """One launch for each kind of world."""
     worlds: dict[World, list[dict[str, Any]]] = {}
     for run in runs:
-        trace = ["--trace"] if run.traced and is_traceable(run.cell) else []
-        arguments = [*command_line(run.cell.spec), *trace, "--log-folder", str(run.logs)]
-        worlds.setdefault(run.world, []).append({"arguments": arguments, "fault": run.fault})
+        spec = run.cell.spec
+        spec = replace(spec, measure=replace(spec.measure, trace=run.traced and is_traceable(run.cell)))
+        job = ChildJob(spec=spec).logging_into(run.logs)
+        worlds.setdefault(run.world, []).append({"job": job.text, "fault": run.fault})
     for world, jobs in worlds.items():
         run_jobs(jobs, world, home)
 

@@ -1,6 +1,6 @@
 """Replays in one world, each with or without a fault: `python -m tests.helpers.fault_worker JOBS.json [TP [RING]]`.
 
-JOBS.json is a list of {"arguments": [of replay], "fault": NAME of tests.helpers.faults or ""}. With "compare": FILE,
+JOBS.json is a list of {"job": of a child, as JSON, "fault": NAME of tests.helpers.faults or ""}. With "compare": FILE,
 the first pass is also recorded by torch's DebugMode with hashes of all tensors, and FILE gets what torch says of it
 beside the job before: the number of different hashes, or why the two cannot be compared.
 """
@@ -17,7 +17,8 @@ from torch.utils._debug_mode import DebugMode
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import action_of, leave
+from replay.cli import leave
+from replay.processes.child_job import ChildJob
 from replay.runner.replayer import Replayer
 from replay.runner.run import run_in
 from tests.helpers.faults import FAULTS
@@ -59,7 +60,7 @@ def main() -> int:
         for job in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             torch.manual_seed(0)
-            spec = action_of(job["arguments"]).args[0]
+            spec = ChildJob.parse(job["job"], source="a job").spec
             before, logs = logs, []
             with ExitStack() as stack:
                 if job["fault"]:

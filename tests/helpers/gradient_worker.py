@@ -87,7 +87,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.reopened_actor.open_backend", opened))
-        spec = action_of([*job["arguments"], *PATIENCE]).args[0]
+        spec = action_of([*job["arguments"], *PATIENCE]).args[0].spec
         code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:
         torch.save(windows, job["gradients"])

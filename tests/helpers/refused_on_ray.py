@@ -4,20 +4,21 @@
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from actor_init.spec import ParallelSpec
+from actor_init.spec import UsageError
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
+from replay.processes.child_job import ChildJob
+from replay.spec import MeasureSpec, ReplaySpec
 
 
-def refuse(arguments: Sequence[str]) -> int:
-    """Refuse, in the place of `replay.cli.main`."""
-    print(f"replay: {arguments[0]} is not allowed", file=sys.stderr)
-    return 2
+def refuse(job: ChildJob) -> int:
+    """Refuse, in the place of a replay."""
+    raise UsageError(f"{job.spec.measure.name} is not allowed")
 
 
 if __name__ == "__main__":
     logs = Path(sys.argv[1])
-    sys.exit(run_on_ray(refuse, ["--this"], RayOptions(address=None), parallel=ParallelSpec(), log_folder=logs))
+    job = ChildJob(spec=ReplaySpec(measure=MeasureSpec(log_folder=logs, name="--this")))
+    sys.exit(run_on_ray(refuse, job, RayOptions(address=None), show_traceback=False))

@@ -60,7 +60,7 @@ def main() -> int:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
-            spec = action_of([*command, *PATIENCE]).args[0]
+            spec = action_of([*command, *PATIENCE]).args[0].spec
             codes.append(run_in(world, spec, show_traceback=True).exit_code)
     return max(codes)
 

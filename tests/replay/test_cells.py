@@ -105,7 +105,7 @@ def test_rows_of_several_documents_are_packed_in_the_reference_too() -> None:
 def test_one_device_has_no_control_with_another_tp() -> None:
     found = planned([{"dtype": "fp32"}], num_devices=1)
     assert "tp" not in {cell.varies for cell in found.cells}
-    assert found.refused["fsdp2 fp32 padded sdpa tp 2"] == ("needs 2 processes, and there are 1. See --num-devices")
+    assert found.refused["fsdp2 fp32 padded sdpa tp 2"] == ("needs 2 processes, and there are 1. See --processes")
 
 
 def test_under_step_other_windows_are_another_training_with_a_reference_of_its_own() -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from replay.cli import action_of
+from replay.processes.child_job import ChildJob
 from replay.processes.launch import visible_gpus
 from replay.processes.pool import Task, _Running, run_child, run_children
 from replay.runlog.reader import PastRun
+from replay.spec import MeasureSpec, ReplaySpec
 from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
 from tests.warm import warm_bin
@@ -29,15 +32,17 @@ class Programs:
 
     def write(self, *lines: str) -> Path:
         path = self._folder / "program.py"
-        path.write_text("\n".join(["import os, sys, time", "first = sys.argv[1]", *lines]))
+        words = "first, *more = json.load(open(sys.argv[2]))['spec']['measure']['name'].split()"
+        path.write_text("\n".join(["import json, os, sys, time", words, *lines]))
         self._monkeypatch.setattr("replay.processes.pool.PROGRAM", path)
         return path
 
     def task(self, name: str, *arguments: str, num_processes: int = 1, limit: float = 600.0) -> Task:
+        words = " ".join([name, *arguments])
+        spec = ReplaySpec(measure=MeasureSpec(name=words, log_folder=self._folder / "logs" / name))
         return Task(
-            arguments=[name, *arguments],
+            job=ChildJob(spec=spec),
             num_processes=num_processes,
-            logs=self._folder / "logs",
             output=self._folder / "out" / name,
             limit=limit,
         )
@@ -52,7 +57,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
     programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked = [
-        "sys.argv[2:]",
+        "more",
         "__name__",
         "'deepspeed' in sys.modules and 'replay.runner.run' in sys.modules",
         "sys.modules['torch'].distributed.is_initialized()",
@@ -72,8 +77,7 @@ def test_what_is_imported_already_is_no_state_of_any_run(
         monkeypatch.chdir(tmp_path / value)
         child = run_child(programs.task(value, "--x"))
         assert (child.exit_code, child.error) == (0, "")
-        logs = str(child.logs)
-        told = [["--x", "--log-folder", logs], "__main__", True, False, 1, True, "", None, value, [value, None, None]]
+        told = [["--x"], "__main__", True, False, 1, True, "", None, value, [value, None, None]]
         assert child.output.read_text() == f"{told}\n"
     assert capfd.readouterr() == ("", "")
 
@@ -97,11 +101,11 @@ def test_it_says_how_it_ended(programs: Programs, ends: str, exit_code: int, err
 def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(programs: Programs, tmp_path: Path) -> None:
     """The first rank waits for ever once it has said who it is."""
     programs.write(
-        "said = sys.argv[2] + '/' + os.environ['RANK']",
+        "said = more[0] + '/' + os.environ['RANK']",
         "own = [str(os.getpid()), os.environ['WORLD_SIZE'], os.environ['MASTER_PORT']]",
         "open(said + '.tmp', 'w').write(' '.join(own))",
         "os.rename(said + '.tmp', said)",
-        f"while os.environ['RANK'] == '0' or not os.path.exists(sys.argv[2] + '/0'): {WAIT}",
+        f"while os.environ['RANK'] == '0' or not os.path.exists(more[0] + '/0'): {WAIT}",
         "sys.exit(2)",
     )
     task = programs.task("two", str(tmp_path), num_processes=2)
@@ -136,8 +140,8 @@ def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch:
 def test_as_many_as_are_asked_for_run_at_once_and_a_late_one_is_ended(programs: Programs, tmp_path: Path) -> None:
     """Each of the first three waits for the other two; the fourth, which has to wait for room, never ends."""
     programs.write(
-        "open(sys.argv[2] + '/' + first, 'w').close()",
-        f"while first == '3' or len(set(os.listdir(sys.argv[2])) & {{'0', '1', '2'}}) < 3: {WAIT}",
+        "open(more[0] + '/' + first, 'w').close()",
+        f"while first == '3' or len(set(os.listdir(more[0])) & {{'0', '1', '2'}}) < 3: {WAIT}",
     )
     asked: list[int] = []
 
@@ -258,8 +262,9 @@ def test_what_runs_is_killed_with_the_command_that_began_it(tmp_path: Path) -> N
     driver.wait()
 
 
-def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(programs: Programs, tmp_path: Path) -> None:
-    program = programs.write("print('torch' in sys.modules, sys.argv[1:])")
+def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('torch' in sys.modules, sys.argv[1:])")
     code = (
         "import os, pathlib, sys, torch; from replay.processes import forkserver\n"
         "torch.cuda._is_in_bad_fork = lambda: True\n"
@@ -273,7 +278,8 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(program
 
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
-    task = Task(arguments=arguments, num_processes=2, logs=tmp_path / "a", output=tmp_path / "a.txt", limit=1800)
+    job = action_of([*arguments, "--log-folder", str(tmp_path / "a")]).args[0]
+    task = Task(job=job, num_processes=2, output=tmp_path / "a.txt", limit=1800)
     child = run_child(task)
     assert child.exit_code == 0, child.output.read_text()
     by_hand = [str(warm_bin() / "python"), "replay", *arguments, "--log-folder", str(tmp_path / "b")]

@@ -471,7 +471,7 @@ def test_a_check_is_one_line_without_control_characters() -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("doctor --timeout 1", "invalid value for '--timeout'"),
+        ("doctor --time-limit 1", "invalid value for '--time-limit'"),
         ("doctor --json /nowhere/x.json", "--json /nowhere/x.json: No such file or directory"),
         ("doctor --json /", "--json /: Is a directory"),
         ("doctor --max-inputs 1", "unknown option --max-inputs"),
@@ -507,7 +507,7 @@ def test_a_sick_machine_is_described_and_what_works_is_not_blamed(tmp_path: Path
         "CUDA_LAUNCH_BLOCKING": "1",
         "CXX": "/nowhere/g++",
     }
-    typed = ["doctor", "--log-folder", "/proc/logs", "--timeout", "1800", "--json", str(tmp_path / "out.json")]
+    typed = ["doctor", "--log-folder", "/proc/logs", "--time-limit", "1800", "--json", str(tmp_path / "out.json")]
     done = subprocess.run(
         [sys.executable, "-m", "replay", *typed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -12,11 +12,14 @@ from replay.campaign.campaign import Campaign
 from replay.parity.plan import Plan, Role, in_environments
 from replay.parity.rows import ParityLog
 from replay.parity.text import commands, header
+from replay.processes.child_job import ChildJob
 from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import RunHere, Task
+from replay.spec import ReplaySpec
 from replay.wording import in_flags
 from tests.helpers.planning import planned
+from tests.helpers.repeated import repeated_by
 
 OLD = Environment(python="/old/bin/python", versions={"torch": "2.8.0", "transformers": "4.57.6", "deepspeed": None})
 NEW = Environment(python="/new/bin/python", versions={"torch": "2.8.0", "transformers": "5.23.0", "deepspeed": None})
@@ -79,7 +82,11 @@ def test_the_log_keeps_the_environments_and_says_their_versions(tmp_path: Path) 
     assert again.campaign.plan.environments == [OLD, NEW]
     said = dict(header(again))
     assert said["env 2"] == "/new/bin/python: torch 2.8.0, transformers 5.23.0, no deepspeed"
-    assert commands(again)[0].startswith("/old/bin/python -m replay --backend fsdp2")
+    shown = commands(again)
+    assert shown[0].startswith("/old/bin/python -m replay --backend fsdp2")
+    assert [repeated_by(line) for line in shown] == [
+        (cell.spec, cell.num_processes, cell.python) for cell in again.campaign.plan.cells
+    ]
 
 
 def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(
@@ -88,8 +95,9 @@ def test_a_run_is_started_by_its_own_interpreter_without_this_ones_path(
     monkeypatch.setenv("PYTHONPATH", "/this/one")
     monkeypatch.setenv("RANK", "0")
     python = program(tmp_path / "python", 'printf "replay: %s|" "$PYTHONPATH" "$RANK" "$@"; exit 2')
-    task = Task.attempt(tmp_path / "home", ["--tp", "2"], num_processes=1, limit=math.inf, python=python)
+    job = ChildJob(spec=ReplaySpec())
+    task = Task.attempt(tmp_path / "home", job, num_processes=1, limit=math.inf, python=python)
     [(_, child)] = RunHere(at_once=1)([(None, task)])
     assert child.is_refusal
     said = task.output.read_text().replace("replay: ", "").split("|")
-    assert said[:9] == ["", "", "-u", "-P", "-m", "replay", "--tp", "2", "--log-folder"]
+    assert said == ["", "", "-u", "-P", "-m", "replay", "--job", str(task.logs / "job.json"), ""]

@@ -1,5 +1,6 @@
 """A kept sketch tells gradients of one length apart, names the parameter, and sees a rank that holds another."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
 from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
 from replay.runlog.token_log_probs import keep as keep_log_probs
+from replay.spec import MeasureSpec
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import Made
 
@@ -96,7 +98,7 @@ def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
 def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_does(tmp_path: Path) -> None:
     made = Made(tmp_path, [])
     alone: Any = World([])
-    spec = replay_spec({"dtype": "fp32", "details": True})
+    spec = replace(replay_spec({"dtype": "fp32"}), measure=MeasureSpec(details=True))
     for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", ""), ("clean", "")):
         made.add(name, varies=varies, spec=spec, records=[passed(index, letter) for index, letter in enumerate("wx")])
         folder = made.rows[-1].log
@@ -118,7 +120,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
 ) -> None:
     made = Made(tmp_path, [])
     alone: Any = World([])
-    spec = replay_spec({"dtype": dtype, "details": True})
+    spec = replace(replay_spec({"dtype": dtype}), measure=MeasureSpec(details=True))
     right = -10 * torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
     noise = [10 * rounding * random(2, 200, seed=seed).clamp(-2, 2) for seed in range(3)]
     floor = float(noise[0].abs().max())

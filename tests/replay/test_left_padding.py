@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from actor_init.inputs.packing import actor_inputs
 from capture import recording
 from capture.file_format.micro_batch import MicroBatch, Origin
-from replay.cli import main
+from tests.helpers.children import run_with
 from tests.trainers.common import make_model
 
 pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")
@@ -73,9 +73,9 @@ def train(folder: Path, model: Any, loss_of: Callable[[Any, dict[str, Tensor]], 
     return folder
 
 
-def verdict_of(job: Path, logs: Path, *typed: str) -> Any:
+def verdict_of(job: Path, logs: Path, *typed: str, details: bool = False) -> Any:
     command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--loss", "sft", "--quiet"]
-    assert main([*command, "--log-folder", str(logs), *typed]) == 0
+    assert run_with([*command, "--log-folder", str(logs), *typed], details=details) == 0
     [run] = logs.glob("*/run.json")
     return json.loads(run.read_text())["verdict"]
 
@@ -97,11 +97,12 @@ def test_one_that_trains_on_another_loss_differs(loss_of: Callable[..., Tensor],
 
 def test_in_packed_rows_no_padding_predicts_which_is_said_with_what_to_type(tmp_path: Path) -> None:
     job = train(tmp_path, llama("sdpa"))
-    for typed in ("--packing", "--details"):
-        verdict = verdict_of(job, tmp_path / typed, typed)
+    packed = verdict_of(job, tmp_path / "packed", "--packing")
+    of_parity = verdict_of(job, tmp_path / "of parity", details=True)
+    for verdict in (packed, of_parity):
         assert verdict["outcome"] == "UNSETTLED"
         assert "2 of the job's 21 labels are predicted by padding on the left" in verdict["reason"]
-        assert "Try: --no-packing, without --ring and --details" in verdict["reason"]
+        assert "Try: --no-packing, without --ring" in verdict["reason"]
 
 
 @pytest.mark.parametrize("are_shifted", [False, True], ids=["labels", "shift_labels"])

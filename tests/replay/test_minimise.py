@@ -2,13 +2,11 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,11 @@ from replay.cli import main
 from replay.minimise import folder as folder_module
 from replay.minimise.candidate import Candidate
 from replay.minimise.failure import Failure, Kind, failure_of, masked
+from replay.minimise.folder import _run_script
 from replay.minimise.parity_cell import ParityCell
 from replay.minimise.standalone import Standalone
 from replay.minimise.trials import Trial
 from replay.on_ray.executor import ThisMachine
-from replay.option_parsing import spec_of
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Status
@@ -39,6 +37,8 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
+from tests.helpers.repeated import repeated_by
+from tests.helpers.typed import spec_of
 from tests.trainers.common import make_model
 
 Captured = pytest.CaptureFixture[str]
@@ -116,8 +116,8 @@ def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
 def cell_of(**changes: Any) -> ParityCell:
     values: dict[str, Any] = {
         "name": "fsdp2 fp32 padded compiled",
-        "arguments": ["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"],
-        "reference_arguments": ["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"],
+        "spec": spec_of(["--backend", "fsdp2", "--tp", "2", "--dtype", "fp32", "--model", "a.json", "--compile"]),
+        "reference": spec_of(["--backend", "fsdp2", "--dtype", "fp32", "--model", "a.json"]),
         "num_processes": 1,
         "bounds": {"loss": 1e-6, "log-probs": 1e-6},
     }
@@ -127,11 +127,11 @@ def cell_of(**changes: Any) -> ParityCell:
 def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
     cell = cell_of()
     assert sorted(cell.shared) == ["--backend", "--dtype", "--model"]
-    whole = Candidate.of([], spec_of(cell.arguments), 4)  # two data ranks
-    spec = spec_of(cell.reference_of(whole))
+    whole = Candidate.of([], cell.spec, 4)  # two data ranks
+    spec = cell.reference_of(whole)
     assert (spec.actor.grad_accumulation, spec.actor.parallel.tp, spec.actor.compile) == (2, 1, "off")
     smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
-    spec = spec_of(cell.reference_of(smaller))
+    spec = cell.reference_of(smaller)
     assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
     assert spec.actor.num_accumulated == 1
 
@@ -144,6 +144,30 @@ def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> Non
     assert found is not None
     assert (found.kind, found.quantities, found.index, found.source) == ("parity", ("loss",), 1, "b.pkl")
     assert cell_of().failure(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_reversed: bool) -> None:
+    cell = cell_of()
+    spec = replace(
+        cell.spec,
+        inputs=replace(cell.spec.inputs, reverse_rows=is_reversed),
+        measure=replace(cell.spec.measure, details=True),
+    )
+    lines = _run_script(Candidate.of([], spec, 2), cell).splitlines()
+    there = replace(spec.inputs, inputs=Path("inputs"))
+    traced = replace(spec.measure, details=False, trace=True)
+    assert [line for line in lines if line.startswith("# ")] == (
+        ["# and what no option sets: reverse_rows=True, details=True"] if is_reversed else []
+    )
+    reference, own = [line.partition(" --log-folder ")[0] for line in lines if "--log-folder" in line]
+    assert repeated_by(reference).spec == replace(
+        cell.reference_of(Candidate.of([], spec, 2)), inputs=replace(there, reverse_rows=False), measure=traced
+    )
+    if is_reversed:
+        own += f"  {lines[2]}"
+    expected = replace(spec, inputs=there, measure=spec.measure if is_reversed else traced)
+    assert repeated_by(own) == (expected, 2, "")
 
 
 def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) -> None:
@@ -174,7 +198,7 @@ class Runs:
         self.num_made += 1
         if (event := self.happens.pop(self.num_made, None)) is not None:
             raise event
-        spec = spec_of(task.arguments)
+        spec = task.job.spec
         records = self.fails(spec.inputs.inputs or Path())
         write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
         task.output.write_text("as it was printed\n")
@@ -232,7 +256,7 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert TOKEN in ids
     assert (smallest / "inputs" / "actor.json").is_file()
     command = (smallest / "run.sh").read_text().splitlines()[-1].removeprefix("exec ")
-    assert spec_of(shlex.split(command)[1:]).inputs.inputs == Path("inputs")
+    assert repeated_by(command).spec.inputs.inputs == Path("inputs")
     assert "--max-norm" not in command
     assert (smallest / "output.txt").read_text() == "as it was printed\n"
     assert "IndexError" in (smallest / "README.md").read_text()
@@ -259,7 +283,7 @@ def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
     usual, child = runs.fails, runs.child
 
     def run(task: Task) -> Child:
-        loss = dict(pairwise(task.arguments)).get("--loss", "nowhere:")
+        loss = task.job.spec.measure.loss
         runs.fails = usual if Path(loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
         return child(task)
 

@@ -12,7 +12,7 @@ from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.cutting import Shape
 from replay.minimise.failure import Failure, Kind
 from replay.minimise.search import OutOfRunsError, Search, bisect, ddmin
-from replay.option_parsing import spec_of
+from tests.helpers.typed import spec_of
 
 NUM_FILES, NUM_ROWS, LENGTH, LAYERS = 12, 4, 64, 16
 FAILURE = Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N")

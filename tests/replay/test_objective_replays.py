@@ -14,6 +14,7 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from replay.cli import main as replay_main
 from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOSS, TOKENS
+from tests.helpers.children import run_with
 from tests.helpers.commands import run as typed_in_a_shell
 from tests.helpers.policy_job import by_sequences, make_rollouts, plain_policy, token_losses, train
 from tests.trainers.common import make_batches, make_model
@@ -52,11 +53,12 @@ def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("whole"), whole_policy)
 
 
-def replayed(job: Path, logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
+def replayed(job: Path, logs: Path, *typed: str, reverse_rows: bool = False) -> tuple[int, dict[str, Any]]:
     """Exit code and run.json."""
     command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--log-folder", str(logs)]
-    code = replay_main(
-        [*command, "--verdict", "strict", *(() if "--backend" in typed else ("--backend", "ddp")), *typed]
+    code = run_with(
+        [*command, "--verdict", "strict", *(() if "--backend" in typed else ("--backend", "ddp")), *typed],
+        reverse_rows=reverse_rows,
     )
     [run] = logs.glob("*/run.json")
     return code, json.loads(run.read_text())
@@ -78,18 +80,18 @@ def reproduced(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "reverse_rows"),
     [
-        ["--backend", "ddp"],
-        ["--backend", "fsdp2", "--no-packing", "--reverse-rows"],
-        ["--backend", "deepspeed", "--zero-stage", "2", "--attention", "eager"],
+        ("--backend ddp", False),
+        ("--backend fsdp2 --no-packing", True),
+        ("--backend deepspeed --zero-stage 2 --attention eager", False),
     ],
-    ids=" ".join,
 )
 def test_a_job_with_all_terms_is_reproduced(
-    whole_job: Path, tmp_path: Path, typed: list[str], capsys: pytest.CaptureFixture[str]
+    whole_job: Path, tmp_path: Path, typed: str, reverse_rows: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, run = replayed(whole_job, tmp_path, "--loss", "policy", *as_typed(WHOLE), *typed)
+    words = ["--loss", "policy", *as_typed(WHOLE), *typed.split()]
+    code, run = replayed(whole_job, tmp_path, *words, reverse_rows=reverse_rows)
     reproduced(run)
     assert code == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -244,7 +246,7 @@ def test_a_function_of_the_users_is_reproduced_and_its_file_named(tmp_path: Path
 
     (tmp_path / "own.py").write_text(OWN)
     job = train(tmp_path / "job", own)
-    _, run = replayed(job, tmp_path / "logs", "--loss", f"{tmp_path}/own.py:own", "--reverse-rows")
+    _, run = replayed(job, tmp_path / "logs", "--loss", f"{tmp_path}/own.py:own", reverse_rows=True)
     reproduced(run)
     assert run["facts"]["loss_sha256"] == hashlib.sha256(OWN.encode()).hexdigest()
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from actor_init.spec import ParallelSpec
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
 from replay.cli import main
 from replay.on_ray.cells import Cells
@@ -28,10 +27,12 @@ from replay.on_ray.cluster import cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
 from replay.parity.rows import ParityLog
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
 from replay.shipped_inputs import default_folder
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
@@ -81,7 +82,7 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--workers 2", "--workers is for a Ray cluster. Try: --launcher ray --workers ..."),
+        ("--processes 2", "--processes is for a Ray cluster. Try: --launcher ray --processes ..."),
         ("--launcher ray --address auto", "--address auto, which is 127.0.0.1:1: no Ray cluster there: "),
         ("--launcher ray --address localhost:1", "--address localhost:1: no Ray cluster there: "),
         ("--launcher ray --address ray://host:1", "--address ray://host:1 is not allowed. Give auto, or HOST:PORT"),
@@ -139,7 +140,7 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     inputs, logs = tmp_path / "inputs", tmp_path / "ray"
     inputs.mkdir()
     options = "--dtype fp32 --backend fsdp2"
-    _, *arguments = on_ray_command(address, f"--workers 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
+    _, *arguments = on_ray_command(address, f"--processes 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
     command = [str(BIN / "python"), *arguments]  # a warm one would be outside of the namespace
     copy = f"cp {shlex.quote(str(default_folder()))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
@@ -171,8 +172,8 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--workers 3 --tp 2", "--workers 3 is no multiple of tp 2 x ring 1. Try: --workers 4"),
-        ("--workers 5", "--workers 5 needs as many CPUs, and the cluster has 4 on 2 nodes. Try: --workers 4"),
+        ("--processes 3 --tp 2", "--processes 3 is no multiple of tp 2 x ring 1. Try: --processes 4"),
+        ("--processes 5", "--processes 5 needs as many CPUs, and the cluster has 4 on 2 nodes. Try: --processes 4"),
     ],
 )
 def test_a_refusal_of_the_driver_is_one_line(
@@ -209,13 +210,17 @@ def cells(address: str, tmp_path: Path) -> Iterator[Cells]:
         yield Cells(cluster, tmp_path, module="tests.helpers.cell_program")
 
 
-def cell(root: Path, what: str, *more: str, num_processes: int = 1, limit: float = LIMIT) -> tuple[str, Task]:
-    logs = root / "cells" / what
+def cell(
+    root: Path, what: str, *, inputs: Path | None = None, num_processes: int = 1, limit: float = LIMIT
+) -> tuple[str, Task]:
     # The folder tells these processes from those of other runs of the tests on this machine.
-    arguments = [what, "--of", str(root), *more]
-    return what, Task(
-        arguments=arguments, num_processes=num_processes, logs=logs, output=logs / "output.txt", limit=limit
-    )
+    logs = root / root_name(root) / what
+    spec = ReplaySpec(inputs=InputsSpec(inputs=inputs), measure=MeasureSpec(name=what, log_folder=logs))
+    return what, Task(job=ChildJob(spec=spec), num_processes=num_processes, output=logs / "output.txt", limit=limit)
+
+
+def root_name(root: Path) -> str:
+    return "-".join(root.parts[1:])
 
 
 def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path) -> None:
@@ -249,7 +254,7 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
         assert [line[:4] for line in lines] == [[str(rank), str(rank % 2), str(size), "2"] for rank in range(size)]
         assert len({line[4] for line in lines}) == 1
         assert child.output.read_text().count("replay: rank ") == size
-    assert processes_left(str(tmp_path), LIMIT) == []
+    assert processes_left(root_name(tmp_path), LIMIT) == []
 
 
 def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
@@ -275,21 +280,20 @@ def lost_when(ray_cluster: Any, is_time: Callable[[], bool]) -> Iterator[None]:
         loser.join()
 
 
-def wait_to_be_ended(arguments: Sequence[str]) -> int:
-    """Say that a rank runs, in the place of `replay.cli.main`."""
-    Path(arguments[0], os.environ["RANK"]).touch()
+def wait_to_be_ended(job: ChildJob) -> int:
+    """Say that a rank runs, in the place of a replay."""
+    Path(job.spec.measure.name, os.environ["RANK"]).touch()
     signal.pause()
     return 0
 
 
 def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path, capfd: Fds) -> None:
-    options = RayOptions(address=ray_cluster.address, num_workers=3)
+    options = RayOptions(address=ray_cluster.address, num_processes=3)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
-        ended = run_on_ray(
-            wait_to_be_ended, [str(ranks)], options, parallel=ParallelSpec(), log_folder=tmp_path / "logs"
-        )
+        job = ChildJob(spec=ReplaySpec(measure=MeasureSpec(log_folder=tmp_path / "logs", name=str(ranks))))
+        ended = run_on_ray(wait_to_be_ended, job, options, show_traceback=False)
         assert ended == 1
     first, second = [line for line in capfd.readouterr().err.splitlines() if line.startswith("replay: ")]
     assert re.fullmatch(r"replay: node \S+ is lost; what it had not sent yet is lost too", first)
@@ -335,7 +339,7 @@ run_and_leave()
 def test_parity_goes_on_after_its_driver_was_killed(address: str, tmp_path: Path) -> None:
     (tmp_path / "matrix.toml").write_text(MATRIX)
     parity = ["parity", "--launcher", "ray", "--address", address]
-    matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--num-devices", "1", "--max-inputs", "2"]
+    matrix = ["--matrix", str(tmp_path / "matrix.toml"), "--processes", "1", "--max-inputs", "2"]
     begin = [sys.executable, "-c", KILLED_AT_THE_FIRST, *parity, *matrix, "--log-folder", str(tmp_path / "logs")]
     killed = subprocess.run(begin, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
@@ -356,7 +360,7 @@ def states_of(folder: Path) -> dict[str, str]:
 
 
 def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Path) -> None:
-    command = on_ray_command(address, "--workers 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
+    command = on_ray_command(address, "--processes 2 --backend fsdp2 --epochs 50 --timeout 300", tmp_path)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         while not any(path.read_text() for path in tmp_path.glob("*/rank1.jsonl")):

@@ -8,12 +8,13 @@ import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.cli import action_of
-from replay.option_parsing import command_line, spec_from_dict, spec_of, spec_to_dict, toggles
+from replay.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.processes.child_job import ChildJob
 from replay.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 
 
 def parsed(*arguments: str) -> ReplaySpec:
-    spec = action_of(list(arguments)).args[0]
+    spec = action_of(list(arguments)).args[0].spec
     assert isinstance(spec, ReplaySpec)
     return spec
 
@@ -117,7 +118,7 @@ FULL = ReplaySpec(
 def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: ReplaySpec) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
     assert parsed(*command_line(spec)) == spec
-    assert spec_of(command_line(spec)) == spec
+    assert ChildJob.parse(ChildJob(spec=spec).text, source="a job").spec == spec
 
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:

@@ -14,7 +14,6 @@ import torch
 
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
-from replay.cli import action_of
 from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
@@ -69,7 +68,7 @@ class Runs:
         self.limits: list[float] = []
 
     def __call__(self, task: Task) -> Child:
-        spec = action_of([*task.arguments]).args[0]
+        spec = task.job.spec
         place = self.place_of(spec)
         self.names.append(RUNS[place])
         self.limits.append(task.limit)
@@ -125,7 +124,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[Task], Child]) -> N
 def typed(tmp_path: Path, *more: str, matrix: str = MATRIX) -> int:
     file = tmp_path / "matrix.toml"
     file.write_text(matrix)
-    common = ["--matrix", str(file), "--num-devices", "1", "--log-folder", str(tmp_path / "logs")]
+    common = ["--matrix", str(file), "--processes", "1", "--log-folder", str(tmp_path / "logs")]
     return cli.main(["parity", *common, *more])
 
 
@@ -180,7 +179,7 @@ def test_a_cell_beyond_the_bound_differs_and_is_named_with_its_input(
 
 def test_a_run_that_dies_or_hangs_is_a_row_and_the_others_run(tmp_path: Path, runs: Runs, capsys: Captured) -> None:
     runs.told = {4: "CUDA out of memory", 5: "late"}
-    assert typed(tmp_path, "--cell-timeout", "77") == 1
+    assert typed(tmp_path, "--run-limit", "77") == 1
     assert runs.names == RUNS
     assert runs.limits == [77.0] * 7
     assert said(capsys, "FAILED") == [
@@ -359,8 +358,7 @@ def test_runs_of_another_machine_are_not_gone_on_with(
 @pytest.fixture
 def in_process(one_world: None, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
     def run(task: Task) -> Child:
-        spec = action_of([*task.arguments, "--log-folder", str(task.logs)]).args[0]
-        return Child(exit_code=run_in(world, spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
+        return Child(exit_code=run_in(world, task.job.spec).exit_code, seconds=0.0, output=task.output, logs=task.logs)
 
     stand_in(monkeypatch, run)
 

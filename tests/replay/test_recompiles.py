@@ -15,13 +15,14 @@ from torch.fx import GraphModule
 
 from actor_init.spec import ActorSpec, UsageError
 from replay.cli import main
-from replay.option_parsing import spec_of
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, Result, best, least_padding, pays_from
 from replay.runlog.records import CompilationSection
 from replay.runner import compilations
+from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
+from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
 
@@ -40,8 +41,7 @@ def here(one_world: None, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             tasks.append(task)
             task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("")
-            code = main([*task.arguments, "--quiet", "--log-folder", str(task.logs)])
-            yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+            yield key, Child(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
     monkeypatch.setattr(pool, "run_children", run_here)

@@ -19,7 +19,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName,
 from actor_init.world import World
 from capture.file_format.capture_file import Call
 from replay.cli import main
-from replay.option_parsing import spec_of, spec_to_dict
+from replay.option_parsing import spec_to_dict
 from replay.resolution.job_defaults import from_job
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
@@ -27,6 +27,7 @@ from replay.resolved import ATTENTION, KERNELS, LOSS_SCALE, ONCE_OPEN, PACKING, 
 from replay.spec import ReplaySpec
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
+from tests.helpers.typed import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")

@@ -13,6 +13,7 @@ import pytest
 
 from actor_init.as_json import to_json
 from replay.cli import main
+from replay.option_parsing import spec_from_dict
 from replay.profiling.records import (
     Holder,
     HolderKind,
@@ -25,6 +26,7 @@ from replay.profiling.records import (
 )
 from replay.runner.out_of_memory import Needed, OutOfMemory
 from tests.helpers.commands import LIMIT, ROOT
+from tests.helpers.repeated import repeated_by
 from tests.warm import warm_bin
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -105,7 +107,8 @@ def test_the_page_of_a_run_shows_every_pass_of_its_log(logs: dict[str, Path], tm
     assert [row["not counted"] for row in shown] == ["warm-up", "", ""]
     assert page.counts["rect"] == 3 * 2 * 3  # passes; forward and backward, real and padding; time, memory, tokens
     run = json.loads((logs["first"] / "run.json").read_text())
-    assert run["command"] in page.texts
+    [command] = [text for text in page.texts if text.startswith("replay ")]
+    assert repeated_by(command) == (spec_from_dict(run["spec"]), 1, "")
     assert any(text.startswith(f"{run['verdict']['outcome']}: ") for text in page.texts)
 
 

@@ -17,6 +17,7 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.shipped_inputs import default_folder
+from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
@@ -51,8 +52,7 @@ class Runs:
     def child(self, task: Task, event: int | str | None) -> Child:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_text("")
-        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
-        code = main(typed) if event is None else None if event == "late" else int(event)
+        code = run_quietly(task) if event is None else None if event == "late" else int(event)
         return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 

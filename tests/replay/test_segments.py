@@ -3,7 +3,6 @@
 import io
 import shutil
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from replay.cli import main as replay_main
 from replay.inspection.console import print_inspection
 from replay.inspection.inspection import Inspection, inspect_folder
 from replay.inspection.totals import MOST_ODD
-from replay.on_ray.node_agent import arguments_on_node, inputs_of
+from replay.processes.child_job import ChildJob
 from replay.resolution import selection
 from replay.resolution.selection import select
 from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, Passes
+from replay.spec import InputsSpec, Passes, ReplaySpec
 from tests.helpers.made_captures import write_config, write_passes
 from tests.helpers.small_jobs import TinyModel
 from tests.replay.test_verdict import FP32, replayed, train
@@ -178,16 +177,19 @@ def test_a_job_recorded_into_segments_is_reproduced(tmp_path: Path, one_world: N
     assert replay_main([*typed, *FP32, "--log-folder", str(tmp_path / "one"), "--verdict", "strict"]) == 0
 
 
-@pytest.mark.parametrize("option", ["--input-file", "--inputs"])
+@pytest.mark.parametrize("option", ["input_file", "inputs"])
 def test_a_node_gets_the_whole_folder_of_a_pass_in_a_segment(option: str, sample: Path, tmp_path: Path) -> None:
     wanted = capture_files(sample)[3]
-    typed = ["--dtype", "fp32", option, str(wanted if option == "--input-file" else sample)]
-    assert inputs_of(typed) == sample
+    is_file = option == "input_file"
+    given = replace(InputsSpec(max_inputs=3), **{option: wanted if is_file else sample})  # type: ignore[arg-type]
+    job = ChildJob(spec=ReplaySpec(inputs=given))
+    assert job.inputs == sample
     copy = shutil.copytree(sample, tmp_path / "copy")
-    there = arguments_on_node(typed, tmp_path / "logs", copy)
-    assert there[:4] == typed
-    [path] = [Path(value) for flag, value in pairwise(there[4:]) if flag == option]
-    if option == "--input-file":
+    there = job.on_node(tmp_path / "logs", copy)
+    assert there.logs == tmp_path / "logs"
+    path = getattr(there.spec.inputs, option)
+    assert replace(there.spec.inputs, **{option: getattr(given, option)}) == given
+    if is_file:
         assert path.is_relative_to(copy)
         assert read_call(path).origin.source == read_call(wanted).origin.source
     else:

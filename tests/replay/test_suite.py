@@ -24,6 +24,7 @@ from replay.suite.inputs import prepare_inputs
 from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
 from replay.suite.outcome import NoCurve, Status, outcomes
 from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
 
@@ -88,8 +89,8 @@ def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes
     }
     on_cpu = {one.name: one for one in planned(SuiteSpec(), Machine(num_devices=2, has_gpus=False))}
     assert (on_cpu["fsdp2-tp-ring"].num_processes, on_cpu["fsdp2-tp-ring"].reason) == (4, "")
-    of_four = planned(SuiteSpec(num_gpus=1), Machine(num_devices=1, has_gpus=True))
-    assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --num-gpus is 1"]
+    of_four = planned(SuiteSpec(processes=1), Machine(num_devices=1, has_gpus=True))
+    assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --processes is 1"]
 
 
 def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
@@ -242,12 +243,12 @@ def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.Mon
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
     expected = SuiteSpec(
-        num_gpus=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
+        processes=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
     )
     assert asked() == expected
     assert action_of(["suite"]).args[1] == Path("elsewhere")
     assert asked("--tp", "2", "--dtype", "fp32") == SuiteSpec(
-        **{name: getattr(expected, name) for name in ("num_gpus", "max_samples", "model", "dataset", "output_dir")},
+        **{name: getattr(expected, name) for name in ("processes", "max_samples", "model", "dataset", "output_dir")},
         tp=2,
         ring=8,
         dtype=Dtype.FP32,
@@ -272,7 +273,7 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
 @pytest.mark.parametrize(
     ("typed", "variables", "says"),
     [
-        ("", {"NUM_GPUS": "two"}, "invalid value for '--num-gpus' (env var: 'NUM_GPUS')"),
+        ("", {"NUM_GPUS": "two"}, "invalid value for '--processes' (env var: 'NUM_GPUS')"),
         ("", {"SKIP_TP": "maybe"}, "invalid value for '--skip-tp' (env var: 'SKIP_TP')"),
         ("", {"TP_SIZE": "1"}, "invalid value for '--tp' (env var: 'TP_SIZE')"),
         ("--only zero", {}, "--only zero is no configuration. Give one of ddp, deepspeed, deepspeed-autotp"),
@@ -281,7 +282,11 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
         ("--save-state --storage s3://a/b", {}, "--storage s3://a/b is for a Ray cluster. Try: --launcher ray"),
         ("--save-state --launcher ray --address auto", {}, "--save-state needs a folder that all nodes share"),
         ("--init-weights a --save-init-weights", {}, "--init-weights and --save-init-weights exclude each other."),
-        ("--resume-from x --storage nowhere", {}, "--resume-from x: there is no suite of that name in "),
+        (
+            "--continue x --storage nowhere",
+            {},
+            "--continue x: no such folder, and no suite of that name in logs or nowhere. Give one that ",
+        ),
         ("--skip zero", {}, "--skip zero is no configuration. Give one of ddp, deepspeed, fsdp2"),
         ("--skip ddp", {"SKIP_FSDP2": "1", "SKIP_DEEPSPEED": "1"}, "every configuration is skipped."),
         (
@@ -292,7 +297,7 @@ def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str
         (
             "--continue nowhere",
             {"NUM_GPUS": "2"},
-            "--continue nowhere holds no suite.json. Give a folder that `replay suite` left",
+            "--continue nowhere: no such folder, and no suite of that name in logs. Give a folder that ",
         ),
         ("--dataset nowhere", {}, "--dataset nowhere does not exist. Give a folder of captures"),
         ("--dataset pyproject.toml", {}, "--dataset pyproject.toml is no folder of captures, .jsonl or .parquet."),
@@ -365,8 +370,8 @@ class HereRunner:
             raise event
         task.output.parent.mkdir(parents=True)
         task.output.write_text(f"replay: {name} says why\n")
-        typed = [*task.arguments, "--quiet", "--log-folder", str(task.logs)]
-        return Child(exit_code=main(typed) if event is None else event, seconds=1.0, output=task.output, logs=task.logs)
+        code = run_quietly(task) if event is None else event
+        return Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
 
 
 @pytest.fixture
@@ -376,7 +381,7 @@ def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
     return made
 
 
-SMALL = "--num-gpus 1 --steps 3 --max-samples 1 --dtype fp32 --skip-tp --skip-ring"
+SMALL = "--processes 1 --steps 3 --max-samples 1 --dtype fp32 --skip-tp --skip-ring"
 
 
 def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
@@ -429,7 +434,7 @@ def test_a_suite_is_made_again_from_its_storage_and_trains_what_is_missing(tmp_p
     (folder,) = (tmp_path / "logs").iterdir()
     first = (folder / "ddp.jsonl").read_bytes()
     shutil.rmtree(folder)
-    assert main(["suite", "--resume-from", folder.name, *where, str(tmp_path / "elsewhere")]) == 0
+    assert main(["suite", "--continue", folder.name, *where, str(tmp_path / "elsewhere")]) == 0
     assert runner.started == ["init-weights", "ddp", "deepspeed", "fsdp2", "deepspeed", "fsdp2"]
     again = tmp_path / "elsewhere" / folder.name
     assert (again / "ddp.jsonl").read_bytes() == first

@@ -22,7 +22,7 @@ from replay.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.node_agent import NodeAgent
 from replay.on_ray.training import Trainings
-from replay.option_parsing import command_line
+from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun
 from replay.spec import ReplaySpec, StateSpec
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ray
 
 STEPS = 8
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that count
-SUITE = f"suite --only ddp --num-gpus 2 --steps {STEPS} --max-samples 4 --dtype fp32"
+SUITE = f"suite --only ddp --processes 2 --steps {STEPS} --max-samples 4 --dtype fp32"
 
 
 class TwoNodes:
@@ -100,8 +100,8 @@ def doomed(run: Any, marks: Path) -> Any:
     return rank
 
 
-def task_of(root: Path, arguments: list[str], name: str = "ddp") -> Task:
-    return Task.attempt(root / "runs" / name, arguments, num_processes=2, limit=LIMIT)
+def task_of(root: Path, spec: ReplaySpec) -> Task:
+    return Task.attempt(root / "runs" / "ddp", ChildJob(spec=spec), num_processes=2, limit=LIMIT)
 
 
 def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number(
@@ -115,7 +115,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
         when(cluster, may_go, nodes.lose, nodes.add)
         rank = doomed(doomed_training.doomed, tmp_path)
         run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
-        [(_, child)] = run([(None, task_of(tmp_path, command_line(spec)))])
+        [(_, child)] = run([(None, task_of(tmp_path, spec))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
     assert numbers(tmp_path / "runs" / "ddp" / "0") == numbers(whole / "runs" / "ddp" / "0")
@@ -154,7 +154,7 @@ def test_a_suite_goes_on_by_its_name_after_its_driver_was_killed(nodes: TwoNodes
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     (name,) = (path.name for path in storage.iterdir())
     assert not (tmp_path / "logs" / name / "ddp.jsonl").exists()
-    again = ["suite", "--resume-from", name, *where, "--log-folder", str(tmp_path / "elsewhere")]
+    again = ["suite", "--continue", name, *where, "--log-folder", str(tmp_path / "elsewhere")]
     done = subprocess.run(
         [sys.executable, "-m", "replay", *again], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -177,7 +177,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
         when(cluster, lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose)
         rank = doomed(doomed_training.hang, tmp_path)
         [(_, child)] = Trainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
-            [(None, task_of(tmp_path, []))]
+            [(None, task_of(tmp_path, ReplaySpec()))]
         )
         workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("rank*")]
         until = time.monotonic() + LIMIT

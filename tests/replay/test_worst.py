@@ -24,7 +24,6 @@ from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
-from replay.option_parsing import spec_of
 from replay.prediction.fitting import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
@@ -35,9 +34,11 @@ from replay.runner.laying_out import inputs_for
 from replay.shipped_inputs import default_folder
 from replay.spec import ReplaySpec
 from replay.worst.memory import Memory, memory_here
+from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
 from tests.helpers.made_records import record
+from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
 MIB = 2**20
@@ -65,7 +66,7 @@ class Law:
             yield key, self.child(task)
 
     def child(self, task: Task) -> Child:
-        spec = spec_of(task.arguments)
+        spec = task.job.spec
         if len(self.runs) == self.breaks_at:
             self.breaks_at = None
             raise KeyboardInterrupt
@@ -409,8 +410,7 @@ def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch:
         for key, task in tasks:
             task.output.parent.mkdir(parents=True)
             task.output.write_text("")
-            code = main([*task.arguments, "--log-folder", str(task.logs)])
-            yield key, Child(exit_code=code, seconds=1.0, output=task.output, logs=task.logs)
+            yield key, Child(exit_code=run_quietly(task), seconds=1.0, output=task.output, logs=task.logs)
 
     monkeypatch.setattr(pool, "run_children", here)
     code, log = worst(tmp_path, "--num-layers", "1", "--measured", "2", "--max-inputs", "4")

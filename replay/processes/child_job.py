@@ -1,0 +1,140 @@
+"""Say what a process of its own replays, here or on another machine, as versioned JSON.
+
+    {"format": 1, "spec": {"actor": {"backend": "fsdp2"}, "measure": {"log_folder": "logs/night"}}}
+
+A setting that is not there has its default, so that another version of micro-replay, such as that of an environment of
+`parity --python`, reads the job as long as it knows the settings that were made; one that it does not know is refused
+by name.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.as_json import parse_json, to_json
+from actor_init.spec import UsageError
+from capture.file_format.folder_layout import folder_of_capture
+from replay.option_parsing import command_line, set_without_option, spec_from_dict
+from replay.shipped_inputs import default_folder
+from replay.spec import ReplaySpec
+
+FORMAT = 1
+FILE = "job.json"
+NO_OPTION = "# and what no option sets: "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    format: int
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildJob:
+    """A replay in a process of its own, or in several."""
+
+    spec: ReplaySpec
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job's file. Raises UsageError, which names the file, for one that this version cannot run."""
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"), source=str(path))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is no job of a replay: {error}") from error
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> Self:
+        """Read a job. Raises UsageError, whose message begins with `source`, for one that this version cannot run."""
+        try:
+            form = json.loads(text).get("format")
+        except (ValueError, AttributeError) as error:
+            raise UsageError(f"{source} is no job of a replay: {error}") from error
+        if form != FORMAT:
+            raise UsageError(f"{source} is a job of format {form}; this version runs {FORMAT} alone")
+        written = parse_json(_File, text, source=source)
+        return cls(spec=spec_from_dict(written.spec, source=source))
+
+    @property
+    def text(self) -> str:
+        """Return the JSON, which `parse` reads."""
+        return json.dumps({"format": FORMAT, "spec": _made_settings(self.spec)}, indent=1, allow_nan=False) + "\n"
+
+    def write(self) -> Path:
+        """Write the job into its log folder, and return the file."""
+        # It imports torch, for which neither the command line nor a child that reads its job may wait.
+        from capture.file_format.atomic_write import write_atomically
+
+        self.logs.mkdir(parents=True, exist_ok=True)
+        path = self.logs / FILE
+        write_atomically(path, self.text.encode())
+        return path
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder that holds the folder of its run."""
+        return self.spec.measure.log_folder
+
+    @property
+    def inputs(self) -> Path:
+        """Return the folder of its inputs."""
+        folder, file = self.spec.inputs.inputs, self.spec.inputs.input_file
+        if file is not None:
+            return folder_of_capture(file.absolute())
+        return default_folder() if folder is None else folder.absolute()
+
+    def logging_into(self, folder: Path) -> Self:
+        return replace(self, spec=replace(self.spec, measure=replace(self.spec.measure, log_folder=folder)))
+
+    def on_node(self, logs: Path, copy: str | Path | None) -> Self:
+        """Return the job as it runs on another machine.
+
+        logs  its log folder there
+        copy  of its folder of inputs there; None: the machine sees the folder itself
+        """
+        job = self.logging_into(logs)
+        if copy is None:
+            return job
+        file = self.spec.inputs.input_file
+        if file is None:
+            inputs = replace(self.spec.inputs, inputs=Path(copy))
+        else:
+            inputs = replace(self.spec.inputs, input_file=Path(copy) / file.absolute().relative_to(self.inputs))
+        return replace(job, spec=replace(job.spec, inputs=inputs))
+
+    def repeat_line(self, *, num_processes: int = 1, python: str = "") -> str:
+        """Return the command line that people type for this job; a comment has what no option sets.
+
+        torchrun --nproc-per-node 2 -m replay --backend fsdp2  # and what no option sets: details=True
+        """
+        line = shlex.join(self.repeat_words(num_processes=num_processes, python=python))
+        return f"{line}  {self.remark}" if self.remark else line
+
+    @property
+    def remark(self) -> str:
+        """Return a comment, as a shell reads it, with what no option sets; empty if there is nothing."""
+        besides = ", ".join(f"{name}={value}" for name, value in set_without_option(self.spec).items())
+        return f"{NO_OPTION}{besides}" if besides else ""
+
+    def repeat_words(self, *, num_processes: int = 1, python: str = "") -> list[str]:
+        """Return the words of `repeat_line`."""
+        ranks = ["--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+        if python:
+            program = [python, *(["-m", "torch.distributed.run", *ranks] if ranks else []), "-m", "replay"]
+        else:
+            program = ["torchrun", *ranks, "-m", "replay"] if ranks else ["replay"]
+        return [*program, *command_line(self.spec)]
+
+
+def _made_settings(part: Any) -> dict[str, Any]:
+    """Return the fields of a part of a spec that are not at their default."""
+    default = type(part)()
+    return {
+        one.name: _made_settings(value) if is_dataclass(value) else to_json(value)
+        for one in fields(part)
+        if (value := getattr(part, one.name)) != getattr(default, one.name)
+    }

@@ -1,0 +1,11 @@
+"""Read what is typed behind `replay`."""
+
+from collections.abc import Sequence
+
+from replay.cli import action_of
+from replay.spec import ReplaySpec
+
+
+def spec_of(words: Sequence[str]) -> ReplaySpec:
+    spec: ReplaySpec = action_of(words).args[0].spec
+    return spec
