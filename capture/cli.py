@@ -245,8 +245,8 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _salvage(parsed: argparse.Namespace) -> int:
+    from capture.black_box.salvage import repair_folder, salvage
     from capture.record.retention import Keep
-    from capture.record.salvage import repair_folder, salvage
 
     if not parsed.folder.is_dir():
         raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")

@@ -22,7 +22,8 @@ ROOMS = {
         ("facts",),
         ("file_format", "progress_bar"),
         ("record", "importers"),
-        ("folder_tools", "search", "child_processes", "on_ray"),
+        ("black_box",),  # beside recording, which it observes: recording works without it
+        ("folder_tools", "search", "child_processes", "on_ray", "recordings"),
         ("run", "integrations"),
         ("cli",),
         ("", "__main__"),
@@ -238,6 +239,8 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("replay/verdict/judge.py", "from replay.watch.blame import Failure"),
         ("replay/runlog/writer.py", "from replay.resolution.selection import Selection"),
         ("capture/file_format/capture_file.py", "from capture.record.recorder import Recorder"),
+        ("capture/record/recorder.py", "from capture.black_box.black_box import BlackBox"),
+        ("capture/record/pass_store.py", "def finish():\n    from capture.black_box import incidents"),
         ("replay/runner/session.py", "import importlib\nimportlib.import_module('deepspeed')"),
     ],
 )

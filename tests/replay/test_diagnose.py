@@ -18,8 +18,8 @@ from actor_init.inputs.packing import ActorInputs, actor_inputs
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture import recording
 from capture.file_format.actor_config import write_actor_config
-from capture.record.recorder import recording
 from replay.cli import action_of, main
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks

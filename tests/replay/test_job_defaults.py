@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.attention import kernel_choice
 from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
+from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import kernels_of
-from capture.record.recorder import recording
 from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
 from replay.resolution.selection import Selection
 from replay.spec import ReplaySpec
