@@ -228,7 +228,7 @@ def _check(parsed: argparse.Namespace) -> int:
     print(f"good       {', '.join(good)}")
     if result.uncommitted:
         reason = "no manifest" if not result.num_manifests else "in no manifest"
-        print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short, or is older")
+        print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short")
     for name in result.reindexed:
         print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
     for name, num_bytes in result.torn.items():

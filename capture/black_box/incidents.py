@@ -187,8 +187,6 @@ _KINDS: dict[str, type | UnionType] = {
     "traceback": str,
     "files": list,
     "num_not_copied": int,
-}
-_LATER_KINDS: dict[str, type | UnionType] = {  # not in files of earlier versions
     "place": str,
     "last_backward": int | None,
     "stacks": str,
@@ -198,7 +196,7 @@ _LATER_KINDS: dict[str, type | UnionType] = {  # not in files of earlier version
     "opened": str,
     "last_moved": str,
 }
-assert _KINDS.keys() | _LATER_KINDS.keys() == {f.name for f in fields(Incident)}
+assert _KINDS.keys() == {field.name for field in fields(Incident)}
 
 
 def _read(path: Path) -> IncidentRecord:
@@ -222,9 +220,9 @@ def _incidents_in(content: Any) -> list[Incident] | None:
             return None
     is_whole = all(
         isinstance(item, dict)
-        and _KINDS.keys() <= item.keys() <= _KINDS.keys() | _LATER_KINDS.keys()
-        and all(isinstance(item[name], kind) for name, kind in {**_KINDS, **_LATER_KINDS}.items() if name in item)
-        and all(isinstance(count, int) for count in item.get("collectives", {}).values())
+        and item.keys() == _KINDS.keys()
+        and all(isinstance(item[name], kind) for name, kind in _KINDS.items())
+        and all(isinstance(count, int) for count in item["collectives"].values())
         for item in items
     )
     return [Incident(**item) for item in items] if is_whole else None
