@@ -168,8 +168,8 @@ class ActorSpec:
     )
     kernels: Kernels = option(
         Kernels.AUTO,
-        "RMSNorm, SwiGLU and rotary embedding: the model's own modules, or fused ones that keep less for backward "
-        "(Liger's on CUDA where installed, else torch's). auto: fused where the job used Liger.",
+        "RMSNorm, SwiGLU and rotary embedding: the model's own modules, or fused ones that keep less for backward: "
+        "Liger's, on CUDA (pip install liger-kernel). auto: fused where the job used Liger and it is here.",
     )
     compile: Compile = option(
         Compile.OFF,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from actor_init.backends.deepspeed.engine import DeepSpeedBackend
-from actor_init.backends.fsdp2.engine import FSDP2Backend
+from actor_init.backends.deepspeed import DeepSpeedBackend
+from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from benchmarks.side_by_side import opened

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from capture.file_format.capture_file import read_micro_batch, write_call
     from capture.file_format.listing import capture_files
     from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
-    from capture.record.recorder import Recorder, note, note_next, recording
+    from capture.record.recorder import Recorder, note, note_next
+    from capture.recordings import recording
 
 _HOMES = {
     "CaptureError": "capture.file_format.micro_batch",
@@ -26,7 +27,7 @@ _HOMES = {
     "note_next": "capture.record.recorder",
     "read_actor_config": "capture.file_format.actor_config",
     "read_micro_batch": "capture.file_format.capture_file",
-    "recording": "capture.record.recorder",
+    "recording": "capture.recordings",
     "write_actor_config": "capture.file_format.actor_config",
     "write_call": "capture.file_format.capture_file",
 }

@@ -228,7 +228,7 @@ def _check(parsed: argparse.Namespace) -> int:
     print(f"good       {', '.join(good)}")
     if result.uncommitted:
         reason = "no manifest" if not result.num_manifests else "in no manifest"
-        print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short, or is older")
+        print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short")
     for name in result.reindexed:
         print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
     for name, num_bytes in result.torn.items():
@@ -245,8 +245,8 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _salvage(parsed: argparse.Namespace) -> int:
+    from capture.black_box.salvage import repair_folder, salvage
     from capture.record.retention import Keep
-    from capture.record.salvage import repair_folder, salvage
 
     if not parsed.folder.is_dir():
         raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")

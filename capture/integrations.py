@@ -12,8 +12,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from capture.record.call_arguments import checked_names
-from capture.record.recorder import Recorder, recording
+from capture.record.recorder import Recorder
 from capture.record.retention import keep_of
+from capture.recordings import recording
 from capture.search import Search
 
 

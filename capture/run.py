@@ -28,10 +28,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from capture.child_processes import leave_mark, marks_folder, recorded_children, take_marks
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
-from capture.record.child_end import at_end_of_child
 from capture.record.job_facts import rank_and_world_size
 from capture.record.optimizer_hooks import LateHooks
-from capture.record.recorder import Recorder, hold_notes, recording, take_held_notes
+from capture.record.recorder import Recorder, at_end_of_child, hold_notes, take_held_notes
+from capture.recordings import recording
 from capture.search import Search, TrainedLanguageModel, is_called
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from capture import capture_files
+from capture.black_box.incidents import read_incidents
 from capture.cli import main
 from capture.file_format.capture_file import utc_time
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
 from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
-from capture.record.incidents import read_incidents
 from replay.cli import main as replay_main
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import TwoNodes, two_nodes

@@ -5,12 +5,27 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from actor_init.spec import Kernels, UsageError
+from capture.facts import Setting
 
-@cache
-def has_liger() -> bool:
-    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+
+def lack_of_liger(where: torch.device) -> str | None:
+    """Return why Liger's kernels cannot run on `where`, as a predicate; None if they can."""
+    if where.type != "cuda":
+        return "has no CPU kernels"
+    if find_spec("liger_kernel") is None or find_spec("triton") is None:
+        return "is not installed (pip install liger-kernel)"
+    return None
+
+
+def check_liger(kernels: Kernels, where: torch.device) -> None:
+    """Raise UsageError for --kernels fused where Liger's kernels cannot run."""
+    if kernels is Kernels.FUSED and (lack := lack_of_liger(where)):
+        fused = Setting("kernels", Kernels.FUSED)
+        raise UsageError(fused, f"is Liger's, which {lack}", f"Try: {fused.of(Kernels.MODEL)}")
 
 
 def liger_version() -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from actor_init.fused.liger import has_liger, liger_version
+from actor_init.fused.liger import check_liger, liger_version
 from actor_init.fused.rms_norm import replace_norm
 from actor_init.fused.rotary import replace_rotary
 from actor_init.fused.swiglu import replace_swiglu
@@ -16,7 +16,11 @@ NONE_FOUND = f"{OWN}: no module of it is shown to have a fused form"
 
 
 def fuse_as_asked(model: nn.Module, asked: Kernels, where: torch.device) -> str | None:
-    """Call `fuse` under --kernels fused. Returns its description, or None under any other."""
+    """Call `fuse` under --kernels fused. Returns its description, or None under any other.
+
+    Raises UsageError where Liger's kernels cannot run.
+    """
+    check_liger(asked, where)
     return fuse(model, where) if asked is Kernels.FUSED else None
 
 
@@ -34,6 +38,5 @@ def fuse(model: nn.Module, where: torch.device) -> str:
             found[done] += 1
     if not found:
         return NONE_FOUND
-    engine = f"liger {liger_version()}" if where.type == "cuda" and has_liger() else "torch"
     counts = [name if name == "rope" else f"{found[name]} {name}" for name in forms if found[name]]
-    return f"fused ({', '.join(counts)}; {engine})"
+    return f"fused ({', '.join(counts)}; liger {liger_version()})"

@@ -1,4 +1,6 @@
-"""Replace RMSNorms by torch's fused one, which keeps its input and a number a token where modules keep fp32 copies.
+"""Replace RMSNorms by torch's fused one, or by Liger's, which multiplies by 1 + weight.
+
+They keep their input and a number a token where modules keep fp32 copies.
 
 Shape letters: D width, R tokens.
 """
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import has_liger, liger_norm
+from actor_init.fused.liger import liger_norm
 from actor_init.fused.proof import DTYPES, bound_in, is_equal, random_numbers
 
 
@@ -27,34 +29,7 @@ class Form:
     def of(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self.adds_one:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        if torch.compiler.is_compiling():
-            wide = F.rms_norm(x.float(), weight.shape, None, self.eps)
-            return (wide * (1 + weight.float())).to(x.dtype)
-        if x.device.type == "cuda" and has_liger():
-            return liger_norm(x, weight, self.eps)
-        scaled: Tensor = _NormTimesOneAnd.apply(x, weight, self.eps)
-        return scaled
-
-
-class _NormTimesOneAnd(torch.autograd.Function):
-    """Multiply by 1 + weight in fp32, as bf16 has no numbers for a small weight beside 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * (1 + weight.float())).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        upstream = gradients[0].float()
-        of_normed = upstream * (1 + weight.float())
-        of_x = scale * (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True))
-        of_weight = (upstream * normed).flatten(0, -2).sum(0)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        return liger_norm(x, weight, self.eps)
 
 
 def replace_norm(module: nn.Module, where: torch.device) -> bool:
@@ -80,7 +55,8 @@ def _compute(module: nn.Module, name: str, form: Form) -> None:
         is_plain = len(args) == 1 and not kwargs and args[0].dtype == weight.dtype
         if not is_plain or isinstance(args[0], DTensor) != isinstance(weight, DTensor):
             return own(*args, **kwargs)
-        if form.adds_one and isinstance(weight, DTensor):
+        # inside a compiled block the module's own: the compiler fuses it there
+        if form.adds_one and (isinstance(weight, DTensor) or torch.compiler.is_compiling()):
             return own(*args)
         return form.of(args[0], weight)
 

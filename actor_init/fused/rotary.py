@@ -14,35 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import has_liger, liger_rotary
+from actor_init.fused.liger import liger_rotary
 from actor_init.fused.proof import DTYPES, TRIED, bound_in, is_equal, random_numbers
 
 ARGUMENTS = ["q", "k", "cos", "sin"]  # of transformers' functions of this kind, in this order
 Rotary = Callable[..., tuple[Tensor, Tensor]]
-
-
-class _Rotated(torch.autograd.Function):
-    """x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dimension; keeps cos and sin alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        half = sin.shape[-1] // 2
-        # the transposed turn: what x2 got from x1 goes back with the other half's sine
-        return _turned(gradients[0], cos, torch.cat((-sin[..., half:], -sin[..., :half]), dim=-1)), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
 
 
 def _fused(own: Rotary, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -54,15 +30,11 @@ def _fused(own: Rotary, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     is_plain = all(isinstance(one, Tensor) and not isinstance(one, DTensor) for one in (q, k, cos, sin))
     if not is_plain or not _fits(q, k, cos, sin, args[4:], kwargs):
         return own(*args, **kwargs)
-    if q.device.type == "cuda" and cos.shape[-1] == q.shape[-1] and has_liger():
-        return liger_rotary(q, k, cos, sin)
-    return _rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)), _rotated(k, cos.unsqueeze(1), sin.unsqueeze(1))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
-    turned: Tensor = _Rotated.apply(x[..., :width], cos, sin)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+    turned_q, turned_k = liger_rotary(q[..., :width], k[..., :width], cos, sin)
+    if width == q.shape[-1]:
+        return turned_q, turned_k
+    return torch.cat((turned_q, q[..., width:]), dim=-1), torch.cat((turned_k, k[..., width:]), dim=-1)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, more: tuple[Any, ...], named: dict[str, Any]) -> bool:

@@ -1,13 +1,11 @@
 """Replace the product in SwiGLU layers, silu(gate) * up, by one that keeps gate and up alone for backward.
 
-Written plainly it keeps silu(gate) too, and takes several kernels each way. On CUDA the kernels are Liger's where it
-is installed, else torch.compile's; on a CPU they are plain.
+Written plainly it keeps silu(gate) too, and takes several kernels each way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import has_liger, liger_product
+from actor_init.fused.liger import liger_product
 from actor_init.fused.proof import is_equal, random_numbers
 
 IN_FEATURES, HIDDEN = 8, 12  # of the small copy that is tried
@@ -44,43 +42,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, all of one shape. Inside a compiled block it is plain: the compiler fuses it there."""
     if torch.compiler.is_compiling() or isinstance(gate, DTensor):
         return F.silu(gate) * up
-    if gate.device.type == "cuda" and has_liger():
-        return liger_product(gate, up)
-    product: Tensor = _SiluTimes.apply(gate, up)
-    return product
-
-
-class _SiluTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _made_for(gate, _product)(gate, up)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return _made_for(gate, _gradients)(gradients[0], gate, up)  # type: ignore[no-any-return]
-
-
-def _product(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    wide = gate.float()
-    sigmoid = wide.sigmoid()
-    silu = wide * sigmoid
-    of_gate = upstream.float() * up.float() * (sigmoid + silu * (1 - sigmoid))
-    return of_gate.to(gate.dtype), (upstream.float() * silu).to(up.dtype)
-
-
-def _made_for(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    return _compiled(function) if tensor.device.type == "cuda" else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    return liger_product(gate, up)
 
 
 def replace_swiglu(module: nn.Module, where: torch.device) -> bool:

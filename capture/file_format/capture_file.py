@@ -47,8 +47,8 @@ from capture.file_format.micro_batch import (
     check_call,
     is_of_embeddings,
     micro_batch_from_call,
+    misfit,
 )
-from capture.file_format.notes import misfit
 from capture.file_format.openrlhf_dump import read_legacy
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import ParameterSamples

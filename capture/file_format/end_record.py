@@ -77,10 +77,10 @@ def _read(path: Path) -> EndRecord:
             content: Any = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{path.name}: cannot be read: {error}. Delete the file or copy it again") from None
-    is_ours = isinstance(content, dict) and content.pop("format", None) == FORMAT
-    content = {"not_recorded": {}, **content} if is_ours else {}  # files of earlier versions lack it
     if (
-        content.keys() == _KINDS.keys()
+        isinstance(content, dict)
+        and content.pop("format", None) == FORMAT
+        and content.keys() == _KINDS.keys()
         and all(isinstance(content[name], kind) for name, kind in _KINDS.items())
         and all(type(number) is int for number in content["not_recorded"].values())
     ):

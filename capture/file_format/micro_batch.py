@@ -3,7 +3,7 @@
 Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ BY_EMBEDDINGS = (
 ID_NAMES = ("sequences", "input_ids")
 EMBEDDINGS_NAME = "inputs_embeds"
 SHIFT_LABELS = "shift_labels"
+NOTED_SHAPES = "a number, [rows], [rows / 2] for pairs, or [rows, up to as many as a row has tokens]"
 
 
 class CaptureError(FactError):
@@ -253,3 +254,19 @@ def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], sour
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, "
             f"not {tensor.dtype} of shape {list(tensor.shape)}"
         )
+
+
+def misfit(shape: Sequence[int], *, rows: int, row_length: int) -> str | None:
+    """Say why a job may not note a tensor of `shape` for a pass with `rows` of `row_length` tokens; None if it may.
+
+    It belongs to the pass's rows of token ids [B, S]: one number, one for each row or each pair of rows, or one for
+    each of a row's last tokens (the token's own advantage or log-prob, in the token's own place).
+    """
+    match tuple(shape):
+        case () | (1,):
+            return None
+        case (length,) if length in (rows, rows / 2) or (rows == 1 and length <= row_length):
+            return None
+        case (length, width) if length == rows and 0 < width <= row_length:
+            return None
+    return f"noted with shape {list(shape)}; allowed for token ids of shape {[rows, row_length]}: {NOTED_SHAPES}"

@@ -126,8 +126,8 @@ class NodeFiles:
         if not (_SHARED_MEMORY.is_dir() and self.folder.is_dir() and any(_SHARED_MEMORY.glob("capture-*"))):
             return Salvaged(0, None)
         try:
+            from capture.black_box.salvage import salvage
             from capture.record.retention import Keep
-            from capture.record.salvage import salvage
 
             return Salvaged(salvage(self.folder, Keep()), None)
         except ImportError as error:

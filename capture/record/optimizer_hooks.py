@@ -1,9 +1,14 @@
 """Hook torch's optimizers and the clipping of gradients, to see a job's steps without code in the job.
 
-torch has global hooks for optimizers, but none for clipping. So while somebody listens, the functions of
-`torch.nn.utils.clip_grad` that clip are wrapped; `clip_grad_norm_` looks them up there, so a job that imported it
-before is seen too. Before torch 2.6 it did all by itself: there the function that it decorates is exchanged, inside
-it, for the same reason. DeepSpeed's engine has a function of its own, which is wrapped as well.
+torch has global hooks for optimizers, but none for clipping (https://github.com/pytorch/pytorch/issues/309 asked for
+clipping by the optimizer). So while somebody listens, attributes of modules that clip are wrapped, and restored after:
+
+* functions of `torch.nn.utils.clip_grad` into which torch 2.6 split `clip_grad_norm_`
+  (https://github.com/pytorch/pytorch/issues/139467). It looks them up there, so a job that imported it before is seen.
+* before torch 2.6 `clip_grad_norm_` itself, which does all alone. A job that imported it before is not seen, and has
+  to note its norm; until a clipping is seen, gradients there count as maybe clipped (`SEES_ALL_CLIPPING`).
+* the function of its own that DeepSpeed's engine clips with, which says nothing of it to others before the step
+  (https://github.com/deepspeedai/DeepSpeed/pull/1292 has the norm after it).
 """
 
 import functools
@@ -16,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
 
 class Listener(Protocol):
@@ -140,16 +147,16 @@ def _with_closure(
 
 
 _listening: list[OptimizerHooks] = []
-_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module or cell, name, original, wrapper
+_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, original, wrapper
 _norms_of_other_kinds: list[Tensor] = []  # the latest norm, if it is no root of a sum of squares
 
 
 def _wrap_clipping() -> None:
     torchs = torch.nn.utils.clip_grad
-    if hasattr(torchs, "_clip_grads_with_norm_"):
+    if SEES_ALL_CLIPPING:
         _wrap([torchs, nn.utils], torchs._clip_grads_with_norm_, _by_norm)
     else:
-        _wrap_inside(torchs.clip_grad_norm_, _whole)
+        _wrap([torchs, nn.utils], torchs.clip_grad_norm_, _whole)
     _wrap([torchs, nn.utils], getattr(torchs, "_get_total_norm", None), _measuring)
     _wrap([torchs, nn.utils], torchs.clip_grad_value_, _by_value)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
@@ -165,15 +172,6 @@ def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Calla
             if value is own:
                 _wrapped.append((module, name, own, ours))
                 setattr(module, name, ours)
-
-
-def _wrap_inside(decorated: Any, wrapper: Callable[..., Callable[..., Any]]) -> None:
-    """Wrap the function that `decorated` closes over and calls, so that whoever has `decorated` calls the wrapper."""
-    for cell in decorated.__closure__ or ():
-        if cell.cell_contents is decorated.__wrapped__:
-            ours = wrapper(decorated.__wrapped__)
-            _wrapped.append((cell, "cell_contents", decorated.__wrapped__, ours))
-            cell.cell_contents = ours
 
 
 def _unwrap_clipping() -> None:

@@ -3,17 +3,15 @@
 All of it runs in the background writer's thread.
 """
 
-import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from capture.file_format.body import Output
 from capture.file_format.capture_file import EncodedCall, encode_call, utc_time
 from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.folder_layout import home_of
@@ -22,19 +20,14 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
 from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.flight_recorder import SHARED_MEMORY, SharedFolder, Spool
-from capture.record.incidents import Incident, incident, write_incidents
+from capture.record.observer import Observer
 from capture.record.retention import Keep
 from capture.record.rng_and_outputs import environment, plain_outputs
-from capture.record.salvage import salvage
 from capture.record.snapshot import Notes, Opened, Outputs, Pass
 from capture.record.step_window import StepPart
 
-MAX_INCIDENTS_OF_A_KIND = 8  # a job that goes on after each would fill the disk
-MAX_SIGNALS_OF_A_KIND = 64
 _MAX_COPY_SECONDS = 1.0  # when an incident waits: a copy that is not there by then stands behind something that hangs
 _POLL_SECONDS = 0.01
-_CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +54,7 @@ class Ended:
         )
 
 
-Item = Pass | Outputs | Notes | StepPart | Opened | Incident | Ended
+Item = Pass | Outputs | Notes | StepPart | Opened | Ended | Callable[[], None]
 
 
 class Store:
@@ -70,10 +63,11 @@ class Store:
     num_written   files
     num_not_kept  passes that a limit or the flight recorder left out, and files that made room for later ones
     num_lost      passes that could not be written at the end
+    place         the rank, and the folder of its files
     """
 
     def __init__(
-        self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event, shared: SharedFolder | None = None
+        self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event, observer: Observer
     ) -> None:
         self.num_lost = 0
         self.is_full = False
@@ -82,20 +76,12 @@ class Store:
         self._opened = opened
         self._is_urgent = is_urgent
         self._held: deque[EncodedCall] = deque()
-        self._shared = shared
-        self._spool: Spool | None = None
-        self._to_spool: dict[int, EncodedCall] = {}  # by number of the forward: it is not there as it is now
-        self._wants_spool = keep.flight_recorder is not None and SHARED_MEMORY.is_dir()
-        self._place = 0, folder  # the rank, and the folder of its files
+        self._observer = observer
+        self.place = 0, folder
         self._files: dict[tuple[int, Path], RankWriter] = {}  # by place
         self._num_committed = 0
         self._num_let_go = 0
-        self._num_not_copied = 0
-        self._incidents: list[Incident] = []
-        self._num_by_kind: Counter[tuple[str, str]] = Counter()
-        self._num_other_incidents = 0
         self._step: OptimizerStep | None = None  # the latest, as far as its parts have come
-        self._not_finite: tuple[int, str] | None = None  # the latest that was told
         self._holds_latest = keep.reproduce  # its outputs and notes may still come
         self._has_warned_of_notes = False
 
@@ -124,37 +110,23 @@ class Store:
                 self._note_step(item)
             case Opened():
                 self._settle(item.rank, item.world_size)
-            case Incident():
-                self.note_incident(item)
             case Ended():
-                write_end(self._place[1], item.record(self._place[0]), stamp=stamp_of(self._opened))
-
-    def note_incident(self, incident: Incident) -> None:
-        """Write the passes that are held, and the incident beside them."""
-        kind = incident.what, incident.where
-        self._num_by_kind[kind] += 1
-        if self._num_by_kind[kind] > (MAX_SIGNALS_OF_A_KIND if incident.is_signal else MAX_INCIDENTS_OF_A_KIND):
-            self._num_other_incidents += 1
-            return
-        names = [path.name for path in self._commit_held()]
-        self._incidents.append(replace(incident, files=names, num_not_copied=self._num_not_copied))
-        self._num_not_copied = 0
-        self._write_records()
+                write_end(self.place[1], item.record(self.place[0]), stamp=stamp_of(self._opened))
+            case _:
+                item()
 
     def finish(self, failed: bool) -> None:
         """End the recording. The flight recorder's passes are let go: no incident asked for them."""
         try:
             if not failed:
                 if self._keep.flight_recorder is None:
-                    self._commit_held()
+                    self.write_held()
                 self._num_let_go += len(self._held)
                 self._held.clear()
-                self._write_records()
+                self.commit()
         finally:
             self.num_lost += len(self._held)
             self._held.clear()
-            if self._shared is not None:
-                self._shared.close()
             for files in self._files.values():
                 files.close()
 
@@ -162,7 +134,7 @@ class Store:
         origin = taken.origin()
         self._settle(origin.rank or 0, origin.world_size)
         if self._keep.flight_recorder is None:
-            self._commit_held()
+            self.write_held()
         self._await(taken.copied if taken.notes is None else [*taken.copied, *taken.notes.copied])
         encoded = encode_call(
             taken.tensors,
@@ -181,12 +153,12 @@ class Store:
         self._held.append(encoded)
         if self._keep.flight_recorder is not None:
             while len(self._held) > self._keep.flight_recorder:
-                self._unspool(self._held.popleft())
+                self._observer.on_release(self._held.popleft())
                 self._num_let_go += 1
-            self._put_in_spool(encoded)
+            self._observer.on_hold(encoded)
         elif not self._holds_latest:
             try:
-                self._commit_held()
+                self.write_held()
             except BaseException:
                 self._held.clear()  # the writer counts the pass that it handed in
                 raise
@@ -207,8 +179,8 @@ class Store:
             if "step" in self._held[-1].body:
                 self._write_step(self._held[-1])
             else:
-                self._put_in_spool(self._held[-1])
-        self._check_numbers(came.forward, outputs)
+                self._observer.on_hold(self._held[-1])
+        self._observer.on_numbers(came.forward, outputs)
 
     def _add_notes(self, came: Notes) -> None:
         """Put what was noted after a pass into it, unless it is written or was let go."""
@@ -225,7 +197,7 @@ class Store:
             except CaptureError:  # its pass is not lost
                 return
             self._write_notes(encoded, came)
-            self._put_in_spool(encoded)
+            self._observer.on_hold(encoded)
         self._holds_latest = True
 
     def _write_notes(self, encoded: EncodedCall, notes: Notes) -> None:
@@ -259,7 +231,7 @@ class Store:
                 outputs.setdefault("grad_norm", step.grad_norm)
             self._write_step(last)
         if step.grad_norm is not None:
-            self._check_numbers(step.passes[-1], {"grad_norm": step.grad_norm})
+            self._observer.on_numbers(step.passes[-1], {"grad_norm": step.grad_norm})
 
     def _write_step(self, last: EncodedCall) -> None:
         """Put the latest step into `last`, with the norm that the job noted if no hook saw a whole one."""
@@ -270,21 +242,15 @@ class Store:
             is_unclipped = step.is_unclipped and step.grad_norm is not None
             step = replace(step, grad_norm=noted, is_part_of_norm=False, is_unclipped=is_unclipped)
         last.body["step"] = step.text()
-        self._put_in_spool(last)
+        self._observer.on_hold(last)
 
-    def _check_numbers(self, forward: int, outputs: Mapping[str, Output]) -> None:
-        for kept_as, name in _CHECKED.items():
-            value = outputs.get(kept_as)
-            if isinstance(value, float) and not math.isfinite(value) and (forward, kept_as) != self._not_finite:
-                self._not_finite = forward, kept_as
-                self.note_incident(incident("not finite", name, forward, f"{name} is {value}"))
-
-    def _commit_held(self) -> list[Path]:
+    def write_held(self) -> list[Path]:
+        """Write the passes that are held, as far as there is room. Raises OSError."""
         written = []
         while self._held:
             first = self._held[0]
             path = self._files[first.rank, self._home_of(first.rank, first.world_size)].write(first)
-            self._unspool(self._held.popleft())
+            self._observer.on_release(self._held.popleft())
             if path is None:
                 self._num_let_go += 1
                 self.is_full = self._keep.keep == "first" and self._keep.flight_recorder is None
@@ -295,13 +261,13 @@ class Store:
 
     def _settle(self, rank: int, world_size: int | None) -> None:
         """Prepare this rank's files. A job may learn its rank after the recording was opened."""
-        self._place = rank, self._home_of(rank, world_size)
-        if self._place not in self._files:
-            salvage(self._folder, self._keep)
-            self._files[self._place] = rank_writer(
+        self.place = rank, self._home_of(rank, world_size)
+        if self.place not in self._files:
+            self._observer.on_settle()
+            self._files[self.place] = rank_writer(
                 self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened
             )
-            if self._files[self._place].had_passes and rank == min(self._keep.ranks or {0}):  # one rank speaks for all
+            if self._files[self.place].had_passes and rank == min(self._keep.ranks or {0}):  # one rank speaks for all
                 warn(
                     f"capture: {self._folder} has passes of another recording, and a replay judges no two together. "
                     "Give each recording a folder of its own"
@@ -311,50 +277,8 @@ class Store:
         in_segments = self._keep.segment is not None
         return home_of(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 
-    def spool(self) -> None:
-        """Put what came since the last time into shared memory."""
-        while self._to_spool and self._wants_spool:
-            encoded = self._to_spool.pop(next(iter(self._to_spool)))
-            try:
-                if self._shared is None:
-                    self._shared = SharedFolder(self._folder, self._place[0])
-                if self._spool is None:
-                    self._spool = Spool(self._shared)
-                self._spool.put(encoded)
-            except OSError as error:
-                self._do_without_spool(error)
-
-    def _put_in_spool(self, encoded: EncodedCall) -> None:
-        if self._wants_spool:
-            self._to_spool[encoded.step] = encoded
-
-    def _unspool(self, encoded: EncodedCall) -> None:
-        self._to_spool.pop(encoded.step, None)
-        try:
-            if self._spool is not None:
-                self._spool.remove(encoded)
-        except OSError as error:
-            self._do_without_spool(error)
-
-    def _do_without_spool(self, error: OSError) -> None:
-        if self._spool is not None:
-            self._spool.close()
-        self._spool, self._wants_spool = None, False
-        self._to_spool.clear()
-        warn(
-            f"capture: a flight recorder that outlives SIGKILL needs {SHARED_MEMORY}: {error}. "
-            "The flight recorder is in this process's memory alone"
-        )
-
-    def _write_records(self) -> None:
-        if self._incidents:
-            write_incidents(
-                self._place[1],
-                self._incidents,
-                num_others=self._num_other_incidents,
-                rank=self._place[0],
-                stamp=stamp_of(self._opened),
-            )
+    def commit(self) -> None:
+        """List what was written in manifests. Raises OSError."""
         for files in self._files.values():
             files.commit()
 
@@ -366,7 +290,7 @@ class Store:
         deadline: float | None = None
         try:
             while not all(event.query() for event in copied):
-                self.spool()
+                self._observer.on_idle()
                 if self._is_urgent.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:
@@ -375,5 +299,5 @@ class Store:
                 else:
                     self._is_urgent.wait(_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
-            self._num_not_copied += 1
+            self._observer.on_lost_copy()
             raise CaptureError(f"its copy to the host was not finished: {error}") from None

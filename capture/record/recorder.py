@@ -1,23 +1,16 @@
-"""Record the micro-batches that go through a model inside a training job.
-
-    with recording(model, "inputs/my-run"):
-        train(model)
-
-The job pays for copying a forward's arguments to the host, with `reproduce` also for samples of its weights and
-gradients, and for nothing else. No exception of the recorder reaches the job.
-"""
+"""Record the micro-batches that go through a model inside a training job: `capture.recordings.recording` opens it."""
 
 import atexit
+import multiprocessing.util
 import os
-import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,21 +18,15 @@ from torch import nn
 from capture.file_format.folder_layout import ranks_in
 from capture.file_format.listing import ranges_of
 from capture.record.background_writer import BackgroundWriter, warn
-from capture.record.call_arguments import checked_names
-from capture.record.child_end import at_end_of_child
-from capture.record.flight_recorder import SHARED_MEMORY, SharedFolder
 from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
-from capture.record.incidents import Incident, incident, incident_of, is_news_to, placed
 from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
+from capture.record.observer import Observer, Place, Position
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import TakenSamples
 from capture.record.pass_store import Ended, Item, Store
-from capture.record.position import PositionPage
-from capture.record.retention import Choice, Keep, Passes, WhichEnd, keep_of
+from capture.record.retention import Choice, Keep
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
-from capture.record.signal_handlers import listen, unlisten
-from capture.record.slow_step import StepWatch
 from capture.record.snapshot import Clock, Notes, Opened, Outputs, Taker
 from capture.record.step_window import StepPart, StepWindow
 
@@ -47,77 +34,6 @@ MAX_FLUSH_SECONDS = 60.0
 _OPEN: "list[Recorder]" = []
 _held: dict[str, Any] | None = None  # what was noted for the next pass while there is no recording; None: not held
 MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
-
-
-def recording(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    every: int = 1,
-    forwards: str | range | tuple[int, int] | None = None,
-    ranks: str | int | Iterable[int] | None = None,
-    passes: Passes = "all",
-    max_files: int | None = None,
-    max_bytes: int | None = None,
-    keep: WhichEnd = "first",
-    flight_recorder: int | None = None,
-    slow_step: float | str | None = None,
-    reproduce: bool | None = None,
-    segment: str | int | None = None,
-    max_queued: int = 64,
-    arguments: Mapping[str, str] | None = None,
-    **unknown: NoReturn,
-) -> "Recorder":
-    """Write the forwards of `model` until the recorder is closed or the process ends.
-
-    model       what the job calls: the bare model or its wrapper (DDP, DeepSpeed's engine, torch.compile's)
-    folder      made if it is not there, with mode 0700; several ranks share it
-    every       every Nth forward, of those that `forwards`, `ranks` and `passes` allow; not every Nth optimizer step
-    forwards    numbers of forwards, as `100:200` (without 200), a range or a pair; `100:` has no end
-    ranks       ranks that record, as `0,3` or numbers
-    passes      `train` (autograd on), `rollout` (autograd off) or `all`
-    max_files, max_bytes   for each rank by itself, and for all its files in the folder, also of earlier recordings;
-                1 KiB a file is set aside for the manifest
-    keep        what a full folder does: `first` takes no more, `last` deletes its oldest files, or segments
-    flight_recorder  the last N passes stay in memory, and only an incident writes them: an exception, a loss or
-                gradient norm that is not finite, out of memory, SIGTERM, SIGINT, SIGQUIT, SIGUSR1 (the job goes on),
-                a slow step
-    slow_step   a step, from one forward to the next, of more than this many times the median is an incident; as `60s`,
-                one of more than 60 seconds, also before there is a median
-    reproduce   keep what it takes to do a pass again and to judge it: random states (10 kB), outputs, environment,
-                samples of the weights (1 kB, the first pass more), and of gradients at each step of the optimizer. By
-                default on with a flight recorder. A pass is then complete, and without a flight recorder written,
-                when the next one begins
-    segment     put many passes into one file of about this size, as `64MB` or a number of bytes, in a folder for each
-                rank. Without it each pass is a file, and a rank has a folder of its own if there are more than 16
-    max_queued  passes that may wait for the disk; further ones are dropped and counted
-    arguments   names of the forward's arguments to those that a capture gives them, for a model whose forward has names
-                of its own: `{"idx": "input_ids", "targets": "labels"}`. `labels` are those of transformers, which
-                shifts them itself; targets that are the next tokens already are `shift_labels`
-
-    Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
-    warning, and the recorder's `failure` says what it was.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"recording needs a torch.nn.Module, not {type(model).__name__}")
-    if max_queued < 1:
-        raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
-    kept = keep_of(
-        every=every,
-        forwards=forwards,
-        ranks=ranks,
-        passes=passes,
-        max_files=max_files,
-        max_bytes=max_bytes,
-        keep=keep,
-        flight_recorder=flight_recorder,
-        slow_step=slow_step,
-        reproduce=reproduce,
-        segment=segment,
-        **unknown,
-    )
-    names = checked_names(arguments)
-    return Recorder(model, Path(folder).absolute(), keep=kept, max_queued=max_queued, names=names)
 
 
 def note(**values: Any) -> None:
@@ -153,6 +69,15 @@ def take_held_notes() -> dict[str, Any]:
     return held or {}
 
 
+def at_end_of_child(action: Callable[[], object], *, order: int) -> None:
+    """Call `action` when this process ends, if multiprocessing started it: that calls nothing of `atexit`.
+
+    order  the highest comes first
+    """
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, action, exitpriority=order)
+
+
 class Recorder:
     """Records one model; made by `recording`.
 
@@ -174,15 +99,23 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, folder: Path, *, keep: Keep, max_queued: int, names: Mapping[str, str]
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        keep: Keep,
+        max_queued: int,
+        names: Mapping[str, str],
+        observer: Observer | None = None,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.num_seen = 0
         self.num_skipped = 0
         self.not_recorded: Counter[str] = Counter()
-        self.hears_signals = False
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size = rank_and_world_size()
+        self.position = Position()
+        self._observer = observer or Observer()
         self._is_in_group = False
         self._num_passed_over = 0
         self._is_closed = False
@@ -192,20 +125,18 @@ class Recorder:
         self._choice = Choice(keep)
         self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
-        is_watched = keep.slow_step is not None or keep.slow_seconds is not None
-        self._watch = StepWatch(keep.slow_step, max_seconds=keep.slow_seconds) if is_watched else None
         is_urgent, clock = threading.Event(), Clock()
-        self._opened = clock.at(time.monotonic_ns())
-        self._position = PositionPage()
-        self._store = Store(folder, keep, opened=self._opened, is_urgent=is_urgent, shared=self._share_position(folder))
+        self.opened = clock.at(time.monotonic_ns())
+        self._observer.on_open(self)
+        self._store = Store(folder, keep, opened=self.opened, is_urgent=is_urgent, observer=self._observer)
         self._writer: BackgroundWriter[Item] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
-            rest=self._store.spool,
-            finish=self._store.finish,
+            rest=self._observer.on_idle,
+            finish=self._finish,
             is_urgent=is_urgent,
-            deadline=self._watch,
-            when_late=self._tell_slow_step,
+            deadline=self._observer,
+            when_late=self._observer.on_deadline,
         )
         atexit.register(self.close)
         at_end_of_child(self.close, order=1)
@@ -214,27 +145,21 @@ class Recorder:
             self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
             if self._taker.window is not None:
                 self._taker.window.on_backward = self._backward_begins
-            self.rank, self.world_size = rank_and_world_size()
             self._writer.tell(Opened(rank=self.rank, world_size=self.world_size))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
         _OPEN.append(self)
-        self.hears_signals = listen(self)
+        self._observer.on_attach()
         self._forward_hooks.attach(model)
         if keep.reproduce:
             self._optimizer_hooks.attach()
 
-    def _share_position(self, folder: Path) -> SharedFolder | None:
-        """Keep the position in shared memory, where there is some."""
-        if not SHARED_MEMORY.is_dir():
-            return None
-        shared = None
-        with suppress(OSError):
-            self._position.rank, self._position.world_size = rank_and_world_size()
-            shared = SharedFolder(folder, self._position.rank)
-            self._position.open(shared, opened=self._opened)
-        return shared
+    def _finish(self, failed: bool) -> None:
+        try:
+            self._store.finish(failed)
+        finally:
+            self._observer.on_end(failed)
 
     @property
     def num_written(self) -> int:
@@ -243,6 +168,14 @@ class Recorder:
     @property
     def num_dropped(self) -> int:
         return self._writer.num_dropped + self._store.num_lost
+
+    @property
+    def hears_signals(self) -> bool:
+        return self._observer.hears_signals
+
+    @property
+    def place(self) -> tuple[int, Path]:
+        return self._store.place
 
     @property
     def num_not_kept(self) -> int:
@@ -263,7 +196,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, GeneratorExit):
-            self.hear_exception(error, "loop")
+            self._observer.on_error(error, "loop")
         self.close()
 
     def note(self, *, loss: Any = None, grad_norm: Any = None, log_probs: Any = None, **tensors: Any) -> None:
@@ -324,14 +257,13 @@ class Recorder:
                     num_passes=self.num_seen,
                     num_steps=None if window is None else window.number,
                     world_size=self.world_size,
-                    place="after backward" if self._position.place == "in backward" else self._position.place,
-                    opened=self._opened,
+                    place="after backward" if self.position.place == "in backward" else self.position.place,
+                    opened=self.opened,
                     not_recorded=dict(self.not_recorded),
                 )
             )
-        self._position.close()
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
-        unlisten(self)
+        self._observer.on_close()
         if missing := self._missing_ranks():
             named = f"rank{'s' * (len(missing) > 1)} {ranges_of(missing)}"
             warn(
@@ -357,25 +289,14 @@ class Recorder:
             return []
         return sorted(missing)
 
-    def hear_signal(self, number: int) -> None:
-        self._tell_incident(incident("signal", signal.Signals(number).name, self._forward))
+    def do_in_writer(self, action: Callable[[], None]) -> None:
+        self._writer.tell(action, is_urgent=True)
 
-    def hear_exception(self, error: BaseException, where: str) -> None:
-        is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
-        if not is_ordinary and is_news_to(id(self), error):
-            self._tell_incident(incident_of(error, where, self._forward))
+    def write_held(self) -> list[Path]:
+        return self._store.write_held()
 
-    def _tell_incident(self, happened: Incident) -> None:
-        with suppress(Exception):  # an incident without its stacks is better than none
-            happened = placed(
-                happened,
-                self._position.place,
-                last_backward=self._position.last_backward,
-                world_size=self.world_size,
-                opened=self._opened,
-            )
-        self._position.was_told = happened.ends_job
-        self._writer.tell(happened, is_urgent=True)
+    def commit(self) -> None:
+        self._store.commit()
 
     def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
         self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
@@ -388,16 +309,20 @@ class Recorder:
         if part is not None:
             self._writer.tell(part)
         if self._taker.window is not None and self._taker.window.has_stepped:
-            self._position.at("in the optimizer's step")
+            self._move("in the optimizer's step")
 
     def stepped(self) -> None:
-        if self._position.place == "in the optimizer's step":
-            self._position.at("after the optimizer's step")
+        if self.position.place == "in the optimizer's step":
+            self._move("after the optimizer's step")
 
     def _backward_begins(self, forward: int) -> None:
-        self._position.last_backward = forward
-        if forward == self._position.forward and self._position.place == "after forward":
-            self._position.at("in backward")
+        self.position.last_backward = forward
+        if forward == self.position.forward and self.position.place == "after forward":
+            self._move("in backward")
+
+    def _move(self, place: Place) -> None:
+        self.position.place = place
+        self._observer.on_move()
 
     def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
         """Call `look`, and give up optimizer steps if it fails: the passes are still recorded."""
@@ -411,16 +336,11 @@ class Recorder:
             warn(f"capture: no optimizer steps are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    @property
-    def _forward(self) -> int | None:
-        return self.num_seen - 1 if self.num_seen else None
-
     def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_seen += 1
-        self._position.begins(self.num_seen - 1)
+        self.position.forward = self.num_seen - 1
         try:
-            if self._watch is not None and self._watch.begin(self.num_seen - 1):
-                self._tell_slow_step()
+            self._move("in forward")
             self._take(args, kwargs)
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error, num_lost=1)
@@ -429,11 +349,10 @@ class Recorder:
         """Look at the rank again: a job may join a process group after the recording was opened, or leave it."""
         self._is_in_group = is_in_group()
         self.rank, self.world_size = rank_and_world_size()
-        self._position.rank, self._position.world_size = self.rank, self.world_size
 
     def _pass_ends(self, output: Any, error: BaseException | None) -> None:
         if error is None:
-            self._position.at("after forward")
+            self._move("after forward")
         if self.failure is not None:
             return
         try:
@@ -450,7 +369,7 @@ class Recorder:
         with suppress(Exception):  # the device may be lost: what was taken before goes to the disk
             settings, weights = self._taker.end_pass()
             self._writer.rouse(self._outputs_of(None, settings, weights))
-        self.hear_exception(error, "forward")
+        self._observer.on_error(error, "forward")
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.failure is not None:
@@ -486,8 +405,3 @@ class Recorder:
         if not (outputs or settings or weights) or is_capturing_graph(outputs):
             return None
         return Outputs.of(forward, outputs, plain, settings, weights)
-
-    def _tell_slow_step(self) -> None:
-        assert self._watch is not None
-        while (late := self._watch.take()) is not None:
-            self._tell_incident(incident("slow step", "step", late[0], late[1]))

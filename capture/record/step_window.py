@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from capture.file_format.optimizer_step import OptimizerStep, distinct
+from capture.record import optimizer_hooks
 from capture.record.engine_gradients import (
     EngineGradients,
     engine_optimizer_of,
@@ -237,7 +238,8 @@ class StepWindow:
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
             num_clipped=None if clipping is None else clipping.num_clipped,
-            is_unclipped=not (self._was_clipped_before or self._was_clipped_since_sampled),
+            is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None)
+            and not (self._was_clipped_before or self._was_clipped_since_sampled),
             optimizer=type(optimizer).__name__,
             settings=settings,
             has_state=bool(optimizer.state),

@@ -34,7 +34,7 @@ PACKAGES = (
     Package(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
     Package(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
     Package(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
-    Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused in Triton"),
+    Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused"),
 )
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from capture.black_box.incidents import Incident, read_incidents
+from capture.black_box.stacks import Frame, main_stack, traceback_frames
 from capture.file_format.end_record import EndRecord, read_ends
 from capture.file_format.manifest import stamp_of
-from capture.record.incidents import Incident, read_incidents
-from capture.record.stacks import PLACES, Frame, main_stack, traceback_frames
+from capture.record.observer import PLACES
 from replay.watch.stacks import COLLECTIVE_CODE, NUM_INNERMOST
 
 COLLECTIVE_FUNCTIONS = ("_distributed_broadcast_coalesced",)  # torch's own that wait in C++

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.micro_batch import CaptureError
-from capture.record.salvage import salvage_for_reading
 from replay.hang.last_seen import LastSeen, last_seen
 from replay.hang.schedule import Schedule, read_schedules
 from replay.hang.schedule_differences import schedule_differences

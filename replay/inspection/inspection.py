@@ -7,12 +7,12 @@ from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from capture.black_box.incidents import Incident, read_incidents
+from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.end_record import not_recorded_in
 from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import CaptureError
-from capture.record.incidents import Incident, read_incidents
-from capture.record.salvage import salvage_for_reading
 from replay.given_paths import check_folder
 from replay.hang.last_seen import last_seen
 from replay.hang.text import post_mortem

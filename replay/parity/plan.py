@@ -323,13 +323,13 @@ def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
 
 
 def _key(spec: ReplaySpec, num_processes: int, here: Here) -> tuple[Any, ...]:
-    """Return a key that is equal for cells that are the same run. Raises UsageError if no attention kernel supports
-    it.
-    """
+    """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
     import torch
 
     from actor_init.attention.kernel_choice import kernel_name
+    from actor_init.fused.liger import check_liger
 
+    check_liger(spec.actor.kernels, torch.device(here.device))
     rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
     kernel = kernel_name(spec.actor, torch.device(here.device), here.config)
     return kernel, spec.actor.resolved_zero_stage, rest, num_processes

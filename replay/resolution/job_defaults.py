@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import lacks
 from actor_init.declarations.attention import kernel_of_job
+from actor_init.fused.liger import lack_of_liger
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from capture.file_format.capture_file import Call
@@ -30,7 +31,7 @@ def from_job(spec: Parts, first: Call | None, selection: Selection, device_type:
     return [
         _dtype(spec.actor, first, device_type),
         _packing(spec, first, selection),
-        _kernels(spec.actor, first),
+        _kernels(spec.actor, first, device_type),
         _accumulation(spec.actor, selection),
     ]
 
@@ -109,10 +110,12 @@ def _packing(spec: Parts, first: Call | None, selection: Selection) -> Choice:
     return choice(True, By.MODEL)
 
 
-def _kernels(actor: ActorSpec, first: Call | None) -> Choice:
+def _kernels(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
     if actor.kernels is not Kernels.AUTO:
         return Choice(setting=KERNELS, value=actor.kernels, by=By.TYPED)
     if first is not None and first.environment.get("kernels") == "liger":
+        if lack := lack_of_liger(torch.device(device_type)):
+            return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.MACHINE, why=f"the job used Liger, which {lack}")
         return Choice(setting=KERNELS, value=Kernels.FUSED, by=By.JOB, why="it used Liger")
     return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.DEFAULT)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from actor_init.spec import UsageError
+from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import not_recorded_in
@@ -18,7 +19,6 @@ from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
-from capture.record.incidents import Incident, read_incidents
 from replay.given_paths import check_inputs
 from replay.loss import tokens_for
 from replay.report.text import not_recorded_text, one_line, unreplayable

@@ -59,15 +59,15 @@ class RunInputs:
 class RunStart:
     """What is known of a run before its first pass."""
 
-    started: str | None = None  # fields with defaults are not in older logs
-    command: str = "replay"  # without the launcher
+    started: str  # ISO 8601
+    command: str  # without the launcher
     spec: Values
-    resolved: Sequence[Values] = ()  # choices
+    resolved: Sequence[Values]  # choices
     facts: Mapping[str, object]
     work: RunWork
-    inputs: RunInputs | None = None
+    inputs: RunInputs
     memory_kind: str
-    world_size: int = 0
+    world_size: int
     devices: Sequence[str]  # by rank
     versions: Mapping[str, str | None]
 

@@ -4,12 +4,10 @@ A pass counts if it counts on every rank: no warm-up, no new graph or other firs
 for each other within a pass, so one rank's compilation slows them all.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-from actor_init.as_json import AnyFloat
 from replay.runlog.records import FirstUse, PassRecord
 
 FAILED, TRACED, WARMUP, NEW_GRAPH = "failed", "traced", "warm-up", "compiled a new graph"
@@ -32,7 +30,7 @@ class PhaseStatistics:
 
     median_seconds: float
     p95_seconds: float  # statistics.quantiles, inclusive: never outside the measured range
-    iqr_seconds: AnyFloat = math.nan  # inter-quartile range, by the same method; older logs have none
+    iqr_seconds: float  # inter-quartile range, by the same method
     peak_allocated_bytes: int
 
 

@@ -167,7 +167,7 @@ def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep]
     """Say why the replay's window is not the job's, which took the same passes of all its ranks; None if it is."""
     first = window[0].recorded
     world_size = first.world_size or 1
-    if not steps:  # an older capture: one norm for each pass
+    if not steps:  # the job noted a norm for each pass, and nothing saw its steps
         is_whole = len(window) == world_size == len({one.recorded.rank for one in window})
         return None if is_whole and setting.grad_accumulation == 1 else "how many passes it was of was not recorded"
     by_rank: dict[int, list[int | None]] = {}

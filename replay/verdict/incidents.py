@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from capture.black_box.incidents import Incident, read_incidents
 from capture.file_format.micro_batch import CaptureError
-from capture.record.incidents import Incident, read_incidents
 from replay.report.text import one_line
 from replay.verdict.judge import Pass
 

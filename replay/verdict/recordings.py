@@ -9,8 +9,8 @@ from replay.verdict.job_values import Recorded
 def why_not_one_job(passes: Sequence[tuple[PassRecord, Recorded]]) -> str | None:
     """Say which recordings these passes are of, in the order in which they were replayed; None if it is one.
 
-    Each rank of a job has a recording of its own. Passes of earlier versions do not name theirs, and those without a
-    number of the job's are not judged: neither counts.
+    Each rank of a job has a recording of its own. Converted passes have none, and passes without a number of the
+    job's are not judged: neither counts.
     """
     named = [(record.index, own.rank, own.recording) for record, own in passes if own.claims and own.recording]
     first = {rank: began for _, rank, began in reversed(named)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from actor_init.backends.deepspeed.autotp import check_autotp, check_version
+from actor_init.backends.deepspeed_autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from replay.shipped_inputs import default_folder

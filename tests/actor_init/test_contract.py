@@ -45,13 +45,11 @@ BF16_ROWS = [
     ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
     ("fsdp2 3, whole logits", f"--backend fsdp2 --whole-logits --max-inputs {FEW}"),
     ("ddp", f"--backend ddp --max-inputs {FEW}"),
-    ("fsdp2 3 fused", f"--backend fsdp2 --kernels fused --max-inputs {FEW}"),
 ]
 STEP_ROWS = {
     **{f"deepspeed {stage}": f"--zero-stage {stage}" for stage in range(4)},
     **{f"fsdp2 {stage}": f"--backend fsdp2 --zero-stage {stage}" for stage in (2, 3)},
     "ddp": "--backend ddp",
-    "deepspeed 1 fused": "--zero-stage 1 --kernels fused",
 }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from actor_init.backends.fsdp2.engine import FSDP2Backend, embedding_and_head
+from actor_init.backends.fsdp2 import FSDP2Backend, embedding_and_head
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES

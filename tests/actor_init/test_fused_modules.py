@@ -1,6 +1,7 @@
 """Fused modules: what is replaced gives the model's own numbers, and what is not of the form is left alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -13,25 +14,30 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from actor_init.fused import rotary
-from actor_init.fused.replacing import NONE_FOUND, fuse
+from actor_init.fused import liger, rotary
+from actor_init.fused.liger import lack_of_liger
+from actor_init.fused.proof import is_equal, random_numbers
+from actor_init.fused.replacing import NONE_FOUND, fuse, fuse_as_asked
 from actor_init.fused.rms_norm import replace_norm
-from actor_init.fused.swiglu import replace_swiglu, silu_times
+from actor_init.fused.swiglu import replace_swiglu
+from actor_init.spec import Kernels, UsageError
+from tests.helpers import liger_on_a_cpu as stand_in
 from tests.helpers.read_logs import read_log
 from tests.helpers.sharded import FEW, MODELS, ONE, SIZES, Job, Outcome, replay_jobs, save_models
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LACK = lack_of_liger
 LLAMA, QWEN3, GEMMA = "llama", "qwen3, norms on heads", "gemma3, sliding window, softcap"
 BIASED = "llama, tied, biases, uneven"
 FAMILIES = {  # and what of two layers is replaced; a gemma's layers have gelu
-    "llama": "fused (5 RMSNorm, 2 SwiGLU, rope; torch)",
-    "qwen3": "fused (9 RMSNorm, 2 SwiGLU, rope; torch)",
-    "gemma": "fused (5 RMSNorm, rope; torch)",
-    "gemma3_text": "fused (13 RMSNorm, rope; torch)",
-    "olmo2": "fused (9 RMSNorm, 2 SwiGLU, rope; torch)",
-    "phi3": "fused (5 RMSNorm, 2 SwiGLU, rope; torch)",
-    "gpt_neox": "fused (rope; torch)",  # of a part of each head
-    "cohere": "fused (2 SwiGLU; torch)",  # LayerNorm, and pairs of neighbours turn
+    "llama": "fused (5 RMSNorm, 2 SwiGLU, rope; liger in torch)",
+    "qwen3": "fused (9 RMSNorm, 2 SwiGLU, rope; liger in torch)",
+    "gemma": "fused (5 RMSNorm, rope; liger in torch)",
+    "gemma3_text": "fused (13 RMSNorm, rope; liger in torch)",
+    "olmo2": "fused (9 RMSNorm, 2 SwiGLU, rope; liger in torch)",
+    "phi3": "fused (5 RMSNorm, 2 SwiGLU, rope; liger in torch)",
+    "gpt_neox": "fused (rope; liger in torch)",  # of a part of each head
+    "cohere": "fused (2 SwiGLU; liger in torch)",  # LayerNorm, and pairs of neighbours turn
     "opt": NONE_FOUND,
 }
 JOBS = [
@@ -44,6 +50,13 @@ JOBS = [
     Job(LLAMA, 2, f"--kernels fused --ring 2 {ONE}"),
     Job(QWEN3, 2, f"--kernels fused --zero-stage 3 {ONE}", backend="deepspeed"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def liger_is_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Stand in for Liger's kernels, but in a test of the kernels themselves."""
+    with nullcontext() if request.node.get_closest_marker("gpu") else stand_in.liger_on_a_cpu():
+        yield
 
 
 def model_of(kind: str) -> PreTrainedModel:
@@ -175,27 +188,6 @@ def test_a_dropout_that_acts_in_training_alone_is_seen() -> None:
     assert not replace_swiglu(layer.eval(), CPU)
 
 
-def kept_bytes(form: Callable[[], Tensor]) -> int:
-    """The bytes that autograd keeps for the backward of `form`, each storage once."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = form()
-    assert result.requires_grad
-    return sum(kept.values())
-
-
-def test_what_is_kept_for_backward_is_less() -> None:
-    gate, up = (torch.rand(64, 32, requires_grad=True) for _ in range(2))
-    one = gate.untyped_storage().nbytes()
-    assert kept_bytes(lambda: F.silu(gate) * up) == 3 * one
-    assert kept_bytes(lambda: silu_times(gate, up)) == 2 * one
-
-
 def test_no_block_s_graph_breaks() -> None:
     model = model_of("llama")
     fuse(model, CPU)
@@ -209,12 +201,52 @@ def test_no_block_s_graph_breaks() -> None:
 
 def test_a_wrong_kernel_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof runs what will run: a turn by the wrong angle, as a broken build might do, is seen."""
-    right = rotary._turned
-    monkeypatch.setattr(rotary, "_turned", lambda x, cos, sin: right(x, cos, sin * 1.02))
-    assert fuse(model_of("llama"), CPU) == "fused (5 RMSNorm, 2 SwiGLU; torch)"
-    monkeypatch.setattr("actor_init.fused.swiglu._product", lambda gate, up: F.silu(gate) * up * 1.001)
+    monkeypatch.setattr(rotary, "liger_rotary", lambda q, k, cos, sin: stand_in.rotary(q, k, cos, sin * 1.02))
+    assert fuse(model_of("llama"), CPU) == "fused (5 RMSNorm, 2 SwiGLU; liger in torch)"
+    monkeypatch.setattr("actor_init.fused.swiglu.liger_product", lambda gate, up: F.silu(gate) * up * 1.001)
     monkeypatch.setattr(F, "rms_norm", partial(F.rms_norm, eps=1e-3))
     assert fuse(model_of("llama"), CPU) == NONE_FOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(lack_of_liger(torch.device("cuda")) is not None, reason="Liger is not installed")
+def test_liger_s_kernels_compute_what_stands_in_for_them_on_a_cpu() -> None:
+    gate, up = (random_numbers(6, 16, where=CUDA, seed=seed) for seed in (1, 2))
+    weight = 0.1 * random_numbers(16, where=CUDA, seed=3)
+    q, k = (random_numbers(2, heads, 5, 16, where=CUDA, seed=4) for heads in (4, 2))
+    angles = random_numbers(1, 5, 8, where=CUDA, seed=5)
+    cos, sin = (torch.cat((half, half), dim=-1) for half in (angles.cos(), angles.sin()))
+    assert is_equal(stand_in.product, lambda gate, up: liger.liger_product(gate.clone(), up.clone()), (gate, up), 1e-5)
+    assert is_equal(
+        lambda x, weight: stand_in.norm(x, weight, 1e-6),
+        lambda x, weight: liger.liger_norm(x, weight, 1e-6),
+        (up, weight),
+        1e-5,
+    )
+    assert is_equal(
+        lambda q, k: stand_in.rotary(q, k, cos, sin),
+        lambda q, k: liger.liger_rotary(q.clone(), k.clone(), cos, sin),
+        (q, k),
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "is_installed", "why"),
+    [
+        ("cpu", True, "kernels='fused' is Liger's, which has no CPU kernels. Try: kernels='model'"),
+        ("cuda", False, "kernels='fused' is Liger's, which is not installed (pip install liger-kernel). Try: "),
+    ],
+)
+def test_without_liger_it_is_refused_with_what_to_install(
+    where: str, is_installed: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "lack_of_liger", LACK)
+    monkeypatch.setattr(liger, "find_spec", lambda name: object() if is_installed else None)
+    with pytest.raises(UsageError) as error:
+        fuse_as_asked(nn.Linear(2, 2), Kernels.FUSED, torch.device(where))
+    assert str(error.value).startswith(why)
+    assert fuse_as_asked(nn.Linear(2, 2), Kernels.MODEL, torch.device(where)) is None
 
 
 @pytest.fixture(scope="module")

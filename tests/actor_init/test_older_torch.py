@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from actor_init.backends.fsdp2.engine import check_streams
+from actor_init.backends.fsdp2 import check_streams
 from actor_init.spec import UsageError
 
 

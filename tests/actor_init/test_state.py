@@ -128,7 +128,7 @@ def _full(_: Any, folder: Path) -> None:
 def test_what_could_not_be_saved_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("actor_init.backends.deepspeed.engine.DeepSpeedBackend.save_state", _full)
+    monkeypatch.setattr("actor_init.backends.deepspeed.DeepSpeedBackend.save_state", _full)
     common = f"{TRAINING} --inputs {folder_of(tmp_path, [20, 22])}"
     assert replay(tmp_path, f"{common} --save-model {tmp_path}/model --save-state {tmp_path}/state") == 1
     out, err = capsys.readouterr()

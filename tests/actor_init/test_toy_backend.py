@@ -26,6 +26,7 @@ from tests.helpers.contract import (
     replayed,
     save_model,
 )
+from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.reference import Reference
 from tests.helpers.toy_backend import DECLARATION
 
@@ -99,7 +100,8 @@ def test_every_named_matrix_has_cells_of_it_that_differ_in_nothing_that_it_lacks
 def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
     config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
     here = Here(device="cpu", num_devices=2, num_inputs=8, config=config, must_pack=False)
-    found = plan(settings_of("quick", 2), {}, here)
+    with liger_on_a_cpu():
+        found = plan(settings_of("quick", 2), {}, here)
     cells = {cell.name for cell in found.cells if cell.role is Role.CELL and cell.spec.actor.backend == "toy"}
     assert {"toy fp32 packed sdpa", "toy fp32 padded sdpa", "toy fp32 packed sdpa data 2"} <= cells
     refused = {name: reason for name, reason in found.refused.items() if name.startswith("toy")}

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import capture
 from capture import capture_files, read_micro_batch, recording
+from capture.black_box.incidents import read_incidents
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
-from capture.record.incidents import read_incidents
 from tests.helpers.small_jobs import TinyModel, steps_in
 
 ROOT = Path(capture.__file__).resolve().parent.parent

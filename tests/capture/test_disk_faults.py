@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import capture.black_box.flight_recorder
 import capture.file_format.atomic_write
-import capture.record.flight_recorder
-import capture.record.pass_store
 from capture import Recorder, capture_files, read_micro_batch, recording
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
@@ -146,8 +145,7 @@ def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
     kind: str, stays_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that a disk that fails is the folder's alone
-    for module in (capture.record.flight_recorder, capture.record.pass_store):
-        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "none")
     undisturbed, _ = train(None)
     with monkeypatch.context() as patch:
         whole = BadDisk(tmp_path / "whole", range(0))

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-import capture.record.flight_recorder
-import capture.record.incidents
-import capture.record.pass_store
+import capture.black_box.black_box
+import capture.black_box.flight_recorder
+import capture.black_box.incidents
 from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
+from capture.black_box.flight_recorder import dead_spools
+from capture.black_box.incidents import read_incidents, scrubbed
+from capture.black_box.slow_step import StepWatch
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
-from capture.record.flight_recorder import dead_spools
-from capture.record.incidents import read_incidents, scrubbed
 from capture.record.retention import Keep, keep_of
 from capture.record.rng_and_outputs import random_snapshot, restore_random_states
-from capture.record.slow_step import StepWatch
 from tests.helpers.small_jobs import TinyModel, steps_in
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -229,21 +229,21 @@ def test_a_job_that_goes_on_after_every_incident_does_not_fill_the_disk(tmp_path
             model(IDS_BS, scale=math.nan)
             recorder.flush()
     [record] = read_incidents(tmp_path)
-    assert (len(record.incidents), record.num_others) == (capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND, 22)
-    assert len(capture_files(tmp_path)) == capture.record.pass_store.MAX_INCIDENTS_OF_A_KIND
+    assert (len(record.incidents), record.num_others) == (capture.black_box.black_box.MAX_INCIDENTS_OF_A_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.black_box.black_box.MAX_INCIDENTS_OF_A_KIND
     assert_all_counted(recorder)
 
 
 def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
-    real = capture.record.incidents.write_incidents
+    real = capture.black_box.incidents.write_incidents
 
     def write_incidents(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
         if read_incidents(tmp_path)[0].incidents[-1].forward == 11:  # on a busy machine another may be slow, too
             told.set()
 
-    monkeypatch.setattr(capture.record.pass_store, "write_incidents", write_incidents)
+    monkeypatch.setattr(capture.black_box.black_box, "write_incidents", write_incidents)
     model = TinyModel()
     with recording(model, tmp_path, flight_recorder=4, slow_step=50.0):
         for _ in range(12):
@@ -256,7 +256,7 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 
 def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.record.slow_step.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("capture.black_box.slow_step.time.monotonic", lambda: now[0])
     watch = StepWatch(3.0)
     for step in range(9):
         assert not watch.begin(step)
@@ -290,7 +290,7 @@ def test_a_slow_step_is_so_many_times_the_median_or_seconds(
 
 def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.record.slow_step.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("capture.black_box.slow_step.time.monotonic", lambda: now[0])
     watch = StepWatch(max_seconds=60.0)
     assert watch.seconds_left() is None
     assert not watch.begin(0)
@@ -471,8 +471,7 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
 ) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.record.flight_recorder, capture.record.pass_store):
-        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
     model, folder = TinyModel(), tmp_path / "run"
     with recording(model, folder, flight_recorder=3) as recorder:
         for _ in range(5):
@@ -502,8 +501,7 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
 def test_without_shared_memory_passes_are_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.record.flight_recorder, capture.record.pass_store):
-        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
     model = TinyModel()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import capture
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.notes import misfit
+from capture.file_format.micro_batch import misfit
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record.recorder import take_held_notes
 from capture.run import ModelSearch, Order

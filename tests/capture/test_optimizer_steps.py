@@ -24,6 +24,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
 from capture.file_format.parameter_samples import Sample
 from capture.folder_tools.redact import Tokens, redact_folder
+from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import LateHooks, OptimizerHooks
 from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
 from capture.record.recorder import Recorder
@@ -287,29 +288,51 @@ def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_by_an_older_torch_is_seen_by_a_name_imported_before(
-    norm_type: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_name", [False, True], ids=["looked up in torch", "imported before"])
+def test_clipping_by_an_older_torch_is_seen_where_the_job_looks_it_up(
+    by_name: bool, norm_type: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A name that was imported before is left alone: its norm has to be noted, and nobody says "unclipped"."""
     older = clip_as_before_torch_2_6()
-    inner = older.__wrapped__  # type: ignore[attr-defined]
     torchs = nn.utils.clip_grad
-    monkeypatch.setattr(torchs, "clip_grad_norm_", older)
     for module in (torchs, nn.utils):
+        monkeypatch.setattr(module, "clip_grad_norm_", older)
         monkeypatch.delattr(module, "_clip_grads_with_norm_", raising=False)
         monkeypatch.delattr(module, "_get_total_norm", raising=False)
+    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", False)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = gradients(loss_of)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        loss_of(model).backward()
+        norm = (older if by_name else nn.utils.clip_grad_norm_)(model.parameters(), 0.01, norm_type)
+        optimizer.step()
+        if by_name:
+            recorder.note(grad_norm=norm)
+    assert nn.utils.clip_grad_norm_ is torchs.clip_grad_norm_ is older
+    monkeypatch.undo()
+    [step] = steps(tmp_path)
+    if by_name:
+        assert step.grad_norm == pytest.approx(float(norm))
+        assert (step.max_norm, step.is_unclipped) == (None, False)
+        return
+    assert_are(step, expected, rel=0)
+    seen = (pytest.approx(norm_of(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
+    assert (step.grad_norm, step.max_norm) == seen
+    assert step.is_unclipped
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_gradients_are_unclipped_only_where_a_clipping_would_have_been_seen(
+    sees_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", sees_all)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recording(model, tmp_path, reproduce=True):
         loss_of(model).backward()
-        older(model.parameters(), 0.01, norm_type)
         optimizer.step()
-    monkeypatch.undo()
-    [step] = steps(tmp_path)
-    expected = gradients(loss_of)
-    assert_are(step, expected, rel=0)
-    norm, max_norm = (pytest.approx(norm_of(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
-    assert (step.grad_norm, step.max_norm) == (norm, max_norm)
-    assert [cell.cell_contents for cell in older.__closure__ or ()] == [inner]
+    assert [step.is_unclipped for step in steps(tmp_path)] == [sees_all]
 
 
 def test_passes_have_the_shares_that_the_job_gave_them(tmp_path: Path) -> None:

@@ -417,3 +417,23 @@ def test_a_recorder_left_open_is_flushed_at_exit(ending: str, tmp_path: Path) ->
 def test_importing_capture_does_not_import_torch() -> None:
     code = "import capture, sys; assert 'torch' not in sys.modules; capture.MicroBatch; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=1800, check=True)
+
+
+def test_recording_works_without_the_black_box(tmp_path: Path) -> None:
+    job = f"""
+        import sys
+        sys.modules["capture.black_box"] = None  # importing what is in it fails
+        from pathlib import Path
+        import torch
+        from capture.record.recorder import Recorder
+        from capture.record.retention import keep_of
+        from tests.helpers.small_jobs import TinyModel
+
+        model, folder = TinyModel(), Path({str(tmp_path)!r})
+        with Recorder(model, folder, keep=keep_of(reproduce=True), max_queued=9, names={{}}):
+            for _ in range(3):
+                model(torch.ones(2, 4, dtype=torch.long)).backward()
+    """
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(job)], cwd=ROOT, timeout=1800, capture_output=True)
+    assert child.returncode == 0, child.stderr
+    assert [read_micro_batch(path).origin.step for path in capture_files(tmp_path)] == [0, 1, 2]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.backends.deepspeed.engine import DeepSpeedBackend
+from actor_init.backends.deepspeed import DeepSpeedBackend
 from actor_init.inputs.packing import actor_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from actor_init.backends.fsdp2.engine import FSDP2Backend
+from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave

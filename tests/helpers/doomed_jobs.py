@@ -20,12 +20,12 @@ import torch._dynamo  # an optimizer's first step imports it: here once for all 
 from torch import Tensor, nn
 
 from capture import Recorder, recording
+from capture.black_box.flight_recorder import Spool
+from capture.black_box.incidents import read_incidents
+from capture.black_box.salvage import salvage
 from capture.file_format.capture_file import EncodedCall
 from capture.record import background_writer
-from capture.record.flight_recorder import Spool
-from capture.record.incidents import read_incidents
 from capture.record.retention import Keep
-from capture.record.salvage import salvage
 
 NUM_PASSES = 6
 MAX_SECONDS = 60

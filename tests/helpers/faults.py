@@ -304,7 +304,7 @@ def gate_and_up_swapped(world: World) -> Iterator[None]:
 @contextmanager
 def accumulation_not_divided(world: World) -> Iterator[None]:
     """Each micro-batch of a window counts as if it were alone."""
-    from actor_init.backends.fsdp2.engine import FSDP2Backend
+    from actor_init.backends.fsdp2 import FSDP2Backend
 
     backward = FSDP2Backend.backward
 
@@ -324,7 +324,7 @@ def clipped_by_local_norm(world: World) -> Iterator[None]:
         shards: list[Any] = [parameter.grad.to_local() for parameter in parameters]
         clip(parameters, max_norm, torch.nn.utils.get_total_norm(shards))
 
-    with patch("actor_init.backends.fsdp2.engine.clip_grads_with_norm_", clipped):
+    with patch("actor_init.backends.fsdp2.clip_grads_with_norm_", clipped):
         yield
 
 
@@ -360,7 +360,7 @@ def gradient_not_reduced(world: World) -> Iterator[None]:
 @contextmanager
 def gradient_summed(world: World) -> Iterator[None]:
     """Scaled by the wrong world size: the sum over the data ranks is taken for their mean."""
-    from actor_init.backends.fsdp2.engine import FSDP2Backend
+    from actor_init.backends.fsdp2 import FSDP2Backend
 
     backward = FSDP2Backend.backward
 

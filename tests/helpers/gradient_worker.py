@@ -28,6 +28,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.cli import action_of, leave
 from replay.runner.run import run_in
+from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
@@ -84,6 +85,8 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "sabotage" in job:
             stack.enter_context(rows_unproved())
             stack.enter_context(SABOTAGES[job["sabotage"]](world))
+        if "fused" in job["arguments"] and world.device.type == "cpu":
+            stack.enter_context(liger_on_a_cpu())
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.reopened_actor.open_backend", opened))

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from capture import recording
-from capture.record.flight_recorder import SHARED_MEMORY, _prefix
-from capture.record.incidents import read_incidents
-from capture.record.position import LastPosition, read_position
+from capture.black_box.flight_recorder import SHARED_MEMORY, _prefix
+from capture.black_box.incidents import read_incidents
+from capture.black_box.position_page import LastPosition, read_position
 from tests.helpers.planned_jobs import TwoHeads
 
 FATAL_PASS, NUM_PASSES, BAD_RANK = 2, 4, 1

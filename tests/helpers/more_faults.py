@@ -147,13 +147,13 @@ def reduced_in_bf16(world: World) -> Iterator[None]:
     def narrow(*args: Any) -> dict[str, Any]:
         return {**config_of(*args), "communication_data_type": "bf16"}
 
-    with patch("actor_init.backends.deepspeed.engine.config_of", narrow):
+    with patch("actor_init.backends.deepspeed.config_of", narrow):
         yield
 
 
 @contextmanager
 def accumulation_divided_twice(world: World) -> Iterator[None]:
-    from actor_init.backends.fsdp2.engine import FSDP2Backend
+    from actor_init.backends.fsdp2 import FSDP2Backend
 
     backward = FSDP2Backend.backward
 
@@ -167,7 +167,7 @@ def accumulation_divided_twice(world: World) -> Iterator[None]:
 @contextmanager
 def last_of_window_alone(world: World) -> Iterator[None]:
     """Each backward of a window writes over the gradients of those before it, as large as they are together."""
-    from actor_init.backends.ddp.engine import DDPBackend
+    from actor_init.backends.ddp import DDPBackend
 
     backward = DDPBackend.backward
 

@@ -1,8 +1,7 @@
-"""Dataclasses to JSON and back; files that an earlier version wrote are read; what does not fit is named."""
+"""Dataclasses to JSON and back; what does not fit is named."""
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,14 +14,9 @@ from actor_init.as_json import AnyFloat, from_json, parse_json, to_json
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import Dtype, UsageError
 from replay.runlog.reader import PastRun
-from replay.runner.rounding_floor import _known
+from replay.runner import rounding_floor
 from replay.tolerances.job import Floor
-from replay.tracing.trace_file import TraceFile
-from replay.watch.blame import Sighting
-from replay.watch.progress import Phase, Position, last_position
-from tests.helpers.read_logs import read_log
-
-OLD = Path(__file__).parents[1] / "old_logs"  # written before there was actor_init/as_json.py
+from tests.helpers.made_logs import passed, write_log
 
 
 class Colour(StrEnum):
@@ -112,57 +106,64 @@ def test_other_fields_are_passed_over_where_a_part_is_asked_for() -> None:
     assert from_json(Part, {"size": 1, "else": 2}, source="here", ignore_others=True) == Part(size=1)
 
 
-def test_an_old_log_is_read() -> None:
-    run = PastRun.read(OLD / "replay")
-    assert (run.actor.parallel.tp, run.actor.dtype, run.weights) == (2, Dtype.FP32, "random, seed 0")
-    assert (run.config["vocab_size"], run.devices) == (264, ["H200", "H200"])
-    assert str(read_log(OLD / "replay")[1]) == str(run.records)  # as text: nan is not nan
-    first, _, second, last = run.records
-    assert (str(first.result.loss), first.result.grad_norm, first.result.row_log_probs) == (
-        "nan",
-        math.inf,
-        [-math.inf, -20.0],
-    )
-    assert (second.cost.wait_seconds, second.result.weight, second.cost.phases["backward"].seconds) == (0.25, 0.5, 0.5)
-    assert last.result.grad_norm is None
+def test_a_log_with_numbers_that_are_not_finite_is_read(tmp_path: Path) -> None:
+    written = [
+        passed(0, "a", loss=math.nan, norm=math.inf, row_log_probs=[-math.inf, -20.0]),
+        passed(1, "b", norm=None),
+    ]
+    run = PastRun.read(write_log(tmp_path / "log", written, typed="--dtype fp32"))
+    assert (run.actor.dtype, run.weights, run.devices) == (Dtype.FP32, "random, seed 0", ["H200"])
+    assert str(run.records) == str(written)  # as text: nan is not nan
 
 
-def test_an_old_state_trace_floor_and_position_are_read(tmp_path: Path) -> None:
-    state = SavedState.read(OLD / "state")
-    assert (state.num_steps, state.max_norm, state.versions["flash-attn"]) == (3, None, None)
-    trace = TraceFile.open(OLD / "trace" / "pass000000-rank1.safetensors")
-    assert (trace.about.tp_rank, trace.about.num_columns, [str(key) for key in trace.order]) == (
-        1,
-        8,
-        ["forward/log_probs/output"],
-    )
-    assert _known(OLD / "floor", "0123456789ab") == {
-        "loss": Floor(value=1.5e-7, num_values=2),
-        "row_log_probs": Floor(value=0.0, num_values=4),
-    }
-    position = Position(index=1, phase=Phase.BACKWARD, source="b.pkl", rows=2, padded_tokens=40, real_tokens=38)
-    assert last_position(OLD / "watch", 1) == position
-    seen = parse_json(Sighting, (OLD / "watch" / "sighting.json").read_text(), source="here")
-    assert seen.position == position
-    assert (seen.collectives, seen.standing_at) == ({"world": 7}, "mine.py:12 in pull")
+STATE = SavedState(
+    backend="deepspeed",
+    zero_stage=1,
+    world_size=2,
+    tp=1,
+    ring=1,
+    dtype="fp32",
+    optimizer="adamw",
+    learning_rate=0.01,
+    lr_warmup_steps=4,
+    max_norm=None,
+    num_steps=3,
+    next_learning_rate=0.0075,
+    num_inputs=6,
+    model={"hidden_size": 8, "rope_parameters": {"rope_theta": 10000.0}},
+    versions={"torch": "2.13.0", "flash-attn": None},
+)
+FLOORS = {"loss": Floor(value=1.5e-7, num_values=2), "row_log_probs": Floor(value=0.0, num_values=4)}
+
+
+def test_a_state_and_floors_are_read(tmp_path: Path) -> None:
+    STATE.write(tmp_path)
+    rounding_floor._write(tmp_path, "0123456789ab", FLOORS)
+    assert SavedState.read(tmp_path) == STATE
+    assert rounding_floor._known(tmp_path, "0123456789ab") == FLOORS
 
 
 @pytest.mark.parametrize(
-    ("file", "edit", "read", "complaint"),
+    ("name", "edit", "read", "complaint"),
     [
-        ("state/state.json", ('"tp": 1', '"tp": "1"'), SavedState.read, 'tp is "1"; allowed is a valid'),
-        ("floor/rounding.json", ("1.5e-07", "true"), lambda f: _known(f, "0123456789ab"), "loss.value is true"),
+        ("state.json", ('"tp": 1', '"tp": "1"'), SavedState.read, 'tp is "1"; allowed is a valid'),
+        (
+            "rounding.json",
+            ("1.5e-07", "true"),
+            lambda folder: rounding_floor._known(folder, "0123456789ab"),
+            "loss.value is true",
+        ),
     ],
 )
 def test_a_damaged_file_names_the_field(
-    tmp_path: Path, file: str, edit: tuple[str, str], read: Callable[[Path], Any], complaint: str
+    tmp_path: Path, name: str, edit: tuple[str, str], read: Callable[[Path], Any], complaint: str
 ) -> None:
-    room, _, name = file.partition("/")
-    folder = shutil.copytree(OLD / room, tmp_path / room)
-    text = (folder / name).read_text()
+    STATE.write(tmp_path)
+    rounding_floor._write(tmp_path, "0123456789ab", FLOORS)
+    text = (tmp_path / name).read_text()
     assert edit[0] in text
-    (folder / name).write_text(text.replace(*edit, 1))
+    (tmp_path / name).write_text(text.replace(*edit, 1))
     with pytest.raises(UsageError) as error:
-        read(folder)
+        read(tmp_path)
     assert complaint in str(error.value)
-    assert str(folder / name) in str(error.value) or room == "state"
+    assert str(tmp_path) in str(error.value)

@@ -24,10 +24,20 @@ from replay.runner.result import Run
 from tests.helpers.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
-START = RunStart(
-    spec={}, facts={}, work=RunWork(weights="", config={}), memory_kind="cuda allocator", devices=[], versions={}
-)
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
+START = RunStart(
+    started="2026-03-01T09:12:44+00:00",
+    command="replay",
+    spec={},
+    resolved=[],
+    facts={},
+    work=RunWork(weights="", config={}),
+    inputs=ALL_REPLAYED.describe(),
+    memory_kind="cuda allocator",
+    world_size=0,
+    devices=[],
+    versions={},
+)
 
 
 def said(

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from actor_init.actor import action_log_probs
-from actor_init.backends.fsdp2.engine import FSDP2Backend
+from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from actor_init.world import World
+from capture import recording
 from capture.file_format.actor_config import write_actor_config
-from capture.record.recorder import recording
 from replay.cli import action_of, main
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
@@ -140,7 +140,7 @@ def frozen(but_for: str) -> Iterator[None]:
             parameter.requires_grad_(but_for in name)
         return model
 
-    with patch("actor_init.backends.fsdp2.engine.build_on_meta", freezing):
+    with patch("actor_init.backends.fsdp2.build_on_meta", freezing):
         yield
 
 
@@ -157,7 +157,7 @@ def targets_not_shifted() -> Iterator[None]:
 @contextmanager
 def log_probs_changed(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     with patch(
-        "actor_init.backends.fsdp2.engine.action_log_probs",
+        "actor_init.backends.fsdp2.action_log_probs",
         lambda model, inputs: change(action_log_probs(model, inputs)),
     ):
         yield

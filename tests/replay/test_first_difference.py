@@ -121,7 +121,7 @@ def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str,
 
 
 def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
-    with patch("actor_init.backends.fsdp2.engine.compile_blocks"):
+    with patch("actor_init.backends.fsdp2.compile_blocks"):
         log = traced("--compile", anew=True)
     file = TraceFile.open(next((log / "trace").glob("pass*")))
     assert file.about.seen == "blocks"

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import capture.black_box.flight_recorder
 from actor_init.spec import UsageError
+from capture import recording
+from capture.black_box.collectives import last_collective_in_dump
+from capture.black_box.incidents import Incident, read_incidents, write_incidents
+from capture.black_box.position_page import PAGE_BYTES, read_position
+from capture.black_box.stacks import all_stacks, main_stack, refined, with_main_thread_named
 from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.micro_batch import CaptureError
-from capture.record.incidents import Incident, read_incidents, write_incidents
-from capture.record.nccl_dump import last_collective_in_dump
-from capture.record.position import PAGE_BYTES, PositionPage, read_position
-from capture.record.stacks import Place, all_stacks, main_stack, refined, with_main_thread_named
+from capture.record.observer import Place, Position
 from replay.hang.behind import who_was_behind
 from replay.hang.last_seen import End, LastSeen, last_seen, world_size_of
 from replay.hang.report import report
@@ -322,15 +327,14 @@ def test_a_rank_that_left_nothing_is_not_named_but_said_to_be_missing(tmp_path: 
     )
 
 
-def test_incidents_of_earlier_versions_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("collectives", {"0": "many"}), ("place", 3), ("world_size", "two"), ("of_another_version", "")]
+)
+def test_an_incident_that_does_not_fit_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, [left("exception", 3, "in forward", message="ValueError: a")])
     [path] = tmp_path.glob("incidents_*")
     content = json.loads(path.read_text())
-    former = ("what", "where", "forward", "time", "message", "traceback", "files", "num_not_copied")
-    content["incidents"] = [{name: one[name] for name in former} for one in content["incidents"]]
-    path.write_text(json.dumps(content))
-    assert read_incidents(tmp_path)[0].incidents[0].message == "ValueError: a"
-    content["incidents"][0]["collectives"] = {"0": "many"}
+    content["incidents"][0][name] = value
     path.write_text(json.dumps(content))
     with pytest.raises(CaptureError, match="no incidents of format 1"):
         read_incidents(tmp_path)
@@ -398,12 +402,13 @@ def test_a_page_that_is_no_position_is_none(tmp_path: Path) -> None:
         assert read_position(tmp_path) is None
 
 
-def test_a_position_without_shared_memory_is_kept_all_the_same() -> None:
-    page = PositionPage()
-    page.begins(3)
-    page.at("in backward")
-    assert (page.forward, page.place) == (3, "in backward")
-    page.close()
+def test_a_position_without_shared_memory_is_kept_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "none")
+    model = nn.Linear(2, 2)
+    with recording(model, tmp_path) as recorder:
+        assert recorder.position == Position()
+        model(torch.zeros(1, 2))
+        assert (recorder.position.forward, recorder.position.place) == (0, "after forward")
 
 
 def test_the_dump_of_ncclss_flight_recorder_is_read_without_unpickling(tmp_path: Path) -> None:

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-import capture.record.flight_recorder
-import capture.record.pass_store
+import capture.black_box.flight_recorder
 from actor_init.spec import UsageError
 from capture import capture_files, recording
+from capture.black_box.flight_recorder import dead_spools
+from capture.black_box.incidents import incident, read_incidents, write_incidents
+from capture.black_box.salvage import salvage
 from capture.cli import main
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
-from capture.record.flight_recorder import dead_spools
-from capture.record.incidents import incident, read_incidents, write_incidents
 from capture.record.retention import Keep
-from capture.record.salvage import salvage
 from replay.inspection import text as wording
 from replay.inspection.console import print_inspection
 from replay.inspection.inspection import inspect_folder
@@ -146,8 +145,7 @@ def spool_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shared = tmp_path / "shm"
     shared.mkdir()
-    for module in (capture.record.flight_recorder, capture.record.pass_store):
-        monkeypatch.setattr(module, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
     return shared
 
 
@@ -233,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_told_what_to_type(
 
     folder = tmp_path / "run"
     spool = spool_of(DEAD, 1, folder, shared)
-    monkeypatch.setattr("capture.record.salvage.salvage", refuse)
+    monkeypatch.setattr("capture.black_box.salvage.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)
     assert out.getvalue().startswith(

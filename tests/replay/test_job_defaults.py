@@ -12,12 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.attention import kernel_choice
 from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
+from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import kernels_of
-from capture.record.recorder import recording
 from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
 from replay.resolution.selection import Selection
+from replay.resolved import KERNELS, By
 from replay.spec import ReplaySpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -100,9 +101,19 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
         (None, Kernels.AUTO, Kernels.MODEL),
     ],
 )
-def test_auto_is_fused_where_the_job_used_liger(first: Call | None, typed: Kernels, expected: Kernels) -> None:
+def test_auto_is_fused_where_the_job_used_liger(
+    first: Call | None, typed: Kernels, expected: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.resolution.job_defaults.lack_of_liger", lambda where: None)
     spec = ReplaySpec(actor=ActorSpec(kernels=typed))
-    assert settled(spec.actor, from_job(spec, first, SELECTION, "cpu")).kernels is expected
+    assert settled(spec.actor, from_job(spec, first, SELECTION, "cuda")).kernels is expected
+
+
+def test_where_liger_cannot_run_a_job_that_used_it_is_replayed_by_the_model_s_own_modules() -> None:
+    choices = from_job(ReplaySpec(actor=ActorSpec()), job(kernels="liger"), SELECTION, "cpu")
+    [choice] = [choice for choice in choices if choice.setting == KERNELS]
+    assert (choice.value, choice.by) == (Kernels.MODEL, By.MACHINE)
+    assert choice.why == "the job used Liger, which has no CPU kernels"
 
 
 class LigersNorm(nn.Module):

@@ -14,6 +14,7 @@ from replay.parity.plan import Cell, Role
 from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.rows import ParityLog
 from replay.processes.devices import Machine
+from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.planning import planned
 
 BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
@@ -21,7 +22,8 @@ BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 
 def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     """The full matrix of two devices, whose nth cell is n away from its reference."""
-    found = planned([dict(one) for one in settings_of("full", 2)])
+    with liger_on_a_cpu():
+        found = planned([dict(one) for one in settings_of("full", 2)])
     campaign = Campaign(
         folder=Path(), name="parity", command="", machine=Machine(num_devices=2, has_gpus=False), plan=found
     )

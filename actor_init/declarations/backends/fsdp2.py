@@ -23,7 +23,7 @@ def _holding(spec: Asked, steps: bool) -> Holding:
 
 DECLARATION = Declaration(
     name="fsdp2",
-    engine="actor_init.backends.fsdp2.engine:FSDP2Backend",
+    engine="actor_init.backends.fsdp2:FSDP2Backend",
     stages={2: "keep weights gathered after forward", 3: "reshard"},
     stages_help="2 keeps weights gathered between forward and backward, 3 (default) does not",
     default_stage=3,

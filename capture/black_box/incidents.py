@@ -15,19 +15,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+from capture.black_box.collectives import collectives_entered, last_collective
+from capture.black_box.stacks import all_stacks, main_stack, refined, traceback_frames
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, utc_time
 from capture.file_format.folder_layout import homes_in, make_home
 from capture.file_format.micro_batch import CaptureError
-from capture.record.stacks import (
-    Place,
-    all_stacks,
-    collectives_entered,
-    last_collective,
-    main_stack,
-    refined,
-    traceback_frames,
-)
+from capture.record.observer import Recording
 
 MAX_INCIDENT_BYTES = 8 * 2**20
 _MAX_TEXT = 20_000
@@ -54,9 +48,9 @@ class Incident:
     forward         number of the forward that had begun last, or of the one whose numbers they are
     files           names of the files that were written for it
     num_not_copied  passes whose copy did not reach the host in time
-    place           where in or behind the pass `forward` the rank was (`capture.record.stacks.Place`); empty: not known
+    place           where in or behind the pass `forward` the rank was (`Place`); empty: not known
     last_backward   the pass whose loss was differentiated last; None: none was seen
-    stacks          every thread's stack, as `capture.record.stacks` writes it
+    stacks          every thread's stack, as `capture.black_box.stacks` writes it
     collectives     how many collectives the rank had entered, by process group
     last_collective what torch's flight recorder of collectives had last, by group
     world_size      ranks of the job; None: not known
@@ -111,22 +105,20 @@ def incident_of(error: BaseException, where: str, forward: int | None) -> Incide
     return replace(made, traceback=scrubbed("".join(lines)))
 
 
-def placed(happened: Incident, place: Place, *, last_backward: int, world_size: int, opened: str) -> Incident:
-    """Add to an incident that happens now where the rank is, what every thread does, and its last collectives.
-
-    place, last_backward  what the hooks saw last; -1: no backward
-    """
+def placed(happened: Incident, recording: Recording) -> Incident:
+    """Add to an incident that happens now where the rank is, what every thread does, and its last collectives."""
     stacks = scrubbed(all_stacks())
     frames = [*main_stack(stacks), *traceback_frames(happened.traceback)]
+    at = recording.position
     return replace(
         happened,
-        place=refined(place, frames),
-        last_backward=last_backward if last_backward >= 0 else None,
+        place=refined(at.place, frames),
+        last_backward=at.last_backward if at.last_backward >= 0 else None,
         stacks=stacks,
         collectives=collectives_entered(),
         last_collective=last_collective(),
-        world_size=world_size,
-        opened=opened,
+        world_size=recording.world_size,
+        opened=recording.opened,
     )
 
 
@@ -195,8 +187,6 @@ _KINDS: dict[str, type | UnionType] = {
     "traceback": str,
     "files": list,
     "num_not_copied": int,
-}
-_LATER_KINDS: dict[str, type | UnionType] = {  # not in files of earlier versions
     "place": str,
     "last_backward": int | None,
     "stacks": str,
@@ -206,7 +196,7 @@ _LATER_KINDS: dict[str, type | UnionType] = {  # not in files of earlier version
     "opened": str,
     "last_moved": str,
 }
-assert _KINDS.keys() | _LATER_KINDS.keys() == {f.name for f in fields(Incident)}
+assert _KINDS.keys() == {field.name for field in fields(Incident)}
 
 
 def _read(path: Path) -> IncidentRecord:
@@ -230,9 +220,9 @@ def _incidents_in(content: Any) -> list[Incident] | None:
             return None
     is_whole = all(
         isinstance(item, dict)
-        and _KINDS.keys() <= item.keys() <= _KINDS.keys() | _LATER_KINDS.keys()
-        and all(isinstance(item[name], kind) for name, kind in {**_KINDS, **_LATER_KINDS}.items() if name in item)
-        and all(isinstance(count, int) for count in item.get("collectives", {}).values())
+        and item.keys() == _KINDS.keys()
+        and all(isinstance(item[name], kind) for name, kind in _KINDS.items())
+        and all(isinstance(count, int) for count in item["collectives"].values())
         for item in items
     )
     return [Incident(**item) for item in items] if is_whole else None

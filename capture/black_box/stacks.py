@@ -1,4 +1,4 @@
-"""Write every thread's Python stack, and tell from stacks where in a pass a rank is and which collectives it entered.
+"""Write every thread's Python stack, and tell from stacks where in a pass a rank is.
 
 A stack is text in faulthandler's format, so one reader reads both:
 
@@ -9,32 +9,18 @@ A stack is text in faulthandler's format, so one reader reads both:
 Files of libraries keep their folder (`torch/nn/...`, `python3.11/threading.py`), those of the job are names alone.
 """
 
-import _thread
-import contextlib
-import json
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any
 
-import torch
+from capture.record.observer import Place
 
-Place = Literal[
-    "before any forward",
-    "in forward",
-    "after forward",
-    "in backward",
-    "after backward",
-    "in the optimizer's step",
-    "after the optimizer's step",
-]
-PLACES: tuple[Place, ...] = get_args(Place)  # in the order in which a pass goes through them
 MAX_FRAMES = 100  # of a thread, the innermost
-MAX_TRACE_SECONDS = 1.0  # that the flight recorder of the process groups may take to answer
-_OWN_HANDLER = "capture/record/signal_handlers.py", "_handle"  # on top of what the signal interrupted
+_OWN_HANDLER = "capture/black_box/signal_handlers.py", "_handle"  # on top of what the signal interrupted
 _FRAME = re.compile(r'^\s*File "([^"\n]*)", line (\d+|\?\?\?),? in (.+?)\s*$', re.MULTILINE)
 _HEAD = re.compile(
     r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]\n]*)\])? \(most recent call first\):", re.MULTILINE
@@ -124,56 +110,3 @@ def refined(place: Place, frames: Sequence[Frame]) -> Place:
     if place == "in backward" and frames:
         return "after backward"
     return place
-
-
-def collectives_entered() -> dict[str, int]:
-    """Count the collectives that this rank has entered, by the name of the process group; empty where torch differs."""
-    counted: dict[str, int] = {}
-    with contextlib.suppress(Exception):
-        groups: Any = torch.distributed.distributed_c10d._world.pg_names
-        for group in list(groups):
-            if group.size() > 1:
-                counted[str(group.group_name)] = int(group._get_sequence_number_for_group())
-    return counted
-
-
-def last_collective() -> str:
-    """Ask torch's flight recorder of collectives (NCCL's) for the last one of each process group.
-
-    Empty where it keeps none. It is asked in a thread: a driver that hangs may not let it answer.
-    """
-    found: list[str] = []
-    answered = threading.Event()
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):
-            known: Any = torch._C._distributed_c10d
-            for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-                if not found and hasattr(known, name):
-                    found.append(described_trace(json.loads(getattr(known, name)())))
-                    found[:] = [text for text in found if text]
-        answered.set()
-
-    if "torch._C._distributed_c10d" in sys.modules and torch.distributed.is_initialized():
-        _thread.start_new_thread(ask, ())
-        answered.wait(MAX_TRACE_SECONDS)
-    return "".join(found[:1])
-
-
-def described_trace(trace: Mapping[str, Any]) -> str:
-    """Describe each process group's last collective in a dump: `all_reduce 12 of default_pg, [4] Float, started`."""
-    last: dict[str, Mapping[str, Any]] = {}
-    for entry in trace.get("entries", ()):
-        if not entry.get("is_p2p"):
-            last[":".join(map(str, entry.get("process_group", ())))] = entry
-    return "; ".join(_described_entry(entry) for entry in last.values())[:2000]
-
-
-def _described_entry(entry: Mapping[str, Any]) -> str:
-    group = [str(part) for part in entry.get("process_group", ())]
-    name = str(entry.get("profiling_name", "")).partition(":")[2] or str(entry.get("profiling_name", ""))
-    sizes = " ".join(f"[{', '.join(map(str, size))}]" for size in entry.get("input_sizes", ()))
-    kinds = " ".join(dict.fromkeys(map(str, entry.get("input_dtypes", ()))))
-    parts = [f"{name} {entry.get('collective_seq_id')} of {group[-1] if group else 'a group'}"]
-    parts += [text for text in (f"{sizes} {kinds}".strip(), str(entry.get("state", ""))) if text]
-    return ", ".join(parts)

@@ -5,18 +5,18 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from capture.black_box.collectives import last_collective_in_dump
+from capture.black_box.flight_recorder import STACKS_FILE, DeadSpool, dead_spools
+from capture.black_box.incidents import Incident, incident, scrubbed, write_incidents
+from capture.black_box.position_page import LastPosition, read_position
+from capture.black_box.stacks import main_stack, refined, with_main_thread_named
 from capture.file_format.capture_file import utc_time
 from capture.file_format.folder_layout import homes_in, rank_in_name
 from capture.file_format.manifest import stamp_of
 from capture.file_format.segment import segments_in
 from capture.file_format.segment_writer import repair_segments
 from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.flight_recorder import STACKS_FILE, DeadSpool, dead_spools
-from capture.record.incidents import Incident, incident, scrubbed, write_incidents
-from capture.record.nccl_dump import last_collective_in_dump
-from capture.record.position import LastPosition, read_position
 from capture.record.retention import Keep
-from capture.record.stacks import main_stack, refined, with_main_thread_named
 
 STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faulthandler writes"
 

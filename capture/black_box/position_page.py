@@ -19,8 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from capture.record.flight_recorder import POSITION_FILE, STACKS_FILE, SharedFolder
-from capture.record.stacks import PLACES, Place
+from capture.black_box.flight_recorder import POSITION_FILE, STACKS_FILE, SharedFolder
+from capture.record.observer import PLACES, Place, Recording
 
 PAGE_BYTES = 4096
 # forward, place, when it was reached, rank, world size, was_told, has_stacks, last_backward
@@ -31,29 +31,23 @@ _enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
 
 
 class PositionPage:
-    """Where this process's recording is. Any thread may read it; `at` belongs to the job's.
+    """A page in shared memory with this process's position. Any thread may write it.
 
-    forward           number of the forward that began last; -1 before the first
-    last_backward     number of the pass whose loss was differentiated last; -1: none was seen
-    rank, world_size  as of that forward
-    was_told          an incident in this pass says already why the process ends
+    was_told  an incident in this pass says already why the process ends
     """
 
     def __init__(self) -> None:
-        self.forward = self.last_backward = -1
-        self.rank, self.world_size = 0, 1
-        self.place: Place = "before any forward"
-        self._was_told = False
+        self.was_told = False
         self._page: mmap.mmap | None = None
         self._stacks: IO[bytes] | None = None
 
-    def open(self, shared: SharedFolder, *, opened: str) -> None:
+    def open(self, shared: SharedFolder, recording: Recording) -> None:
         """Keep the position in shared memory from here on, and have faulthandler write there unless the job uses that.
 
-        `opened` is the time of the recording's beginning. Raises OSError.
+        Raises OSError.
         """
         facts = {
-            "opened": opened,
+            "opened": recording.opened,
             "main_thread": threading.main_thread().ident,
             "trace_file": next((os.environ[name] for name in _TRACE_FILES if name in os.environ), None),
         }
@@ -65,27 +59,14 @@ class PositionPage:
             self._stacks = (shared.directory / STACKS_FILE).open("wb")
             faulthandler.enable(self._stacks)
             _enabled.append(self)
-        self.at(self.place)
+        self.write(recording)
 
-    @property
-    def was_told(self) -> bool:
-        return self._was_told
-
-    @was_told.setter
-    def was_told(self, told: bool) -> None:
-        self._was_told = told
-        self.at(self.place)
-
-    def begins(self, forward: int) -> None:
-        self.forward = forward
-        self._was_told = False
-        self.at("in forward")
-
-    def at(self, place: Place) -> None:
-        self.place = place
+    def write(self, recording: Recording) -> None:
+        """Write where `recording` is. Without shared memory there is no page, and nothing to do."""
         if self._page is not None:
-            moving = (self.forward, _NUMBER_OF[place], time.time(), self.rank, self.world_size)
-            _MOVING.pack_into(self._page, 0, *moving, self._was_told, self._stacks is not None, self.last_backward)
+            at = recording.position
+            moving = (at.forward, _NUMBER_OF[at.place], time.time(), recording.rank, recording.world_size)
+            _MOVING.pack_into(self._page, 0, *moving, self.was_told, self._stacks is not None, at.last_backward)
 
     def close(self) -> None:
         """Let go of the file and of faulthandler. A second call does nothing."""

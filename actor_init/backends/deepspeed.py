@@ -4,6 +4,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -20,16 +21,16 @@ from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_check import check_ring
-from actor_init.backends.deepspeed.autotp import (
+from actor_init.backends.deepspeed_autotp import (
     check_autotp,
     mark_split_gradients,
     norm_over_tp,
     split_linears,
+    whole_over_tp,
 )
-from actor_init.backends.deepspeed.gathering import whole, whole_gradients, whole_weights
 from actor_init.compiling import compile_blocks
+from actor_init.declarations.backends.deepspeed import is_partitioned_over
 from actor_init.declarations.backends.deepspeed_config import config_of, has_whole_blocks
-from actor_init.declarations.backends.deepspeed_states import is_partitioned_over
 from actor_init.fused.replacing import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
@@ -274,3 +275,27 @@ def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Op
         return optimizer
 
     return build
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a whole copy of a parameter or buffer. All ranks must call this."""
+    import deepspeed
+
+    is_partitioned = hasattr(tensor, "ds_id")  # false below stage 3, and for buffers
+    with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
+        return whole_over_tp(tensor, tensor)
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, whole(parameter)
+
+
+def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield gradients as reduced and averaged; parameters without one are skipped."""
+    from deepspeed.utils import safe_get_full_grad
+
+    for name, parameter in model.named_parameters():
+        gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
+        if gradient is not None:
+            yield name, whole_over_tp(parameter, gradient).float() / loss_scale
