@@ -224,7 +224,7 @@ COMMANDS = """
     suite --storage there
     suite --continue nowhere
     suite --continue torn-suite
-    suite --continue nothing
+    suite --continue nothing --storage empty
     suite --continue torn-suite --steps 9
     suite --plot out.xyz --dataset sample
     diagnose --inputs
@@ -237,7 +237,7 @@ COMMANDS = """
     mismatch --inputs nowhere
     mismatch --inputs policy --model llama --max-inputs 1
     mismatch --inputs policy --model llama --tp-plan model
-    doctor --timeout 1
+    doctor --time-limit 1
     doctor --colour
 """
 

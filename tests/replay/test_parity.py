@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from replay.parity import traced_rerun as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
 from replay.parity.rows import ParityLog, State
+from replay.parity.text import commands
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
@@ -372,9 +374,18 @@ def small_model(tmp_path: Path) -> list[str]:
 
 def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> None:
     assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
-    verdicts = MatrixJudge().result_of(ParityLog.read(folder_in(tmp_path)).rows).cells
+    log = ParityLog.read(folder_in(tmp_path))
+    verdicts = MatrixJudge().result_of(log.rows).cells
     assert {one.result for one in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
     assert [*verdicts] == RUNS[1:]
+    for number, (line, row) in enumerate(zip(commands(log), log.rows, strict=True)):
+        assert row.log is not None
+        program, *words = shlex.split(line, comments=True)
+        assert program == "replay"
+        assert cli.main([*words, "--log-folder", str(tmp_path / str(number))]) == 0
+        again, first = PastRun.read(tmp_path / str(number)).records, PastRun.read(row.log).records
+        assert [record.source for record in again] == [record.source for record in first]
+        assert [record.result.loss for record in again] == pytest.approx([record.result.loss for record in first])
 
 
 def positions_go_on(*args: Any, **kwargs: Any) -> Any:
