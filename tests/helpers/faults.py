@@ -56,7 +56,7 @@ def _edited(edit: Callable[[PreTrainedModel], None]) -> AbstractContextManager[A
 
     stack = ExitStack()
     for backend in BACKENDS:
-        stack.enter_context(patch(f"actor_init.backends.{backend}.engine.build_on_meta", build))
+        stack.enter_context(patch(f"actor_init.backends.{backend}.build_on_meta", build))
     return stack
 
 
