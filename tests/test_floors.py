@@ -262,7 +262,8 @@ def test_nothing_in_replay_hides_another_package_when_the_folder_is_run(path: Pa
     assert path.stem not in sys.stdlib_module_names | INSTALLED
 
 
-def test_every_folder_of_code_is_installed() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent for path in MODULES if path.name == "__init__.py"}
-    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} <= set(listed)
+def test_every_folder_of_code_is_found_by_the_patterns_of_pyproject() -> None:
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {pattern.rstrip("*") for pattern in find["include"]} == set(FLOORS)
+    assert not find["namespaces"]  # so that each folder of code needs an __init__.py
+    assert [name_of(path) for path in MODULES if not (path.parent / "__init__.py").is_file()] == []
