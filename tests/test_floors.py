@@ -71,22 +71,8 @@ ROOMS = {
     ),
 }
 LIBRARIES = {
-    "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {
-        f"replay/{name}/command.py"
-        for name in (
-            "diagnose",
-            "hang",
-            "minimise",
-            "mismatch",
-            "on_ray",
-            "parity",
-            "recompiles",
-            "scan",
-            "suite",
-            "worst",
-        )
-    },
+    "typer": {"replay/cli.py", "replay/option_parsing.py"}
+    | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/*/command.py")},
     "rich": {"replay/report/printing.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
