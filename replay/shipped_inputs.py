@@ -14,6 +14,5 @@ def edge_folder(name: str) -> Path:
 
 
 def _shipped(name: str) -> Path:
-    package = Path(__file__).resolve().parent
-    checkout, installed = package.parent / "inputs" / name, package / name
-    return checkout if checkout.is_dir() else installed
+    # In a checkout it is a link to inputs/, and resolved, so that the header names the folder that people know.
+    return (Path(__file__).parent / name).resolve()

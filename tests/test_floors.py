@@ -71,22 +71,8 @@ ROOMS = {
     ),
 }
 LIBRARIES = {
-    "typer": {"replay/cli.py", "replay/option_parsing.py", "replay/subcommands.py"}
-    | {
-        f"replay/{name}/command.py"
-        for name in (
-            "diagnose",
-            "hang",
-            "minimise",
-            "mismatch",
-            "on_ray",
-            "parity",
-            "recompiles",
-            "scan",
-            "suite",
-            "worst",
-        )
-    },
+    "typer": {"replay/cli.py", "replay/option_parsing.py"}
+    | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/*/command.py")},
     "rich": {"replay/report/printing.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
@@ -262,7 +248,8 @@ def test_nothing_in_replay_hides_another_package_when_the_folder_is_run(path: Pa
     assert path.stem not in sys.stdlib_module_names | INSTALLED
 
 
-def test_every_folder_of_code_is_installed() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent for path in MODULES if path.name == "__init__.py"}
-    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} <= set(listed)
+def test_every_folder_of_code_is_found_by_the_patterns_of_pyproject() -> None:
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {pattern.rstrip("*") for pattern in find["include"]} == set(FLOORS)
+    assert not find["namespaces"]  # so that each folder of code needs an __init__.py
+    assert [name_of(path) for path in MODULES if not (path.parent / "__init__.py").is_file()] == []

@@ -1,26 +1,45 @@
-"""Run `replay report LOG...`: read the logs, write the page."""
+"""Declare `replay report`: read the logs, write the page."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import typer
+
 from actor_init.spec import UsageError
-from replay.report.printing import open_console, print_pairs
-from replay.report.text import MOST_RUNS
-from replay.run_page.comparing import changes
-from replay.run_page.page import page
-from replay.runner.result import Run
+from replay.given_paths import check_log
+from replay.option_parsing import Action
 
 FILE_NAME = "report.html"
 
 
-def write_report(folders: Sequence[Path], to: Path | None) -> int:
-    """Write the page into the first run's folder, or to the file `to`, and return the exit code 0.
+def report(
+    logs: list[Path] = typer.Argument(  # noqa: B008
+        help="Folders that runs left in logs/, or that hold one run each.", metavar="LOG..."
+    ),
+    to: Path | None = typer.Option(  # noqa: B008
+        None, metavar="PATH", show_default=False, help=f"The file to write. (default: {FILE_NAME} in the first LOG)"
+    ),
+) -> Action:
+    """Write one HTML page of a run, with pictures, or of several beside each other. It works offline.
 
-    Raises UsageError for a folder that holds no run, or if the file cannot be written.
+    Runs that failed or were cut short are shown as far as they came. The page is private as the log is: it names files.
     """
-    if len(folders) > MOST_RUNS:
-        raise UsageError(f"at most {MOST_RUNS} logs fit on one page, not {len(folders)}. Try: replay report LOG LOG")
-    runs = [Run.read(folder) for folder in folders]
+    return partial(_report, logs, to)
+
+
+def _report(logs: Sequence[Path], to: Path | None) -> int:
+    for log in logs:
+        check_log(log)
+    from replay.report.printing import open_console, print_pairs
+    from replay.report.text import MOST_RUNS
+    from replay.run_page.comparing import changes
+    from replay.run_page.page import page
+    from replay.runner.result import Run
+
+    if len(logs) > MOST_RUNS:
+        raise UsageError(f"at most {MOST_RUNS} logs fit on one page, not {len(logs)}. Try: replay report LOG LOG")
+    runs = [Run.read(log) for log in logs]
     path = to or runs[0].folder / FILE_NAME
     try:
         path.write_text(page(runs, changes(runs), path.parent), encoding="utf-8")
