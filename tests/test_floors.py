@@ -88,6 +88,7 @@ LIBRARIES = {
         )
     },
     "rich": {"replay/report/printing.py"},
+    "jinja2": {"replay/report/html.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
     "triton": {"actor_init/head/softmax_kernels.py"},
