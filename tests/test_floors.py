@@ -74,6 +74,7 @@ LIBRARIES = {
     "typer": {"replay/cli.py", "replay/option_parsing.py"}
     | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/*/command.py")},
     "rich": {"replay/report/printing.py"},
+    "jinja2": {"replay/report/html.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
     "triton": {"actor_init/head/softmax_kernels.py"},

@@ -18,8 +18,8 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     versions   python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0
 
     passes   number  ranks  rows        row length  padded    real  share  action
-    train        32  0, 1      2  82 / 623.5 / 978  37,446  27,142  72.5%  21,556
-    rollout       8  0, 1      4              1024  32,768  13,571  41.4%  10,778
+    train        32   0, 1     2  82 / 623.5 / 978  37,446  27,142  72.5%  21,556
+    rollout       8   0, 1     4              1024  32,768  13,571  41.4%  10,778
 
     longest    actor_inputs_rank0_20261121_112004_571116_00000000.pkl: 4 rows of 1024, 1,522 tokens real
 

@@ -15,12 +15,13 @@ from typing import IO
 from actor_init.as_json import to_json
 from capture.progress_bar import ProgressBar
 from replay.parity import text as parity_wording
-from replay.parity.html import page
 from replay.parity.plan import Cell
 from replay.parity.results import MatrixResult
 from replay.parity.rows import ParityLog, Row, State
+from replay.report.html import render
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Pairs, counted, engine_text
+from replay.runlog.writer import versions
 
 MAX_RUNS = 60  # a plot with more lines is unreadable
 Shares = Mapping[str, Mapping[str, Sequence[float]]]  # shares of a line's runs, by its name and quantity
@@ -79,6 +80,25 @@ def report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: P
     html = log.folder / "parity.html"
     html.write_text(page(log, result, differences, picture), encoding="utf-8")
     progress.finish(result, differences, [*written, html], note)
+
+
+def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
+    """Return parity.html, one file that needs no network and no script.
+
+    differences  where differing cells first depart from the reference
+    picture      an SVG file's text
+    """
+    return render(
+        "parity/parity.html",
+        title="replay parity",
+        summary=[*parity_wording.header(log), *parity_wording.summary(log, result)],
+        failures=parity_wording.failures(log, result) + differences,
+        picture=picture and picture[picture.index("<svg") :],
+        noises=parity_wording.noise_table(result),
+        runs=parity_wording.cell_table(log, result),
+        commands={"run": [row.cell.name for row in log.rows], "command": parity_wording.commands(log)},
+        versions=[(name, number or "-") for name, number in versions().items()],
+    )
 
 
 def shares_of(log: ParityLog, result: MatrixResult) -> Shares:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from replay.report.text import printable
+
 MAX_LENGTH = 300  # of a finding on the console; --json has it whole
 
 
@@ -34,4 +36,4 @@ def line(check: Check) -> str:
     """Return the printed line: status, name, finding, consequence and what to type."""
     shown = check.found if len(check.found) <= MAX_LENGTH else f"{check.found[:MAX_LENGTH]} [...]"
     text = f"{check.status:<12} {check.name:<20} {shown}{check.advice and f'; {check.advice}'}"
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.splitlines()))
+    return printable(" ".join(text.splitlines()))

@@ -6,24 +6,21 @@ A table is a dict of columns, name to cells; a pair is a name and its text.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unicodedata import combining, east_asian_width
 
 from actor_init.declarations.backends import declaration_of
 
-TEXTS = {"as", "at input", "command", "configuration", "dtype", "given by", "input", "note", "passes", "quantity"} | {
-    "chosen by",
-    "ranks",
-    "result",
-    "run",
-    "setting",
-    "value",
-    "verdict",
-    "why",
-}
 Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
 
 PHASES = ("forward", "backward", "step")
 MOST_RUNS = 26  # beside each other, as they are called by letters
+JUDGEMENTS = {  # by a line's name or first words
+    **dict.fromkeys(("REPRODUCED", "EQUAL", "WITHIN", "PASSED"), "good"),
+    **dict.fromkeys(("DIFFERS", "FAILED", "WRONG", "failed", "damaged", "not finite", "incident"), "bad"),
+    **dict.fromkeys(("UNSETTLED", "CANNOT TELL", "NOT JUDGED", "not judged"), "open"),
+}
+_WORD = re.compile(r"\b(?!(?:inf|nan)\b)[^\W\d_]")
 _CAPTURE = re.compile(r"actor_inputs_rank(\d+)_\d{8}_(\d{6}_\d{6})(?:_(\d{8}))?\.pkl")
 
 
@@ -93,6 +90,38 @@ def not_recorded_text(passes: Mapping[str, int]) -> str:
     return f"{', '.join(each)}; no replay could make them from their arguments"
 
 
-def is_text(name: str) -> bool:
-    """Is it a column of words, aligned left? Columns of numbers are aligned right."""
-    return not name or name in TEXTS or (len(name) == 1 and name.isupper())  # a single letter names a run
+def judgement(pair: tuple[str, str]) -> str:
+    """Return `good`, `bad` or `open`, which a line is coloured by, or nothing."""
+    name, text = pair
+    return JUDGEMENTS.get(name) or next((said for word, said in JUDGEMENTS.items() if text.startswith(word)), "")
+
+
+def is_text(cells: Sequence[str]) -> bool:
+    """Is it a column of words, aligned left? Numbers, with or without a unit such as `%`, are aligned right."""
+    return any(_WORD.search(cell) for cell in cells)
+
+
+def table_lines(columns: Columns) -> list[str]:
+    """Return the line of the columns' names, and one for each row. A row is one line and no cell is cut."""
+    padded = [_padded([name, *cells], is_text(cells)) for name, cells in columns.items()]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def printable(text: str) -> str:
+    """Show control characters, as in error messages or file names, as their numbers."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def _padded(cells: Sequence[str], fill_right: bool) -> list[str]:
+    """Return the cells, equally wide."""
+    shown = [printable(cell) for cell in cells]
+    widths = [_width(cell) for cell in shown]
+    fill = [" " * (max(widths) - width) for width in widths]
+    return [cell + space if fill_right else space + cell for cell, space in zip(shown, fill, strict=True)]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal the text takes: wide characters, as Chinese ones, take two."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text)

@@ -1,11 +1,10 @@
 """Write one HTML page of a run, or of several beside each other, that needs no network."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from html import escape
-from importlib.resources import files
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
@@ -13,9 +12,10 @@ from replay.option_parsing import spec_from_dict
 from replay.processes.child_job import ChildJob
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
-from replay.report.text import Columns, Pairs, gibibytes, is_text, milliseconds, run_letters, short_names
+from replay.report.html import render
+from replay.report.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
 from replay.run_page.comparing import Change
-from replay.run_page.pictures import Bar, Point, Unit, bars, points
+from replay.run_page.pictures import Bar, Figure, Point, Unit, bars, points
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner import text as run_text
@@ -26,48 +26,80 @@ from replay.wording import in_flags
 MOST_RANKS = 8  # that get bars of their own; of more, those that waited least and most
 MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, milliseconds), Unit("GiB", 2**30, gibibytes)
 TOKENS = Unit("tokens", 1, "{:,.0f}".format)
-STYLE, SCRIPT = (files("replay.run_page").joinpath(name) for name in ("page.css", "sort.js"))
 LINKED = {
     "trace": "sketches of every traced tensor",
     "gradients": "sketches of gradients",
     "log_probs": "log-probs of action tokens",
     "failure.txt": "what was printed when the run broke off",
 }
+LINKED_OF_RANKS = {
+    "rank*.profile.json.gz": "a timeline, for ui.perfetto.dev",
+    "rank*.memory.pickle": "for pytorch.org/memory_viz",
+    "rank*.memory.json.gz": "allocations, for ui.perfetto.dev",
+    "rank*.memory.txt": "what held a rank's memory",
+    "rank*.stack.txt": "the stack of each thread",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What a run was asked to find out besides: a heading, tables, remarks."""
+
+    heading: str
+    tables: Sequence[Columns] = ()
+    remarks: Pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkedFile:
+    name: str
+    link: str  # relative to the page
+    what: str
 
 
 def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
     """Return the page. `beside` is the folder that it is written into: links are relative to it."""
-    title = " and ".join(run.folder.name for run in runs)
     names = run_letters(len(runs))
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body>",
-    ]
+    headings = [run.folder.name for run in runs]
     if len(runs) > 1:
-        parts += ["<h1>What changed</h1>", *(_change(one) for one in changes)]
-        parts.append(_together(names, runs))
-    for name, run in zip(names, runs, strict=True):
-        parts.append(_run(f"{name}: {run.folder.name}" if len(runs) > 1 else run.folder.name, run, beside))
-    return "\n".join([*parts, f"<script>{SCRIPT.read_text()}</script></body></html>"]) + "\n"
+        headings = [f"{name}: {heading}" for name, heading in zip(names, headings, strict=True)]
+    return render(
+        "run_page/run.html",
+        title=" and ".join(run.folder.name for run in runs),
+        changes=[replace(change, said=_shortened(change.said)) for change in changes],
+        together=_scatters(list(zip(names, runs, strict=True))),
+        runs=[_values(heading, run, beside) for heading, run in zip(headings, runs, strict=True)],
+    )
 
 
-def _run(heading: str, run: Run, beside: Path) -> str:
+def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
+    """Return what the template shows of one run."""
     records, statistics, start = run.records, run.statistics, run.start
     answer = [("problem", text) for text in run.problems] + _verdict(run)
     if run.file.end is not None and (first := run.file.end.first_non_finite) is not None:
         answer.append(("not finite", str(to_json(first))))
     answer += run_text.counts(statistics) + run_text.slowest(statistics)
     answer += run_text.summary(statistics, start.memory_kind)
-    parts = [f"<h1>{escape(heading)}</h1>", _pairs(answer), _command(run)]
-    if statistics.num_counted:
-        parts.append(_table(run_text.phase_table(statistics)))
-    if records:
-        parts += ["<h2>Passes</h2>", *_pictures(run), _table(_pass_table(run), sorts=True)]
     facts = {**start.facts, "devices": ", ".join(start.devices), "started": start.started}
-    parts += ["<h2>How it ran</h2>", _pairs([(name.replace("_", " "), str(value)) for name, value in facts.items()])]
-    parts += ["<h2>Versions</h2>", _pairs([(name, number or "-") for name, number in start.versions.items()])]
-    return "\n".join([*parts, *_profiles(run), _links(run, beside)])
+    job = ChildJob(spec=spec_from_dict(start.spec))
+    profiles, problems = _profiles(run)
+    return {
+        "heading": heading,
+        "answer": _shortened(answer),
+        "command": job.repeat_line(num_processes=len(start.devices)),
+        "phases": run_text.phase_table(statistics) if statistics.num_counted else None,
+        "figures": _figures(run) if records else [],
+        "passes": _pass_table(run) if records else None,
+        "facts": _shortened([(name.replace("_", " "), str(value)) for name, value in facts.items()]),
+        "versions": [(name, number or "-") for name, number in start.versions.items()],
+        "profiles": profiles,
+        "problems": problems,
+        "files": _files(run, beside),
+    }
+
+
+def _shortened(pairs: Pairs) -> Pairs:
+    return [(name, short_names(text)) for name, text in pairs]
 
 
 def _verdict(run: Run) -> Pairs:
@@ -83,7 +115,7 @@ def _verdict(run: Run) -> Pairs:
     return [*verdict_lines(verdict), *place]
 
 
-def _pictures(run: Run) -> list[str]:
+def _figures(run: Run) -> list[Figure]:
     marks = run.marks()
     drawn = []
     for rank in _shown_ranks(run):
@@ -104,7 +136,7 @@ def _pictures(run: Run) -> list[str]:
     return [*drawn, *_scatters([("", run)])]
 
 
-def _scatters(runs: Sequence[tuple[str, Run]]) -> list[str]:
+def _scatters(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
     seconds, peaks = [], []
     for name, run in runs:
         marks = run.marks()
@@ -120,10 +152,6 @@ def _scatters(runs: Sequence[tuple[str, Run]]) -> list[str]:
         points("Seconds against tokens", seconds, MILLISECONDS),
         points("Peak memory against tokens", peaks, GIBIBYTES),
     ]
-
-
-def _together(names: Sequence[str], runs: Sequence[Run]) -> str:
-    return "\n".join(_scatters(list(zip(names, runs, strict=True))))
 
 
 def _shown_ranks(run: Run) -> list[int]:
@@ -158,78 +186,34 @@ def _pass_table(run: Run) -> Columns:
     return columns
 
 
-def _change(one: Change) -> str:
-    parts = [f"<h2>{escape(one.heading)}</h2>", _pairs(one.said)]
-    for heading, columns in one.tables.items():
-        if any(columns.values()):
-            parts += [f"<h3>{escape(heading)}</h3>", _table(columns, sorts=True)]
-    return "\n".join(parts)
-
-
-def _command(run: Run) -> str:
-    job = ChildJob(spec=spec_from_dict(run.start.spec))
-    line = job.repeat_line(num_processes=len(run.start.devices))
-    return f"<p>To repeat it: <code>{escape(line)}</code></p>"
-
-
-def _profiles(run: Run) -> list[str]:
-    """Return what --profile and --memory-snapshot found, if the run had them."""
-    parts: list[str] = []
+def _profiles(run: Run) -> tuple[list[Findings], Pairs]:
+    """Return what --profile and --memory-snapshot found, if the run had them, and why the rest cannot be read."""
+    profiles: list[Findings] = []
     try:
         if profile := run.profile:
-            parts += ["<h2>One pass, profiled</h2>", _table(share_table(profile)), _table(kernel_table(profile))]
-            parts.append(_pairs(profile_remarks(profile)))
+            tables = [share_table(profile), kernel_table(profile)]
+            remarks = _shortened(profile_remarks(profile))
+            profiles.append(Findings(heading="One pass, profiled", tables=tables, remarks=remarks))
         if ran_out := run.out_of_memory:
-            parts += ["<h2>Out of memory</h2>", _pairs(ran_out.lines(has_snapshot=run.memory is not None))]
+            remarks = _shortened(ran_out.lines(has_snapshot=run.memory is not None))
+            profiles.append(Findings(heading="Out of memory", remarks=remarks))
         if memory := run.memory:
-            parts += ["<h2>What held the peak</h2>", _table(holder_table(memory)), _pairs(memory_remarks(memory))]
+            remarks = _shortened(memory_remarks(memory))
+            profiles.append(Findings(heading="What held the peak", tables=[holder_table(memory)], remarks=remarks))
     except UsageError as error:
-        parts.append(_pairs([("problem", in_flags(error))]))
-    return parts
+        return profiles, [("problem", in_flags(error))]
+    return profiles, []
 
 
-def _links(run: Run, beside: Path) -> str:
-    there = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
-    there |= {path.name: "a timeline, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.profile.json.gz"))}
-    there |= {path.name: "for pytorch.org/memory_viz" for path in sorted(run.folder.glob("rank*.memory.pickle"))}
-    there |= {path.name: "allocations, for ui.perfetto.dev" for path in sorted(run.folder.glob("rank*.memory.json.gz"))}
-    there |= {path.name: "what held a rank's memory" for path in sorted(run.folder.glob("rank*.memory.txt"))}
-    there |= {path.name: "the stack of each thread" for path in sorted(run.folder.glob("rank*.stack.txt"))}
-    links = {name: escape(_relative(run.folder / name, beside), quote=True) for name in there}
-    items = [f"<dt><a href='{links[name]}'>{escape(name)}</a></dt><dd>{what}</dd>" for name, what in there.items()]
-    return f"<h2>Files</h2><dl>{''.join(items)}</dl>" if items else ""
+def _files(run: Run, beside: Path) -> list[LinkedFile]:
+    names = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
+    for pattern, what in LINKED_OF_RANKS.items():
+        names |= {path.name: what for path in sorted(run.folder.glob(pattern))}
+    return [LinkedFile(name=name, link=_relative(run.folder / name, beside), what=what) for name, what in names.items()]
 
 
 def _relative(path: Path, beside: Path) -> str:
     return Path(os.path.relpath(path.resolve(), beside.resolve())).as_posix()
-
-
-def _pairs(pairs: Pairs) -> str:
-    items = "".join(
-        f"<dt>{escape(name)}</dt><dd class='{escape(text.split(':')[0].replace(' ', '-'), quote=True)}'>"
-        f"{escape(short_names(text))}</dd>"
-        for name, text in pairs
-    )
-    return f"<dl>{items}</dl>" if items else ""
-
-
-def _table(columns: Mapping[str, Sequence[str]], *, sorts: bool = False) -> str:
-    head = "".join(
-        f"<th{_kind(name)}>{f'<button>{escape(name)}</button>' if sorts else escape(name)}</th>" for name in columns
-    )
-    rows = zip(*columns.values(), strict=True)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{_kind(name)}>{escape(cell)}</td>" for name, cell in zip(columns, row, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    kind = " class='sorts'" if sorts else ""
-    return f"<div class='wide'><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _kind(name: str) -> str:
-    return " class='text'" if is_text(name) or name == "not counted" else ""
 
 
 def _name(record: PassRecord) -> str:

@@ -1,13 +1,12 @@
-"""Draw measurements of passes as SVG that follows the page's colours: bars by pass, and points against tokens."""
+"""Lay out pictures of passes, which `figure.html` draws: bars by pass, and points against tokens."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 WIDTH, HEIGHT = 720, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 26, 12, 36  # margins
-NUM_COLOURS = 8  # classes c0 to c7 of the page's style
+NUM_COLOURS = 8  # classes c0 to c7 of page.css
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,77 +36,119 @@ class Point:
     mark: str = ""  # as of a bar; it is drawn hollow
 
 
-def bars(title: str, items: Sequence[Bar], unit: Unit) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A rectangle or a circle of a figure, and what it says when it is pointed at."""
+
+    shape: str
+    attributes: Mapping[str, object]
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    x: float
+    y: float
+    text: str
+    anchor: str  # start, middle or end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """What `figure.html` draws, in pixels. `keys`: each series' colour and name. `grid`: the heights of its lines."""
+
+    title: str
+    keys: Sequence[tuple[str, str]]
+    grid: Sequence[float]
+    marks: Sequence[Mark]
+    labels: Sequence[Label]
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+
+
+def bars(title: str, items: Sequence[Bar], unit: Unit) -> Figure:
     """Draw one stacked bar an item. Those with a mark do not stretch the axis: they may be cut off."""
-    series = list(dict.fromkeys(name for item in items for name in item.values))
+    colours = _colours(name for item in items for name in item.values)
     top = _top([(sum(item.values.values()), item.mark) for item in items], unit.size)
     step = (WIDTH - LEFT - RIGHT) / max(len(items), 1)
-    drawn = []
+    marks = []
     for number, item in enumerate(items):
         base = 0.0
         for name, value in item.values.items():
-            x, y = LEFT + number * step, _y(base + value, top)
-            height = _y(base, top) - y
-            kind = f"c{series.index(name) % NUM_COLOURS}" + (" pale" if item.mark else "")
-            hint = f"{item.name}, {name}: {unit.said(value)} {unit.name}" + (f" ({item.mark})" if item.mark else "")
-            drawn.append(
-                f"<rect class='{kind}' x='{x + step * 0.1:.1f}' y='{y:.1f}' width='{max(step * 0.8, 0.5):.1f}' "
-                f"height='{max(height, 0):.1f}'><title>{escape(hint)}</title></rect>"
-            )
+            y = _y(base + value, top)
+            size = {"width": max(step * 0.8, 0.5), "height": max(_y(base, top) - y, 0.0)}
+            place = _rounded(x=LEFT + (number + 0.1) * step, y=y, **size)
+            hint = f"{item.name}, {name}: {unit.said(value)} {unit.name}{_because(item.mark)}"
+            colour = colours[name] + (" pale" if item.mark else "")
+            marks.append(Mark(shape="rect", attributes={"class": colour, **place}, hint=hint))
             base += value
     every = max(1, math.ceil(len(items) / 20))
     labels = [
-        _text(LEFT + (number + 0.5) * step, HEIGHT - BOTTOM + 14, item.name.removeprefix("pass "), "middle")
+        _label(LEFT + (number + 0.5) * step, HEIGHT - BOTTOM + 14, item.name.removeprefix("pass "), "middle")
         for number, item in enumerate(items)
         if number % every == 0
     ]
-    return _figure(title, series, [*_axis(top, unit), *drawn, *labels, _below("pass")])
+    return _figure(title, colours, top, unit, marks, [*labels, _below("pass")])
 
 
-def points(title: str, items: Sequence[Point], unit: Unit) -> str:
+def points(title: str, items: Sequence[Point], unit: Unit) -> Figure:
     """Draw y against x. Those with a mark do not stretch the axis: what is beyond stands at its end."""
-    series = list(dict.fromkeys(item.series for item in items))
+    colours = _colours(item.series for item in items)
     top = _top([(item.y, item.mark) for item in items], unit.size)
     right = _top([(item.x, "") for item in items], 1.0)
-    drawn = []
-    for item in items:
-        kind = f"c{series.index(item.series) % NUM_COLOURS}" + (" hollow" if item.mark else "")
-        hint = f"{item.name}, {item.series}: {item.x:,.0f} tokens, {unit.said(item.y)} {unit.name}"
-        hint += f" ({item.mark})" if item.mark else ""
-        drawn.append(
-            f"<circle class='{kind}' cx='{_x(item.x, right):.1f}' cy='{_y(item.y, top):.1f}' r='4'>"
-            f"<title>{escape(hint)}</title></circle>"
+    marks = [
+        Mark(
+            shape="circle",
+            attributes={
+                "class": colours[item.series] + (" hollow" if item.mark else ""),
+                **_rounded(cx=_x(item.x, right), cy=_y(item.y, top), r=4),
+            },
+            hint=f"{item.name}, {item.series}: {item.x:,.0f} tokens, {unit.said(item.y)} {unit.name}"
+            + _because(item.mark),
         )
-    ticks = [_text(_x(right * k / 4, right), HEIGHT - BOTTOM + 14, f"{right * k / 4:,.0f}", "middle") for k in range(5)]
-    return _figure(title, series, [*_axis(top, unit), *ticks, *drawn, _below("tokens computed, padding included")])
+        for item in items
+    ]
+    ticks = [right * k / 4 for k in range(5)]
+    labels = [_label(_x(tick, right), HEIGHT - BOTTOM + 14, f"{tick:,.0f}", "middle") for tick in ticks]
+    return _figure(title, colours, top, unit, marks, [*labels, _below("tokens computed, padding included")])
 
 
-def _figure(title: str, series: Sequence[str], parts: Sequence[str]) -> str:
-    keys = "".join(
-        f"<span class='key'><i class='c{number % NUM_COLOURS}'></i>{escape(name)}</span>"
-        for number, name in enumerate(series)
+def _figure(
+    title: str, colours: Mapping[str, str], top: float, unit: Unit, marks: Sequence[Mark], labels: Sequence[Label]
+) -> Figure:
+    """Return the figure with an axis from nothing to `top`."""
+    ticks = [top * k / 4 for k in range(5)]
+    names = [_label(LEFT - 6, _y(v, top) + 4, unit.said(v) if v else f"0 {unit.name}", "end") for v in ticks]
+    return Figure(
+        title=title,
+        keys=[(colour, name) for name, colour in colours.items()],
+        grid=[round(_y(value, top), 1) for value in ticks],
+        marks=marks,
+        labels=[*names, *labels],
     )
-    named = f"role='img' aria-label='{escape(title, quote=True)}'"
-    picture = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' {named}>{''.join(parts)}</svg>"
-    return f"<figure><figcaption>{escape(title)} {keys}</figcaption>{picture}</figure>"
 
 
-def _axis(top: float, unit: Unit) -> list[str]:
-    parts = []
-    for k in range(5):
-        value = top * k / 4
-        y = _y(value, top)
-        parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
-        parts.append(_text(LEFT - 6, y + 4, unit.said(value) if k else f"0 {unit.name}", "end"))
-    return parts
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each series, by name."""
+    return {name: f"c{number % NUM_COLOURS}" for number, name in enumerate(dict.fromkeys(names))}
 
 
-def _below(what: str) -> str:
-    return _text(WIDTH - RIGHT, HEIGHT - 4, what, "end")
+def _because(mark: str) -> str:
+    return f" ({mark})" if mark else ""
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{escape(text)}</text>"
+def _below(text: str) -> Label:
+    return _label(WIDTH - RIGHT, HEIGHT - 4, text, "end")
+
+
+def _label(x: float, y: float, text: str, anchor: str) -> Label:
+    return Label(round(x, 1), round(y, 1), text, anchor)
+
+
+def _rounded(**numbers: float) -> dict[str, float]:
+    return {name: round(number, 1) for name, number in numbers.items()}
 
 
 def _x(value: float, right: float) -> float:

@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-from replay.report.text import PHASES, Columns, Pairs, counted, gibibytes, milliseconds, short_names, unreplayable
+from replay.report.text import (
+    PHASES,
+    Columns,
+    Pairs,
+    counted,
+    gibibytes,
+    milliseconds,
+    short_names,
+    table_lines,
+    unreplayable,
+)
 from replay.resolution.selection import Selection
 from replay.resolved import Choice
 from replay.runlog.records import FirstUse, PassRecord
@@ -61,13 +71,9 @@ def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Co
     if any(notes := [_note(r) for r in records]):
         columns["note"] = notes
     for name in () if full_names else LEFT_OUT_FIRST:
-        if _width(columns) > MAX_WIDTH:
+        if max(map(len, table_lines(columns))) > MAX_WIDTH:
             columns.pop(name, None)
     return columns
-
-
-def _width(columns: Columns) -> int:
-    return sum(max(map(len, [name, *cells])) + 2 for name, cells in columns.items()) - 2
 
 
 def _note(record: PassRecord) -> str:

@@ -15,7 +15,7 @@ from replay.inspection.console import print_inspection
 from replay.inspection.inspection import Inspection
 from replay.inspection.totals import KindFacts, Spread
 from replay.report.printing import open_console, print_pairs
-from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ
+from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFile, RunStart, RunWork
@@ -113,6 +113,22 @@ def test_a_row_is_one_line_and_no_name_is_cut() -> None:
     rows = [line for line in text.splitlines() if LONG in line]
     assert len([row for row in rows if row.startswith("   1  ")]) == 1
     assert "…" not in text
+
+
+def test_words_stand_left_and_numbers_right_however_wide_a_character_is() -> None:
+    columns = {
+        "kernel": ["flash\x1b", "注意力"],
+        "ms": ["1,250.0", "-"],
+        "share": ["12.5%", "nan"],
+        "diff": ["1.5e-08", "inf"],
+        "rows": ["1 / 2.5 / 4", "2"],
+        "note": ["", "a"],
+    }
+    assert table_lines(columns) == [
+        "kernel          ms  share     diff         rows  note",
+        r"flash\x1b  1,250.0  12.5%  1.5e-08  1 / 2.5 / 4",
+        "注意力           -    nan      inf            2  a",
+    ]
 
 
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "COLUMNS": "20"}, {"TERM": "xterm-256color"}])

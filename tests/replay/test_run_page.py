@@ -184,6 +184,22 @@ def test_it_works_offline(logs: dict[str, Path], tmp_path: Path) -> None:
     assert not re.search(r"@import|url\(|fetch\(|https?://", text)
 
 
+def test_what_names_hold_is_text_and_no_markup(logs: dict[str, Path], tmp_path: Path) -> None:
+    name = "\"'><script>alert(1)</script>&"
+    folder = tmp_path / name.replace("/", ":")
+    shutil.copytree(logs["first"], folder)
+    lines = [line | {"source": name, "error": name, "error_type": name} for line in written(folder)]
+    (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(folder), "--to", str(tmp_path / "page.html")]) == 0
+    plain = tmp_path / "plain.html"
+    assert main(["report", str(logs["first"]), "--to", str(plain)]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.counts["script"] == Page(plain.read_text()).counts["script"] == 1
+    assert any(name in row for row in page.rows)
+    assert folder.name in page.texts
+    assert {value for _, key, value in page.attributes if key == "href"} <= {f"{folder.name}/log_probs"}
+
+
 def test_two_runs_beside_each_other_show_what_changed(logs: dict[str, Path], tmp_path: Path) -> None:
     assert main(["report", str(logs["first"]), str(logs["second"]), "--to", str(tmp_path / "page.html")]) == 0
     page = Page((tmp_path / "page.html").read_text())
