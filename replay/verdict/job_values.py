@@ -19,7 +19,7 @@ from capture.file_format.parameter_samples import Sample
 from replay.loss import tokens_for
 from replay.report.text import counted
 from replay.spec import LossName, is_objective
-from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from actor_init.as_json import to_json
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
-from replay.tolerances.job import Floor
-from replay.tolerances.quantities import GRAD_NORM
-from replay.tolerances.roundoff import is_coarse, roundoff
+from replay.tolerances.difference import is_coarse, roundoff
+from replay.tolerances.job import GRAD_NORM, Floor
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,

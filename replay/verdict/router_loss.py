@@ -9,7 +9,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from capture.file_format.capture_file import Call
-from replay.tolerances.quantities import GRAD_NORM, LOSS
+from replay.tolerances.job import GRAD_NORM, LOSS
 from replay.verdict.job_values import Claim, Recorded
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
