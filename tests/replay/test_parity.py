@@ -62,7 +62,7 @@ ALONE: Any = Alone()
 
 
 class Runs:
-    """In the place of `run_child`: writes a log with one input's known loss, or fails as it is told."""
+    """In the place of a run of tasks: writes a log with one input's known loss, or fails as it is told."""
 
     def __init__(self, **by_place: Any) -> None:
         self.names: list[str] = []
