@@ -1,19 +1,25 @@
 """Compute action tokens' log-probs from prepared inputs; the one forward that every backend uses."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-from actor_init.attention.document_masks import document_numbers, documents_masked
 from actor_init.attention.ring import sum_over_ring
+from actor_init.declarations.attention import forms
 from actor_init.head.in_place import head_in_place
 from actor_init.inputs.packing import ActorInputs
-from actor_init.layout import Borders
+from actor_init.model_form import Borders
 from actor_init.parallel.vocab_parallel import log_probs_of_shards
+
+_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
 
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
@@ -84,3 +90,43 @@ def _places(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:
     """Return each log-prob's index in the flattened [B, A], its shape, and the ring's group or None."""
     ring = None if inputs.ring is None else inputs.ring.group
     return inputs.slot_N, tuple(inputs.action_mask_BA.shape), ring
+
+
+def document_numbers(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
+    """Return each token's document [1, T], int32, counted from 0. `cu_seq_lens` is [D + 1], int32."""
+    places_T = torch.arange(num_tokens, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
+    return (torch.bucketize(places_T, cu_seq_lens, right=True, out_int32=True) - 1)[None]
+
+
+@contextmanager
+def documents_masked(document_1T: Tensor) -> Iterator[None]:
+    """Keep documents apart in the masks that transformers makes within this context: no token sees another's.
+
+    For models that do not hand their position ids to transformers' masks.
+    """
+    _register()
+    token = _DOCUMENTS.set(document_1T)
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(token)
+
+
+def _register() -> None:
+    """Wrap transformers' makers of masks, which do as before outside of `documents_masked`."""
+    makers = AttentionMaskInterface()
+    for form in forms():
+        if form.reads_mask and not getattr(makers[form.name], "_masks_documents", False):
+            AttentionMaskInterface.register(form.name, _with_documents(makers[form.name]))
+
+
+def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Any:
+        document_1T = _DOCUMENTS.get()
+        if document_1T is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(document_1T))
+            kwargs["allow_is_causal_skip"] = False
+        return make(*args, mask_function=mask_function, **kwargs)
+
+    made._masks_documents = True  # type: ignore[attr-defined]
+    return made

@@ -31,12 +31,19 @@ from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
-from actor_init.head_form import HeadForm
-from actor_init.initial_values import INIT_FILLS_BUFFERS, build_with_values, copy_buffers
-from actor_init.layout import Layout
+from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
-from actor_init.weights import FolderWeights, OnProgress, RandomWeights, Weights, unheard
+from actor_init.weights import (
+    INIT_FILLS_BUFFERS,
+    FolderWeights,
+    OnProgress,
+    RandomWeights,
+    Weights,
+    build_with_values,
+    copy_buffers,
+    unheard,
+)
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError

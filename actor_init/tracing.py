@@ -6,7 +6,8 @@ Shape letters: B rows and S tokens a row as fed, T real tokens among them, K sig
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -179,3 +180,25 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """
     one, two = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
     return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one._version == two._version
+
+
+@contextmanager
+def told_of_modules(
+    model: PreTrainedModel, compiled: Compile, begins: Callable[[str], None], ends: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Call `begins` with a module's name, and `ends` with its name and output, around each forward.
+
+    Of the modules that a trace would tell apart; `ends` is called too where a forward raises.
+    """
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda *_: begins(name)
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda _module, _arguments, output: ends(name, output)
+
+    with ExitStack() as hooks:
+        for name, module in traced_modules(model, compiled):
+            hooks.callback(module.register_forward_pre_hook(before(name)).remove)
+            hooks.callback(module.register_forward_hook(after(name), always_call=True).remove)
+        yield

@@ -1,25 +1,74 @@
 """Provide a parameter's values: from a safetensors folder, or random ones derived from its name."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
+import transformers
 from safetensors import safe_open
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, recipes_of
-from actor_init.read_ahead import ReadAhead
 from actor_init.spec import RANDOM_WEIGHTS, UsageError
 
+AHEAD_BYTES = 512 * 2**20  # behind the tensor that is asked for: as names are sorted, mostly those of the same block
+_NUM_LENGTH_BYTES = 8  # of a file, before its header
 _OTHER_CONFIG = f"Give the config of these weights, or {RANDOM_WEIGHTS}"
 NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
-
 OnProgress = Callable[[int], None]  # called during long work with the number of elements filled since the last call
+INIT_FILLS_BUFFERS = int(transformers.__version__.partition(".")[0]) >= 5
+
+
+@dataclass(kw_only=True, slots=True)
+class ReadAhead:
+    """Tells the system which parts of the files are needed next. Does nothing on a system that cannot be told.
+
+    safetensors maps its files, so each page comes when it is touched, in small pieces, while the processor waits. The
+    system reads large pieces by itself, and at the disk's own speed, if it is told what will be needed.
+    """
+
+    _places: dict[Path, Mapping[str, tuple[int, int]]] = field(default_factory=dict)  # of each tensor, by file
+    _told: dict[Path, tuple[int, int]] = field(default_factory=dict)  # what is read or on its way, by file
+
+    def of(self, path: Path, name: str) -> None:
+        """Have the tensor `name` read, and what is behind it in the file. Returns at once."""
+        if sys.platform != "linux":
+            return
+        if path not in self._places:
+            self._places[path] = places_of(path)
+        begin, end = self._places[path][name]
+        first, last = self._told.get(path, (begin, begin))
+        if first <= begin and end + AHEAD_BYTES // 2 <= last:
+            return
+        if not first <= begin <= last:
+            first = last = begin
+        self._told[path] = first, end + AHEAD_BYTES
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, last, end + AHEAD_BYTES - last, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
+def places_of(path: Path) -> Mapping[str, tuple[int, int]]:
+    """Return where each tensor of a safetensors file begins and ends in it, in bytes."""
+    with open(path, "rb") as file:
+        num_header_bytes = int.from_bytes(file.read(_NUM_LENGTH_BYTES), "little")
+        header = json.loads(file.read(num_header_bytes))
+    base = _NUM_LENGTH_BYTES + num_header_bytes
+    places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: (base + begin, base + end) for name, (begin, end) in places.items()}
 
 
 def unheard(num_filled: int) -> None:
@@ -201,3 +250,42 @@ class FolderWeights:
                 start //= size
             block: Tensor = values[tuple(reversed(places))]
         return block.flatten() if block.is_floating_point() else None
+
+
+def build_with_values(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model with buffers and vectors on the CPU, as its class sets them, and matrices on the meta device.
+
+    Before transformers 5.0 these values are computed in the constructors alone. From 5.0 on `_init_weights` fills them
+    again on a model that was built on the meta device.
+    """
+    with torch.random.fork_rng(devices=[]), _matrices_on_meta():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> None:
+    """Give `target` the buffers of `source`, and tensors that it holds as plain attributes, on `device`.
+
+    Rotary embeddings keep their frequencies as both.
+    """
+    for name, buffer in source.named_buffers(recurse=False):
+        setattr(target, name, buffer.to(device))
+    for name, value in vars(source).items():
+        if isinstance(value, Tensor):
+            setattr(target, name, value.to(device))
+
+
+@contextmanager
+def _matrices_on_meta() -> Iterator[None]:
+    """Move each parameter of two or more dimensions to the meta device as it is registered: none is filled."""
+    register = nn.Module.register_parameter
+
+    def register_small(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None and parameter.ndim > 1:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    with patch.object(nn.Module, "register_parameter", register_small):
+        yield

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replay.inspection.shapes import Rows, Shape, rows_fed
-from replay.prediction.costs import Cost, Measured, Model
+from replay.prediction import Cost, Measured, Model
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.head.chunks import Wanted, log_probs_in_chunks
-from actor_init.head_form import HeadForm
+from actor_init.model_form import HeadForm
 
 WARMUP = 2
 Contestant = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, weight and targets: the loss

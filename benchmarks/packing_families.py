@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.layout import Layout
+from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from actor_init.world import World

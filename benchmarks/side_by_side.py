@@ -24,8 +24,7 @@ from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
-from replay.runner.reopened_actor import ReopenedActor
-from replay.runner.replayer import Replayer
+from replay.runner.replayer import ReopenedActor, Replayer
 from replay.spec import ReplaySpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker

@@ -29,7 +29,7 @@ from replay.parity.noise_floor import CellResult
 from replay.parity.plan import Cell, Role
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from tests.helpers.fault_campaign import (
     Campaign,
     Ground,

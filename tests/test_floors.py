@@ -29,12 +29,11 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "layout", "head_form", "presets"),
+        ("toggles", "model_form", "presets"),
         ("declarations",),  # of backends and attention kernels: what each is, needs and refuses
-        ("spec", "as_json", "checkpoint_names", "name_hash", "read_ahead"),
+        ("spec", "as_json", "checkpoint_names", "name_hash"),
         ("weights", "world", "compiling", "optimizer"),
         ("sketching", "adapters", "custom"),
-        ("initial_values",),
         ("model",),
         ("parallel", "fused"),
         ("attention", "head"),
@@ -46,7 +45,7 @@ ROOMS = {
         ("backends",),  # their engines
     ),
     "replay": (
-        ("spec", "shipped_inputs"),
+        ("spec",),
         ("resolved",),
         ("option_parsing", "loss", "given_paths"),
         ("wording",),
@@ -87,7 +86,7 @@ LIBRARIES = {
     "ray": {"capture/on_ray/cluster.py"}
     | {
         f"replay/on_ray/{name}.py"
-        for name in ("cells", "cluster", "fit", "launch", "rank", "rank_process", "training_rank")
+        for name in ("cells", "cluster", "fit", "launch", "rank", "node_actors", "training_rank")
     },
 }
 OPTIONAL = {  # in capture

@@ -3,14 +3,18 @@
 import gc
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -45,13 +49,13 @@ from actor_init.model import (
 from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
-from actor_init.saving.universal import universal
 from actor_init.spec import ActorSpec, Compile, UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.facts import Setting
 
 STATE_TAG = "state"  # of the only checkpoint in a state folder
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 @dataclass(slots=True)
@@ -299,3 +303,39 @@ def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
         gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
             yield name, whole_over_tp(parameter, gradient).float() / loss_scale
+
+
+@contextmanager
+def universal(checkpoint: Path) -> Iterator[Path]:
+    """Yield a universal copy of the folder `checkpoint`, which exists while it is loaded. All ranks must enter.
+
+    It is created beside the state's own folder, where every rank sees it, and needs as much disk space. Raises
+    RuntimeError if DeepSpeed's converter, a separate program, fails.
+    """
+    home = checkpoint.parent
+    converted = home.parent / f".{home.name}.universal" / checkpoint.name
+    problems: list[str | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            problems = [_convert(checkpoint, converted)]
+        dist.broadcast_object_list(problems, src=0)
+        if problems[0] is not None:
+            raise RuntimeError(f"DeepSpeed could not convert {home} for another number of ranks: {problems[0]}")
+        yield converted
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(converted.parent, ignore_errors=True)
+
+
+def _convert(checkpoint: Path, converted: Path) -> str | None:
+    """Return why the conversion failed, None if it did not."""
+    folders = ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # more would start process pools
+    done = subprocess.run(
+        [sys.executable, "-m", CONVERTER, *folders, *workers, "--inject_missing_state"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "\n".join(done.stderr.strip().splitlines()[-1:]) if done.returncode else None

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import liger_norm
-from actor_init.fused.proof import DTYPES, bound_in, is_equal, random_numbers
+from actor_init.fused.liger import DTYPES, bound_in, is_equal, liger_norm, random_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import liger_rotary
-from actor_init.fused.proof import DTYPES, TRIED, bound_in, is_equal, random_numbers
+from actor_init.fused.liger import DTYPES, TRIED, bound_in, is_equal, liger_rotary, random_numbers
 
 ARGUMENTS = ["q", "k", "cos", "sin"]  # of transformers' functions of this kind, in this order
 Rotary = Callable[..., tuple[Tensor, Tensor]]

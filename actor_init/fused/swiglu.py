@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from actor_init.fused.liger import liger_product
-from actor_init.fused.proof import is_equal, random_numbers
+from actor_init.fused.liger import is_equal, liger_product, random_numbers
 
 IN_FEATURES, HIDDEN = 8, 12  # of the small copy that is tried
 BOUND = 1e-5  # in fp32: sums in another order

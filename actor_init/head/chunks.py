@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from actor_init.head_form import HeadForm
+from actor_init.model_form import HeadForm
 
 FP32_PRODUCTS = "2.8"  # of half-precision matrices, on CUDA
 ALIGNED = 128  # tokens: the sizes that matrix multiplication on a GPU is fastest at are multiples of it

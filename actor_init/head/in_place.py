@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from transformers import PreTrainedModel
 
 from actor_init.head.chunks import Wanted, log_probs_in_chunks
-from actor_init.head_form import HeadForm
+from actor_init.model_form import HeadForm
 from actor_init.parallel.split_linear import sum_gradient
 from actor_init.parallel.vocab_parallel import localise, share_of
 from actor_init.toggles import UsageError

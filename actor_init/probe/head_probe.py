@@ -19,9 +19,9 @@ from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
 from actor_init.declarations.backends import declaration_of
 from actor_init.head.in_place import head_of
-from actor_init.head_form import FUNCTIONS, HeadForm, LogitStep
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
+from actor_init.model_form import FUNCTIONS, HeadForm, LogitStep
 from actor_init.probe.packing_probe import gradients_of, off, one_document, small_model
 from actor_init.probe.small_config import VOCABULARY, small_configs
 from actor_init.spec import ActorSpec, Compile

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from actor_init.attention.kernel_choice import kernel_name, plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import form_of, kernel_of
-from actor_init.layout import Borders, Layout
+from actor_init.model_form import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
 from actor_init.world import World

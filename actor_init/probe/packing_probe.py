@@ -23,7 +23,7 @@ from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.attention.ring_attention import EachAlone
 from actor_init.declarations.attention import form_of
 from actor_init.inputs.packing import actor_inputs, arranged, sliced
-from actor_init.layout import Layout
+from actor_init.model_form import Layout
 from actor_init.probe.small_config import VOCABULARY, small_configs
 from capture.file_format.micro_batch import MicroBatch, Origin
 

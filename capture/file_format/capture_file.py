@@ -53,8 +53,7 @@ from capture.file_format.openrlhf_dump import read_legacy
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import ParameterSamples
 from capture.file_format.pass_record import Counts, PassRecord, microseconds_of, window_digest
-from capture.file_format.plain_data import plain_copy
-from capture.file_format.safe_unpickler import NamesAClassError, load_plain
+from capture.file_format.safe_unpickler import NamesAClassError, load_plain, plain_copy
 from capture.file_format.segment import Head, pass_bytes
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,

@@ -6,8 +6,7 @@ Their tensors name three functions; `capture/file_format/saved_tensors.py` has s
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
-from capture.file_format.plain_data import plain_copy
-from capture.file_format.safe_unpickler import load_plain
+from capture.file_format.safe_unpickler import load_plain, plain_copy
 from capture.file_format.saved_tensors import SavedTensors
 
 

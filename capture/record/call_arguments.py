@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from capture.file_format.plain_data import MAX_DEPTH, plain_copy, type_name
+from capture.file_format.safe_unpickler import MAX_DEPTH, plain_copy, type_name
 from capture.file_format.tensor_codec import can_encode
 
 _WRAPPED_NAMES = ("module", "_orig_mod", "model")  # DDP and DeepSpeed, torch.compile, OpenRLHF and PEFT

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
-from capture.file_format.plain_data import type_name
+from capture.file_format.safe_unpickler import type_name
 from capture.record.sharding import NotMappedError, Place, place_in_flat, place_of
 
 NUM_IN_FIRST_PASS = 1024

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.body import Output, RandomStates
-from capture.file_format.plain_data import type_name
+from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import bytes_of, can_encode
 
 ENVIRONMENT_NAMES = (  # variables that change numbers; none of them holds a secret or a path

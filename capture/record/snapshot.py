@@ -1,7 +1,8 @@
 """Take a pass's arguments as it begins and its outputs as it ends, in the job's thread, without waiting."""
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 
 from capture.file_format.body import Output
 from capture.file_format.micro_batch import ID_NAMES, Origin
-from capture.file_format.plain_data import type_name
+from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import forward_signature, take_apart
-from capture.record.computing_dtype import ComputingDtype, is_compiled
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.job_facts import attention_of, kernels_of, settings_of, versions
+from capture.record.job_facts import attention_of, autocast_on, kernels_of, settings_of, versions
 from capture.record.parameter_sampler import ParameterSampler, TakenSamples
 from capture.record.rng_and_outputs import RandomSnapshot, random_snapshot
 from capture.record.step_window import StepWindow
@@ -273,3 +273,59 @@ class Taker:
             model_name=self._model_name,
             versions=versions(),
         )
+
+
+class ComputingDtype:
+    """Looks at the first linear layer that runs, in one pass of each kind, and then removes its hooks.
+
+    Compiled layers have no hooks: these would be compiled too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known: dict[tuple[Any, ...], dict[str, str]] = {}
+        self._kind: tuple[Any, ...] | None = None  # of the pass that is being looked at
+        self._found: dict[str, str] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
+        """Begin a pass. Returns what is known of its kind; if that is nothing, `end` returns it."""
+        self.end()
+        model = self._model()
+        if kind not in self._known and model is not None:
+            self._kind, self._found = kind, {}
+            self._handles = [module.register_forward_pre_hook(self._look) for module in _linear_layers(model)]
+        return self._known.get(kind, {})
+
+    def end(self) -> dict[str, str]:
+        """End a pass. Returns what was found in it, if it was looked at."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._kind is None:
+            return {}
+        self._known[self._kind] = self._found
+        self._kind = None
+        return self._found
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        given = args[0] if args else None
+        if self._found or torch.compiler.is_compiling() or not isinstance(given, Tensor):
+            return
+        autocast = autocast_on(given.device.type)
+        dtype = str(given.dtype).removeprefix("torch.") if autocast == "off" else autocast
+        self._found = {"autocast": autocast, "computed_in": dtype}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """List the linear layers inside `model`; not `model` itself, whose hooks are being called."""
+    for child in model.children():
+        if is_compiled(child):
+            continue
+        if isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D":
+            yield child
+        yield from _linear_layers(child)

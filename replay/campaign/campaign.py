@@ -13,31 +13,59 @@ the result; it is written when the command begins and when it ends:
 `--continue` asks for the same jobs again. Those of the journal come back without a run.
 """
 
+import hashlib
 import json
 import math
 import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from actor_init.as_json import from_json, json_bytes, parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
-from replay.campaign.job import Job
 from replay.on_ray.executor import Executor
 from replay.processes.child_job import ChildJob
-from replay.processes.devices import Machine
-from replay.processes.limits import RunLimits
+from replay.processes.limits import Machine, RunLimits
 from replay.processes.pool import REFUSED, Child, RunTasks, Task, sigterm_interrupts
 from replay.runlog.writer import create_folder, refuse_other_versions, versions
+from replay.spec import MeasureSpec, ReplaySpec
 from replay.wording import in_flags
 
 FORMAT = 1
 JOURNAL = "journal.jsonl"
 OUTPUT = "output.txt"
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A replay in processes of its own.
+
+    home      its folder in the campaign's, such as `groups/0001`, which holds a folder for each attempt
+    python    path of another environment's interpreter; empty: this one
+    repeat    which of several runs of the same
+    contents  tells its inputs from others that may lie in the same folder; empty: the folder always holds the same
+    """
+
+    home: str
+    spec: ReplaySpec
+    num_processes: int = 1
+    python: str = ""
+    repeat: int = 0
+    contents: str = ""
+
+    def digest_in(self, folder: Path) -> str:
+        """Return a digest of what is run, for the campaign in `folder`.
+
+        Where its files lie makes no other job of it: a campaign's folder may be moved.
+        """
+        measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
+        what = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
+        text = json.dumps(what, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def ended_early(child: Child) -> bool:

@@ -32,7 +32,7 @@ from replay.diagnose.reference_losses import PlainAnswer, plain_answer
 from replay.diagnose.untimed_actor import Trial, trial
 from replay.report.check import Check, Status
 from replay.report.text import counted, one_line
-from replay.tolerances.known_answers import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
+from replay.tolerances.runs import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
 from replay.watch.progress import Tracker
 from replay.wording import in_flags
 

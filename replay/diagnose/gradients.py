@@ -16,7 +16,7 @@ from capture.file_format.micro_batch import MicroBatch
 from replay.diagnose.row_batches import rows_of
 from replay.diagnose.untimed_actor import Trial
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.known_answers import SMALLEST_SHARE, TINY
+from replay.tolerances.runs import SMALLEST_SHARE, TINY
 
 Gradients = Mapping[str, Tensor]  # fp32 on the host, unsharded, by parameter name
 

@@ -38,7 +38,7 @@ from replay.resolution.job_defaults import from_job, settled
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import create_folder, versions
-from replay.runner.laying_out import check_vocabulary
+from replay.runner.run_pass import check_vocabulary
 from replay.spec import ReplaySpec
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching

@@ -14,9 +14,8 @@ from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
 from replay.loss import negated_mean
-from replay.runner.laying_out import inputs_for
 from replay.runner.observers import PositionMarker
-from replay.runner.run_pass import PassInputs, PassObserver, run_pass
+from replay.runner.run_pass import PassInputs, PassObserver, inputs_for, run_pass
 from replay.watch.progress import Tracker
 
 ReadT = TypeVar("ReadT")

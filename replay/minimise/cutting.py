@@ -20,7 +20,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
 from capture.file_format.micro_batch import CaptureError
 from replay.minimise.candidate import Candidate, Cut
-from replay.tolerances.quantities import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.tolerances.job import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.job_values import TOKEN_PLACES, token_places
 
 BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep

@@ -20,7 +20,7 @@ from replay.report.text import one_line
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
-from replay.tolerances.quantities import LOG_PROBS
+from replay.tolerances.job import LOG_PROBS
 from replay.verdict.findings import Status
 from replay.verdict.judge import Outcome, Verdict
 

@@ -11,8 +11,7 @@ from typing import Any
 from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
-from replay.campaign.campaign import Campaign, until_interrupted
-from replay.campaign.job import Job
+from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.console import MinimiseConsole
 from replay.minimise.cutting import Shape, read_source, write_inputs
@@ -23,8 +22,7 @@ from replay.minimise.search import OutOfRunsError, Search
 from replay.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, Trial
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
-from replay.processes.devices import Machine
-from replay.processes.limits import RunLimits
+from replay.processes.limits import Machine, RunLimits
 from replay.processes.pool import Child
 from replay.report.text import counted
 from replay.resolution.selection import select

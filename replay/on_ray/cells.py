@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
-from replay.on_ray.rank_process import GRACE_SECONDS, Place, RankProcess
+from replay.on_ray.node_actors import GRACE_SECONDS, Place, RankProcess
 from replay.processes.pool import Child, Task
 from replay.report.text import counted
 

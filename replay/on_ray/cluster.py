@@ -16,7 +16,7 @@ from capture.file_format.folder_layout import homes_in
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connected
 from capture.on_ray.node_files import Change, write
-from replay.on_ray.node_agent import NodeAgent
+from replay.on_ray.node_actors import NodeAgent
 from replay.processes.pool import Task
 from replay.report.text import counted
 from replay.runlog.writer import versions

@@ -11,8 +11,8 @@ from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.command import RayOptions
 from replay.on_ray.training import Trainings
-from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
 from replay.processes.launch import visible_gpus
+from replay.processes.limits import PROCESSES_ON_A_CPU, Machine
 from replay.processes.pool import RunHere, RunTasks
 from replay.report.text import counted
 

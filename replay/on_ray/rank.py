@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replay.on_ray.node_agent import work_in
+from replay.on_ray.node_actors import work_in
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of
 

@@ -12,8 +12,7 @@ from statistics import fmean
 
 from actor_init.spec import Dtype
 from replay.compare.differences import Differences, Point
-from replay.tolerances.difference import as_share
-from replay.tolerances.roundoff import FP32_SPACING
+from replay.tolerances.difference import FP32_SPACING, as_share
 from replay.tolerances.runs import CEILINGS, bound_from_floor, is_trusted
 
 

@@ -11,7 +11,7 @@ from replay.parity.rows import Row, State
 from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
-from replay.tolerances.roundoff import ceiling_of
+from replay.tolerances.difference import ceiling_of
 from replay.tolerances.runs import CEILINGS
 from replay.wording import in_flags
 

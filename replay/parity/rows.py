@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import Campaign, Settled
-from replay.campaign.job import Job
+from replay.campaign.campaign import Campaign, Job, Settled
 from replay.parity.plan import REPEATS, Cell, Plan, Role
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun

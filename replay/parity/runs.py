@@ -7,24 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.compare.text import parting
 from replay.on_ray.command import RayOptions
 from replay.on_ray.executor import Executor, executor
 from replay.option_parsing import command_line, replay_spec, toggles
 from replay.parity.matrix import EDGES, arranged, edge_settings, settings_of
-from replay.parity.plan import Here, Plan, in_environments, plan, together
+from replay.parity.noise_floor import CellResult
+from replay.parity.plan import Cell, Here, Plan, in_environments, plan, together
 from replay.parity.report import ParityProgress, report
-from replay.parity.results import MatrixJudge
-from replay.parity.rows import ParityLog, State
-from replay.parity.traced_rerun import Partings
-from replay.processes.devices import Machine
+from replay.parity.results import MEASURING, MatrixJudge, MatrixResult
+from replay.parity.rows import ParityLog, State, file_name
 from replay.processes.interpreter import Environment, probe
-from replay.processes.limits import RunLimits
+from replay.processes.limits import Machine, RunLimits
 from replay.report.text import Pairs
 from replay.resolution.model_source import inputs_folder
+from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED
-from replay.shipped_inputs import edge_folder
-from replay.spec import Passes, ReplaySpec
+from replay.spec import Passes, ReplaySpec, edge_folder
+from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.wording import in_flags
 
 SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
@@ -174,3 +175,53 @@ def _work(log: ParityLog, where: Executor, limits: RunLimits, *, trace: bool) ->
         return INTERRUPTED
     failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
     return 0 if result.is_clean and result.cells and not failed else 1
+
+
+class Partings:
+    """Find the first difference of each differing run. References and equivalents are traced once and shared.
+
+    Only the inputs of one gradient are run, those of the pass where the two are farthest apart.
+    """
+
+    def __init__(self, log: ParityLog) -> None:
+        self._campaign = log.campaign
+        self._rows = {row.cell.name: row for row in log.rows}
+
+    def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
+        """Yield a line for each run that differs."""
+        distrusted = {name for noise in result.noises for name in noise.distrusted}
+        measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
+        sound = [name for name in result.cells if name in measuring - distrusted]
+        for name, judged in result.cells.items():
+            if judged.result is CellResult.DIFFERS:
+                index = judged.distances[judged.deciding[0]].place
+                try:
+                    said = parting(self._between(self._rows[name].cell, index, sound))
+                except UsageError as error:
+                    said = f"not found: {in_flags(error)}"
+                yield "first", f"{name}: {said}"
+
+    def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
+        """Find the first difference; `index` is that of the farthest pass."""
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # behind one gradient
+        first = index // num_inputs * num_inputs
+        others = [self._rows[name].cell for name in sound if name != cell.name]
+        equivalents = [one for one in others if one.ground == cell.ground]
+        reference = self._rows[cell.reference].cell
+        folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
+        return first_difference(folders[0], folders[1], folders[2:])
+
+    def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
+        """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
+        num_each = num_inputs // cell.num_data_ranks
+        spec = replace(
+            cell.spec,
+            actor=replace(cell.spec.actor, grad_accumulation=num_each),
+            inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
+            measure=replace(cell.spec.measure, trace=True, warmup=0),
+        )
+        home = f"traces/{first:04d}-{file_name(cell.name)}"
+        child = self._campaign.run(Job(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python))
+        if child.exit_code != 0:
+            raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
+        return PastRun.read(child.logs).folder

@@ -17,8 +17,7 @@ from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.folder_layout import folder_of_capture
 from replay.option_parsing import command_line, set_without_option, spec_from_dict
-from replay.shipped_inputs import default_folder
-from replay.spec import ReplaySpec
+from replay.spec import ReplaySpec, default_folder
 
 FORMAT = 1
 FILE = "job.json"

@@ -1,17 +1,20 @@
 """Turn what an action of the command line returns or raises into an exit code, and say an error in one line."""
 
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.processes.torchrun_error import repeat_for_torchrun
 from replay.report.text import one_line
 from replay.wording import in_flags
 
 HEAD_START_SECONDS = 3.0
+NOTICE_SECONDS = 3  # at most, between the end of a process by a signal and the messages of other ranks about it
 
 
 def exit_code_of(action: Callable[[], int], *, show_traceback: bool = False) -> int:
@@ -43,3 +46,19 @@ def say(message: str) -> None:
 
 def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def repeat_for_torchrun(message: str, *, is_cause: bool = True) -> None:
+    """Write `message` where torchrun's agent looks for the error of a process; without torchrun do nothing.
+
+    torchrun names the process of the earliest error as the root cause, and dates one that leaves no file, killed by
+    hand or by a collective that aborted, when it sees its end. So the cause is dated NOTICE_SECONDS before now, and
+    what comes of another's end that much after.
+    The file's format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which itself can write
+    tracebacks only and whose import takes seconds. The deepspeed launcher has no such file.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        date = int(time.time()) + (-NOTICE_SECONDS if is_cause else NOTICE_SECONDS)
+        error = {"message": message, "extraInfo": {"timestamp": str(date)}}
+        with suppress(OSError):  # torchrun then says less, and the message has been printed
+            Path(path).write_text(json.dumps({"message": error}))

@@ -113,12 +113,6 @@ class RunTasks(Protocol):
     ) -> Generator[tuple[Key, Child], None, None]: ...
 
 
-def run_child(task: Task, run: RunTasks | None = None) -> Child:
-    """Run one task to its end, here or by `run`. On Ctrl-C, or any other exception here, it is ended first."""
-    [(_, child)] = (run or RunHere(at_once=1))([(None, task)])
-    return child
-
-
 def run_children(
     tasks: Iterable[tuple[Key, Task]],
     *,

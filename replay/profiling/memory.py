@@ -25,10 +25,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.model import blocks_of
 from actor_init.spec import ActorSpec
+from actor_init.tracing import told_of_modules
 from replay.profiling import host_memory
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import Block, Frame, Peak, Snapshot, peak_of
-from replay.profiling.modules import told_of_modules
 from replay.profiling.records import Holder, HolderKind, MemoryProfile
 from replay.runlog.records import is_out_of_memory
 

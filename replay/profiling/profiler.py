@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
-from actor_init.tracing import tensors_of
-from replay.profiling.modules import told_of_modules
+from actor_init.tracing import tensors_of, told_of_modules
 from replay.profiling.records import LongKernel, RankProfile
 from replay.profiling.shares import PHASE, Interval, Work, hidden_seconds, seconds_by_work, work_of
 

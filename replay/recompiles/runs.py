@@ -18,14 +18,12 @@ from pathlib import Path
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.campaign.inputs import ShapedInputs
-from replay.campaign.job import Job
 from replay.inspection.shapes import Rows, Shape, rows_fed
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
-from replay.processes.devices import Machine
-from replay.processes.limits import RunLimits
+from replay.processes.limits import Machine, RunLimits
 from replay.processes.pool import Child
 from replay.recompiles.console import RecompilesConsole
 from replay.recompiles.policies import Policy, RecompilesPlan, Result, actor_under, least_padding, own_options

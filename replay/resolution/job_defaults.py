@@ -15,7 +15,7 @@ from capture.file_format.capture_file import Call
 from replay.resolution.selection import Selection
 from replay.resolved import KERNELS, PACKING, By, Choice
 from replay.spec import Parts, VerdictRule
-from replay.tolerances.roundoff import roundoff
+from replay.tolerances.difference import roundoff
 from replay.verdict.job_values import dtypes_of
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
 from actor_init.declarations.backends import declaration_of
-from actor_init.layout import Layout
 from actor_init.model import ModelSource
+from actor_init.model_form import Layout
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, OptimizerName, TpPlan

@@ -24,8 +24,7 @@ from replay.loss import tokens_for
 from replay.report.text import not_recorded_text, one_line, unreplayable
 from replay.resolution.windows import Captured, Round, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
-from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, LossName, Order, Passes
+from replay.spec import InputsSpec, LossName, Order, Passes, default_folder
 from replay.wording import in_flags
 
 

@@ -1,6 +1,6 @@
 """Write a run's log: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` per rank, with a line per pass.
 
-A run that failed on one of several ranks also has the files of `replay/watch/failure_file.py` and `shutdown.py`.
+A run that failed on one of several ranks also has the files of `replay/watch/shutdown.py` and `shutdown.py`.
 run.json is written at the start ("status": "running") and rewritten at the end; a line is flushed when its pass
 is done. Both are strict JSON: a non-finite float is the string "nan", "inf" or "-inf".
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from actor_init.backends.protocol import free_closed
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.model import lasting_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.world import World
+from capture.black_box.incidents import Incident, read_incidents
+from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
@@ -18,13 +21,14 @@ from replay.runner import rounding_floor
 from replay.runner.rounding_floor import Again
 from replay.tolerances.job import Floor
 from replay.verdict.findings import Setting
-from replay.verdict.incidents import with_incidents
+from replay.verdict.job_values import is_mixture
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
-from replay.verdict.router_loss import is_mixture
 from replay.verdict.text import verdict_lines
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 from replay.wording import in_flags
+
+IN_FORWARD = "in forward"  # of `Incident.place`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,3 +140,31 @@ def _is_worse(one: Verdict, other: Verdict) -> bool:
 def _kind_of(kernels: str) -> str:
     """Return the word that captures have for what a backend says that it fused: model or liger."""
     return "liger" if kernels.startswith("fused") else "model"
+
+
+def with_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
+    """Name the incident of each pass that has no number of the job's. The folder is looked at if there is one."""
+    if all(recorded is None or recorded.claims for _, recorded, _ in passes):
+        return passes
+    try:
+        records = read_incidents(folder)
+    except (CaptureError, OSError):  # `replay inspect` names the file
+        return passes
+    ended = [one for record in records for one in record.incidents if one.place == IN_FORWARD and _ends_job(one)]
+    found = {(name, one.forward): one for one in ended for name in one.files}
+    return [
+        Pass(record, replace(recorded, broke_off=_how_it_broke_off(found[record.source, recorded.step])), replayed)
+        if recorded is not None and not recorded.claims and (record.source, recorded.step) in found
+        else Pass(record, recorded, replayed)
+        for record, recorded, replayed in passes
+    ]
+
+
+def _ends_job(incident: Incident) -> bool:
+    return incident.ends_job or incident.what == "died"
+
+
+def _how_it_broke_off(incident: Incident) -> str:
+    is_error = incident.what in ("exception", "out of memory")
+    how = one_line(incident.message) if is_error else f"{incident.what}, {incident.where}"
+    return f"the job broke off in the forward of this pass: {how}"

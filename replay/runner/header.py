@@ -1,10 +1,12 @@
 """Say what a run's numbers belong to: the facts of run.json, and the lines above the passes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from actor_init.declarations.attention import form_of
-from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
+from actor_init.model import ModelSource, find_model, lasting_config
+from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
@@ -15,12 +17,17 @@ from replay.resolution.model_source import inputs_folder, shown
 from replay.resolution.resolve import frozen_text
 from replay.resolution.selection import Selection
 from replay.resolved import ResolvedReplay
-from replay.runner.job_config import header_line
 from replay.runner.states import Earlier
 from replay.spec import WindowWeights
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import weights_line
 from replay.verdict.weight_check import SameWeights
+
+MOST_NAMED = 4  # in the header; run.json has all
+# Names of outputs and tokens, and what fills weights that are read from files: no forward computes otherwise for them.
+NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"} | {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "chunk_size_feed_forward"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,3 +191,45 @@ def _adapter(resolved: ResolvedReplay) -> dict[str, str]:
     return {
         "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
     }
+
+
+def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None) -> list[str]:
+    """List the settings in which the model of `--model` computes otherwise than the job's config says.
+
+    captured  the config in the job's actor.json; None without one
+
+    Settings that the model's class does not know are in one of the two alone, and are left out.
+    """
+    if spec.model is None or spec.is_custom or captured is None:
+        return []
+    try:
+        jobs = find_model(ActorSpec(num_layers=spec.num_layers), captured, "the job").config
+    except UsageError:  # a type that transformers does not have here, or fewer layers than are asked for
+        kinds = captured.get("model_type"), source.config.model_type
+        return [_config_difference("model_type", *kinds)] if kinds[0] != kinds[1] else []
+    there, here = lasting_config(jobs), lasting_config(source.config)
+    shared = [name for name in here if name in there and name not in NOT_COMPUTED]
+    shared.sort(key=lambda name: name != "model_type")  # which explains the others
+    return [one for name in shared for one in _different(name, there[name], here[name])]
+
+
+def header_line(differences: list[str]) -> dict[str, str]:
+    """Return the line of the header; none if nothing differs."""
+    if not differences:
+        return {}
+    more = f"; and {len(differences) - MOST_NAMED} more, in run.json" if len(differences) > MOST_NAMED else ""
+    return {"config": f"other than the job's: {'; '.join(differences[:MOST_NAMED])}{more}"}
+
+
+def _different(name: str, there: Any, here: Any) -> Iterator[str]:
+    """Yield what differs, of settings within settings one by one."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in dict.fromkeys([*here, *there]):
+            if key not in NOT_COMPUTED:
+                yield from _different(f"{name}.{key}", there.get(key), here.get(key))
+    elif there != here:
+        yield _config_difference(name, there, here)
+
+
+def _config_difference(name: str, there: Any, here: Any) -> str:
+    return f"{name} {there} in the job, {here} here"

@@ -1,5 +1,7 @@
 """What a replay looks at in a pass besides running it: each is an observer of `run_pass`."""
 
+import re
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +18,9 @@ from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.parameter_samples import Sample
 from replay.objective.objective import gain
+from replay.report.text import one_line
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
-from replay.runner import compilations
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import RunTrace
@@ -27,6 +29,8 @@ from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:
     from replay.profiling.memory import History
+
+CODE_OF_GUARD = re.compile(r"\s+# .*")  # behind a guard: the line of code that made it, and the stack there
 
 
 class PositionMarker(PassObserver):
@@ -72,13 +76,34 @@ class CompilationCounter(PassObserver):
 
     def begin(self, inputs: PassInputs) -> None:
         self._num_graphs_before = num_graphs()
-        compilations.begin()
+        forget_compilations()
 
     def after_clock(self) -> None:
-        self.section = compilations.end()
+        self.section = read_compilations()
 
     def close(self, error: BaseException | None) -> None:
         self.section = replace(self.section, new_graphs=num_graphs() - self._num_graphs_before)
+
+
+def forget_compilations() -> None:
+    """Have dynamo's own metrics begin anew."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.clear_compilation_metrics()
+
+
+def read_compilations() -> CompilationSection:
+    """Return what was compiled since: the seconds, and the function and the guard of each graph made again.
+
+    A guard reads `forward: 0/0: tensor 'hidden_states' size mismatch at index 1. expected 5`. Dynamo keeps the last 64
+    graphs; a pass that compiles more has more seconds than are returned.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    metrics = [] if utils is None else utils.get_compilation_metrics()
+    seconds = sum(metric.duration_us or 0 for metric in metrics) / 1e6
+    # torch 2.6 does not say the reason
+    named = [(metric.co_name, getattr(metric, "recompile_reason", None)) for metric in metrics]
+    reasons = [f"{name}: {CODE_OF_GUARD.sub('', one_line(reason))}" for name, reason in named if reason]
+    return CompilationSection(compile_seconds=seconds, recompilations=reasons)
 
 
 class TraceObserver(PassObserver):

@@ -1,6 +1,6 @@
 """Say, of a pass that ran out of memory, what it would have needed, and which options would have needed less.
 
-The passes that were measured tell: a fit of their peaks to their rows and tokens (`replay/prediction`) predicts the
+The passes that were measured tell: a fit of their peaks to their rows and tokens (`replay/prediction.py`) predicts the
 peak of the one that failed. What of it grows with the tokens is held by activations, and by whole logits where there
 are some; of the rest the backend declares weights, gradients and the optimizer's. `--memory-snapshot` shows what was
 held when memory ran out, which is less than the pass would have needed.
@@ -19,7 +19,7 @@ from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.inspection.shapes import Shape, read_shapes, spread
-from replay.prediction.costs import Cost, Measured, Model
+from replay.prediction import Cost, Measured, Model
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.records import Holder, HolderKind, Saving
 from replay.profiling.text import saved

@@ -1,33 +1,35 @@
 """Replay one capture after another on this rank: a capture goes in, its record comes out."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.dropout_settings import acting_dropouts
 from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
-from actor_init.model import lasting_config
+from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
+from actor_init.spec import ActorSpec
+from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
+from capture.file_format.parameter_samples import Sample
 from replay.loss import may_count_after_padding, negated_mean, tokens_for
 from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective
 from replay.report.text import one_line
-from replay.resolution.windows import Round
+from replay.resolution.windows import Round, weight_of
 from replay.resolved import ResolvedReplay
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
-from replay.runner.accumulation import Window
 from replay.runner.digests import digest_of_inputs
-from replay.runner.laying_out import inputs_for
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Search
 from replay.runner.observers import (
@@ -42,17 +44,103 @@ from replay.runner.observers import (
     TraceObserver,
 )
 from replay.runner.pass_again import Expectations, with_second_run
-from replay.runner.reopened_actor import ReopenedActor
-from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, run_pass
+from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, inputs_for, run_pass
 from replay.spec import WindowWeights
 from replay.tracing.writer import RunTrace
-from replay.verdict.job_values import Recorded, recorded_in, token_places
+from replay.verdict.job_values import Recorded, recorded_in, token_places, without_router_loss
 from replay.verdict.judge import Pass
 from replay.verdict.replayed_values import Replayed, action_log_probs, sampled_log_probs
-from replay.verdict.router_loss import without_router_loss
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
 from replay.wording import in_flags
+
+
+@dataclass(kw_only=True, slots=True)
+class Window:
+    """The open accumulation window of one rank. It has the same passes on every rank.
+
+    size    passes of each data rank in a window
+    rounds  the inputs that all data ranks replay at the same time; empty: unknown
+    begin   index of the window's first pass
+    wanted  gradient samples that the job recorded in the window, by the replay's name of the parameter
+    """
+
+    size: int
+    rounds: Sequence[Round] = ()
+    begin: int = 0
+    num_passes: int = 0
+    wanted: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def enter(self, index: int, recorded: Mapping[str, Sample]) -> None:
+        """Begin a window with pass `index` if none is open, and take on the samples recorded with the pass."""
+        if not self.num_passes:
+            self.begin, self.wanted = index, {}
+        for name, sample in recorded.items():
+            self.wanted.setdefault(name, []).append(sample)
+
+    def is_last(self, *, backward: bool) -> bool:
+        """Does the window end with the next pass?"""
+        return backward and self.num_passes + 1 == self.size
+
+    def has_run(self, *, backward: bool) -> None:
+        """Count a pass that succeeded."""
+        self.num_passes = 0 if self.is_last(backward=backward) else self.num_passes + backward
+
+    def break_off(self) -> None:
+        """Forget the window: a pass of it failed, and its gradient is gone."""
+        self.num_passes = 0
+
+    def has_gradient_samples(self, index: int) -> bool:
+        """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""
+        return any(passes.has_gradients for passes in self.rounds[self.begin : index + 1])
+
+    def token_weight(self, index: int, data_rank: int) -> float:
+        """Return the weight of pass `index` of a data rank by tokens; 1 where the rounds do not tell."""
+        if index >= len(self.rounds):
+            return 1.0
+        return weight_of(self.rounds, index, data_rank, self.begin, self.size)
+
+    def token_counts(self) -> list[int]:
+        """Return the tokens of the loss in each pass of the window, of all data ranks; empty if unknown."""
+        window = [passes for passes in self.rounds[self.begin :] if passes.trains][: self.size]
+        return [number for passes in window for number in passes.num_tokens]
+
+
+class ReopeningError(RuntimeError):
+    """Raised if the actor could not be opened again after a pass failed."""
+
+
+class ReopenedActor:
+    """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass."""
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        source: ModelSource,
+        world: World,
+        load_state: Path | None = None,
+        on_progress: OnProgress = unheard,
+    ) -> None:
+        self._arguments = (spec, source, world, on_progress)
+        self._load_state = load_state
+        self.backend: Backend = self._opened()
+
+    def _opened(self) -> Backend:
+        backend = open_backend(*self._arguments)
+        if self._load_state is not None:
+            backend.load_state(self._load_state)
+        return backend
+
+    def reopen(self) -> None:
+        self.backend.close()
+        del self.backend
+        free_closed(failed=True)
+        try:
+            self.backend = self._opened()
+        except Exception as error:
+            raise ReopeningError(
+                f"the actor could not be opened again after the failed pass: {in_flags(error)}"
+            ) from error
 
 
 class Replayer:

@@ -27,12 +27,9 @@ from replay.resolved import ATTENTION, By, ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.meter import Meter
-from replay.runner.reopened_actor import ReopenedActor
-from replay.runner.replayer import Replayer
-from replay.tolerances.difference import relative_difference
-from replay.tolerances.job import TOKENS_RMS, Floor, bound_of, difference
-from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
-from replay.tolerances.roundoff import roundoff
+from replay.runner.replayer import ReopenedActor, Replayer
+from replay.tolerances.difference import relative_difference, roundoff
+from replay.tolerances.job import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, Floor, bound_of, difference
 from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
 from replay.verdict.judge import Pass

@@ -25,7 +25,7 @@ from replay.runner.checkpoint import Saver, loaded_source, refuse_folders, state
 from replay.runner.conclusion import setting_of
 from replay.runner.console import Console
 from replay.runner.meter import Meter
-from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import ReopenedActor
 from replay.runner.result import Run
 from replay.runner.session import Session
 from replay.runner.states import Earlier, FolderStates, States

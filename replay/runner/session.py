@@ -14,7 +14,7 @@ from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
-from replay.processes.torchrun_error import repeat_for_torchrun
+from replay.processes.exit_code import repeat_for_torchrun
 from replay.report.text import Pairs, counted, not_recorded
 from replay.resolution.model_source import inputs_folder
 from replay.resolution.selection import Selection
@@ -27,12 +27,10 @@ from replay.runner.checkpoint import Saver, SavingError, not_saved
 from replay.runner.conclusion import Conclusion, conclude
 from replay.runner.console import Console
 from replay.runner.digests import digest_of_weights
-from replay.runner.header import Header
-from replay.runner.job_config import differences_from_job
+from replay.runner.header import Header, differences_from_job
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
-from replay.runner.reopened_actor import ReopenedActor, ReopeningError
-from replay.runner.replayer import Replayer
+from replay.runner.replayer import ReopenedActor, ReopeningError, Replayer
 from replay.runner.reruns import Found, Reruns
 from replay.runner.result import Run
 from replay.runner.rounding_floor import Again

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from replay.campaign.job import Job
+from replay.campaign.campaign import Job
 from replay.processes.pool import Child
 from replay.report.text import counted
 from replay.runlog.reader import log_below

@@ -23,8 +23,7 @@ from actor_init.as_json import parse_json, to_json
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
-from replay.campaign.campaign import JOURNAL, Campaign
-from replay.campaign.job import Job
+from replay.campaign.campaign import JOURNAL, Campaign, Job
 from replay.on_ray.executor import Executor
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun

@@ -14,8 +14,7 @@ from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.report.text import counted
-from replay.shipped_inputs import default_folder
-from replay.spec import LossName
+from replay.spec import LossName, default_folder
 from replay.suite.plan import SuiteSpec
 from replay.suite.text_dataset import MAX_LENGTH, write_texts
 

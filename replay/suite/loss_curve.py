@@ -15,7 +15,7 @@ from replay.report.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
-from replay.tolerances.curves import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
+from replay.tolerances.runs import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
-from replay.processes.devices import PROCESSES_ON_A_CPU, Machine
+from replay.processes.limits import PROCESSES_ON_A_CPU, Machine
 from replay.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one

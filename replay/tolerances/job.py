@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actor_init.as_json import AnyFloat
-from replay.tolerances.difference import relative_difference
-from replay.tolerances.false_alarms import factor_for
-from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
-from replay.tolerances.roundoff import roundoff
+from replay.tolerances.difference import factor_for, relative_difference, roundoff
 
+# The quantities of a pass and of a step, as verdicts and logs name them.
+LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
+TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
+GRADIENT = "gradient samples"
 TOKENS_RMS = "token log-probs, root mean square"
 
 LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say

@@ -1,4 +1,6 @@
-"""Bound how far two runs may be apart that differ in rounding alone: `replay parity`.
+"""Bound how far two runs of the same work may be apart: in parity, in a trace, in diagnose and in suite.
+
+Parity's runs differ in rounding alone.
 
 The floor of a dtype and quantity is the largest distance of any equivalent run. The largest of few samples
 underestimates what the next run may show, so the bound is the floor times a factor: for n normal samples, the multiple
@@ -15,17 +17,54 @@ magnitude of the ceiling. Few samples do not raise a bound above the ceiling.
 For gradients each parameter is a point, and for log-probs each token beside the sums of rows. Backward adds to a
 residual stream as long as forward's and starts from its rounding error, and the farthest of hundreds of points is
 judged, so for these the ceiling is multiplied by CEILINGS.
+
+In a trace, inputs are equal, and weights but for the rounding of sketches and of the coarser dtype. What is computed
+drifts apart, for it is rounded in another order. Where equivalent runs were traced that drift is measured: the bound is
+SAFETY times the farthest that one of them is from the reference, in any tensor of that layer and direction, and at
+least a quarter of this formula, which is the bound otherwise:
+
+    (16 u + 1e-5) sqrt(1 + layers passed)
+
+with u the unit roundoff of the coarser dtype, and 1e-5 for sums and sketches in fp32; a gradient has passed all layers
+forward and then those behind its own backward. Errors that are independent add up like the square root of their number.
+Between right runs of models of 2 and 24 layers at most a third of it was seen.
 """
 
 from collections.abc import Mapping
 
-from replay.tolerances.false_alarms import factor_for
-from replay.tolerances.roundoff import FP32_SPACING
+from actor_init.spec import Dtype
+from replay.tolerances.difference import FP32_SPACING, factor_for
 
 LEAST_FACTOR = 4.0
 AN_ORDER = 10.0
 # Factors for quantities whose value is the farthest of hundreds of points.
 CEILINGS = {"token log-probs": 4.0, "gradients": 4.0}
+
+# Of a traced tensor.
+OF_A_SKETCH = 1e-5
+ROUNDINGS = 16.0  # of a layer, seen in its worst token
+SAFETY = 4.0  # times what equivalent runs were seen to differ by
+
+# Of passes in `replay diagnose` whose answer is known because they do the same work in another way.
+LOSS_BOUND = 1e-3  # relative
+PEERS_BOUND = 1e-6  # relative: they sum the same numbers
+# Of the norm of a parameter's difference, relative to its own: another order of sums in fp32, 8 and 11 significant bits
+# in the others. Measured on small models: 5e-7 in fp32, 2e-2 in bf16. A fault that scales or drops a gradient gives 0.3
+# and more.
+GRADIENT_BOUNDS = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-1, Dtype.FP16: 5e-2}
+# Of the whole gradient's norm. A smaller gradient may be the rounding error of larger ones.
+SMALLEST_SHARE = 1e-3
+# Replaces a norm or a loss of 0.
+TINY = 1e-30
+
+# Of the loss curve of one training from another's in `replay suite`.
+FROM_DEEPSPEED = 0.05  # relative, at every step
+INITIAL_FROM_DDP = 0.001  # in nats, before the first step: the weights are the same
+# In nats, the largest and the mean over the steps.
+FROM_DDP = {
+    "fsdp2-tp": (0.02, 0.001),
+    "deepspeed-autotp": (0.5, 0.15),
+}
 
 
 def is_trusted(name: str, measured: Mapping[str, float], ceiling: float) -> bool:
@@ -45,3 +84,18 @@ def bound_from_floor(floor: float | None, num_points: int, ceiling: float) -> fl
     factor = LEAST_FACTOR if floor is None else max(LEAST_FACTOR, factor_for(num_points))
     some = floor or FP32_SPACING
     return min(factor * some, max(LEAST_FACTOR * some, ceiling))
+
+
+def bound_of_weights(unit: float, *, same_dtype: bool) -> float:
+    """Return the bound of a parameter; `unit` is the unit roundoff of the coarser dtype."""
+    return OF_A_SKETCH + (0.0 if same_dtype else 2 * unit)
+
+
+def bound_of_layer(unit: float, num_layers: int) -> float:
+    """Return the bound of a tensor that has passed `num_layers` layers, where nothing was measured."""
+    return float((ROUNDINGS * unit + OF_A_SKETCH) * (1 + num_layers) ** 0.5)
+
+
+def measured_bound(floor: float, formula: float) -> float:
+    """Return the bound where equivalent runs were seen to differ by `floor` in that layer and direction."""
+    return max(SAFETY * floor, formula / 4)

@@ -1,4 +1,4 @@
-"""Find where two traced runs part: the first layer and tensor that leaves its bound (replay/tolerances/layers.py).
+"""Find where two traced runs part: the first layer and tensor that leaves its bound (replay/tolerances/runs.py).
 
 In the order of Kind, so that a wrong weight or input is named before what is computed from it.
 """
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from replay.tolerances.layers import bound_of_layer, bound_of_weights, measured_bound
-from replay.tolerances.roundoff import roundoff
+from replay.tolerances.difference import roundoff
+from replay.tolerances.runs import bound_of_layer, bound_of_weights, measured_bound
 from replay.tracing.distances import Distance, distances
 from replay.tracing.reader import TracedRun
 from replay.tracing.trace_file import Kind

@@ -8,9 +8,21 @@ from enum import StrEnum
 from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.runlog.records import PassRecord
-from replay.tolerances.job import ROUTES_FACTOR, TOKENS_RMS, Floor, bound_of, bound_of_rms, difference
-from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
-from replay.tolerances.roundoff import is_coarse, roundoff
+from replay.tolerances.difference import is_coarse, roundoff
+from replay.tolerances.job import (
+    ACTION_TOKENS,
+    GRAD_NORM,
+    GRADIENT,
+    LOG_PROBS,
+    LOSS,
+    ROUTES_FACTOR,
+    TOKENS,
+    TOKENS_RMS,
+    Floor,
+    bound_of,
+    bound_of_rms,
+    difference,
+)
 from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded
 from replay.verdict.replayed_values import Replayed
 

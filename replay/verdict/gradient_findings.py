@@ -8,10 +8,8 @@ from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
-from replay.tolerances.difference import absolute_difference, relative_difference
-from replay.tolerances.job import HIDING_BOUND, LEAST_RMS, SAME_SHARES
-from replay.tolerances.quantities import GRAD_NORM, GRADIENT, LOSS
-from replay.tolerances.roundoff import is_coarse
+from replay.tolerances.difference import absolute_difference, is_coarse, relative_difference
+from replay.tolerances.job import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAST_RMS, LOSS, SAME_SHARES
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,

@@ -5,10 +5,11 @@ the file, such as the objective of a loss that the loop computed, is the claim's
 something, and different ones prove nothing.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from transformers import PretrainedConfig
 
 from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
@@ -18,8 +19,9 @@ from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
 from capture.file_format.parameter_samples import Sample
 from replay.loss import tokens_for
 from replay.report.text import counted
+from replay.runlog.records import PassRecord
 from replay.spec import LossName, is_objective
-from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"
@@ -28,6 +30,8 @@ TOKEN_PLACES = "token_log_probs_places"  # of outputs: row and column of each of
 NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
+ROUTER_LOSS_DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"
 
 
 def inner_names(job_name: str) -> Iterator[str]:
@@ -295,3 +299,54 @@ def dtypes_of(call: Call) -> list[str]:
     said += [HALVES[name] for name in mixed if name in HALVES]
     has_tf32 = environment.get("torch.float32_matmul_precision", "highest") != "highest"
     return sorted({*said, *(["tf32"] if has_tf32 and environment.get("device") != "CPU" else [])})
+
+
+def why_not_one_job(passes: Sequence[tuple[PassRecord, Recorded]]) -> str | None:
+    """Say which recordings these passes are of, in the order in which they were replayed; None if it is one.
+
+    Each rank of a job has a recording of its own. Converted passes have none, and passes without a number of the
+    job's are not judged: neither counts.
+    """
+    named = [(record.index, own.rank, own.recording) for record, own in passes if own.claims and own.recording]
+    first = {rank: began for _, rank, began in reversed(named)}
+    other = next(((index, rank) for index, rank, began in named if began != first[rank]), None)
+    if other is None:
+        return None
+    index, rank = other
+    began = sorted({one for _, of_rank, one in named if of_rank == rank})
+    times = f"{', '.join(began[:-1])} and {began[-1]}"
+    fewer = f"--max-inputs {index}, for those of one alone, or " if index else ""
+    return (
+        f"these passes are of {len(began)} recordings in one folder, which began {times}. "
+        f"Try: {fewer}a folder for each (the times are in the files' names)"
+    )
+
+
+def without_router_loss(recorded: Recorded, call: Call, config: PretrainedConfig) -> Recorded:
+    """Return `recorded`, its loss and gradient norm doubted if the job's model added its routers' loss to its own.
+
+    transformers adds it where labels are given and `output_router_logits` is asked for, by the call or by the config.
+    """
+    if not adds_router_loss(call, config):
+        return recorded
+    return replace(recorded, claims=[_doubted(claim) for claim in recorded.claims])
+
+
+def adds_router_loss(call: Call, config: PretrainedConfig) -> bool:
+    text = config.get_text_config()
+    coefficients = [
+        value for name in ROUTER_LOSS_WEIGHTS if isinstance(value := getattr(text, name, None), (int, float))
+    ]
+    asked = call.call_facts.get("output_router_logits")
+    if asked is None:
+        asked = getattr(text, "output_router_logits", False)
+    return bool(asked) and any(coefficients) and "labels" in call.tensors
+
+
+def is_mixture(parameters: Iterable[str]) -> bool:
+    """Tell by the names of its parameters whether a model has experts that a router chooses from."""
+    return any(word in name for name in parameters for word in ("expert", "router"))
+
+
+def _doubted(claim: Claim) -> Claim:
+    return replace(claim, doubt=ROUTER_LOSS_DOUBT) if claim.name in (LOSS, GRAD_NORM) else claim

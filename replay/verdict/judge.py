@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from actor_init.as_json import to_json
 from replay.report.text import counted
 from replay.runlog.records import PassRecord
-from replay.tolerances.job import Floor
-from replay.tolerances.quantities import GRAD_NORM
-from replay.tolerances.roundoff import is_coarse, roundoff
+from replay.tolerances.difference import is_coarse, roundoff
+from replay.tolerances.job import GRAD_NORM, Floor
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -31,8 +30,7 @@ from replay.verdict.findings import (
     weights_that_stay,
 )
 from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import MISSING_GRADIENT, Recorded, WeightComparison
-from replay.verdict.recordings import why_not_one_job
+from replay.verdict.job_values import MISSING_GRADIENT, Recorded, WeightComparison, why_not_one_job
 from replay.verdict.replayed_values import Replayed
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"

@@ -13,7 +13,7 @@ from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
 from replay.report.text import Pairs, counted
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.quantities import LOSS
+from replay.tolerances.job import LOSS
 from replay.verdict.job_values import MOVED, NEXT_TOKENS, Recorded, own_name
 from replay.verdict.judge import Pass, Verdict
 

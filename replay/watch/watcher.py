@@ -14,6 +14,7 @@ Errors that follow from another's end, as a connection closed by the peer, are t
 
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -31,7 +32,6 @@ from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone
 from replay.watch.progress import Position, Tracker, last_position
 from replay.watch.shutdown import Ending
 from replay.watch.side_channel import Meeting, Message, connected
-from replay.watch.sigterm import Terminations
 from replay.watch.stacks import (
     StackFile,
     aborted_in_collective,
@@ -48,6 +48,25 @@ ANSWER_SECONDS = 0.75  # for a thread that only has to wake up
 HELD_SECONDS = 1.5  # beyond the timeout, after which Python counts as held
 LEAVE_SECONDS = 2.5  # for a main thread to end as another rank's did
 TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminations:
+    """While open, SIGTERM does not end the process but writes its number to `bell`. For the main thread only.
+
+    A thread reads the bell: in a collective the main thread runs no Python signal handler.
+    """
+
+    def __init__(self, bell: socket.socket) -> None:
+        self._before: tuple[Any, int] | None = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.signal(signal.SIGTERM, lambda *_: None)
+            self._before = handler, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        if self._before is not None:
+            handler, wakeup = self._before
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from replay.inspection.shapes import Shape
-from replay.prediction.costs import MOST_OF_PEAK, MOST_OF_SECONDS, Cost, Error, Measured, Model
-from replay.prediction.fitting import TERMS, Fit
+from replay.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
 from replay.worst.configuration import Configuration

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.campaign.campaign import Campaign
-from replay.campaign.job import Job
-from replay.prediction.costs import Cost
+from replay.campaign.campaign import Campaign, Job
+from replay.prediction import Cost
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from replay.inspection.shapes import Shape
-from replay.prediction.costs import MOST_OF_PEAK, Cost, Error
+from replay.prediction import MOST_OF_PEAK, Cost, Error
 
 SECONDS = 120.0
 _PROGRAM = """

@@ -20,9 +20,8 @@ from replay.campaign.inputs import ShapedInputs
 from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
-from replay.prediction.costs import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
-from replay.processes.devices import Machine
-from replay.processes.limits import RunLimits
+from replay.prediction import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
+from replay.processes.limits import Machine, RunLimits
 from replay.report.text import counted
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from actor_init.fused import liger, rotary
-from actor_init.fused.liger import lack_of_liger
-from actor_init.fused.proof import is_equal, random_numbers
+from actor_init.fused.liger import is_equal, lack_of_liger, random_numbers
 from actor_init.fused.replacing import NONE_FOUND, fuse, fuse_as_asked
 from actor_init.fused.rms_norm import replace_norm
 from actor_init.fused.swiglu import replace_swiglu

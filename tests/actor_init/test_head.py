@@ -16,9 +16,9 @@ from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig, PreTrai
 from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter
 from actor_init.head.chunks import Wanted, chunk_size, log_probs_in_chunks
-from actor_init.head_form import HeadForm, LogitStep
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, random_weights
+from actor_init.model_form import HeadForm, LogitStep
 from actor_init.probe.head_probe import choose_head, form_of
 from actor_init.probe.packing_probe import one_document, small_model
 from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError

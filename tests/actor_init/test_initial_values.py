@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init import model as model_module
-from actor_init.initial_values import build_with_values
 from actor_init.model import build_on_meta, materialise, random_weights
+from actor_init.weights import build_with_values
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

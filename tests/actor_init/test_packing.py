@@ -6,7 +6,7 @@ from torch import Tensor
 
 from actor_init.actor import action_log_probs
 from actor_init.inputs.packing import actor_inputs, arranged, padded_to
-from actor_init.layout import Borders, Layout
+from actor_init.model_form import Borders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 

@@ -11,8 +11,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.inputs.packing import actor_inputs
-from actor_init.layout import Borders, Layout
 from actor_init.model import count_parameters
+from actor_init.model_form import Borders, Layout
 from actor_init.own_positions import with_own_positions
 from actor_init.probe import packing_probe
 from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_no_slice, why_not_packed

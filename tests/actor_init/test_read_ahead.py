@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actor_init import read_ahead
-from actor_init.read_ahead import ReadAhead, places_of
-from actor_init.weights import FolderWeights
+from actor_init import weights
+from actor_init.weights import FolderWeights, ReadAhead, places_of
 
 TENSORS = {f"layers.{number}.weight": torch.arange(256.0) + number for number in range(8)}
 
@@ -31,7 +30,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         told.append((begin, begin + length))
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 2048)  # two tensors
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 2048)  # two tensors
     return told
 
 

@@ -13,8 +13,7 @@ from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
 from replay.runlog.records import PassRecord
-from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from tests.helpers.children import run_with
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
@@ -53,7 +52,7 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
         fed.append(args[0].sequences_BS.tolist())
         return actor_inputs(*args, **kwargs)
 
-    monkeypatch.setattr("replay.runner.laying_out.actor_inputs", watched)
+    monkeypatch.setattr("replay.runner.run_pass.actor_inputs", watched)
     [plain] = replayed(tmp_path, "plain")
     [turned] = replayed(tmp_path, "turned", reverse_rows=True)
     assert fed[1] == fed[0][::-1]

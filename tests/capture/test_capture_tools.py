@@ -18,7 +18,7 @@ from capture.file_format.capture_file import read_call, write_call
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import convert_folder
 from replay.cli import main as replay_main
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from tests.helpers.dumps import a_dump
 
 SECRET = "/home/somebody/secret-project"

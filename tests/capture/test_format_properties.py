@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.plain_data import MAX_DEPTH
-from capture.file_format.safe_unpickler import load_plain
+from capture.file_format.safe_unpickler import MAX_DEPTH, load_plain
 from capture.file_format.tensor_codec import DTYPES, decode_tensors, encode_tensor
 
 ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

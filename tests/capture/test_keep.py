@@ -18,9 +18,9 @@ import capture.black_box.black_box
 import capture.black_box.flight_recorder
 import capture.black_box.incidents
 from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
+from capture.black_box.black_box import StepWatch
 from capture.black_box.flight_recorder import dead_spools
 from capture.black_box.incidents import read_incidents, scrubbed
-from capture.black_box.slow_step import StepWatch
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
 from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
@@ -256,7 +256,7 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 
 def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.black_box.slow_step.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
     watch = StepWatch(3.0)
     for step in range(9):
         assert not watch.begin(step)
@@ -290,7 +290,7 @@ def test_a_slow_step_is_so_many_times_the_median_or_seconds(
 
 def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("capture.black_box.slow_step.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
     watch = StepWatch(max_seconds=60.0)
     assert watch.seconds_left() is None
     assert not watch.begin(0)

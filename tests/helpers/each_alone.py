@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.inputs.packing import actor_inputs, arranged, sliced
-from actor_init.layout import Layout
+from actor_init.model_form import Layout
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.families import VOCABULARY, tiny_model
 

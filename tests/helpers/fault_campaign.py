@@ -23,7 +23,7 @@ from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
 from replay.parity.rows import Row, State
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
-from replay.shipped_inputs import edge_folder
+from replay.spec import edge_folder
 from replay.tracing.distances import distances
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.reader import TracedRun
@@ -188,7 +188,7 @@ class Campaign:
         return MatrixJudge().result_of([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
-        """What parity names first, by the rule of `replay.parity.traced_rerun`."""
+        """What parity names first, by the rule of `replay.parity.runs`."""
         equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
         [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
         return first_difference(

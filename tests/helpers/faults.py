@@ -80,7 +80,7 @@ def _other_inputs(change: Callable[[ActorInputs], ActorInputs]) -> AbstractConte
     def changed(*args: Any, **kwargs: Any) -> ActorInputs:
         return change(packing.actor_inputs(*args, **kwargs))
 
-    return patch("replay.runner.laying_out.actor_inputs", changed)
+    return patch("replay.runner.run_pass.actor_inputs", changed)
 
 
 def _other_weights(change: Callable[[str, Tensor], None]) -> AbstractContextManager[Any]:
@@ -221,7 +221,7 @@ def action_mask_off_by_one(world: World) -> Iterator[None]:
     def shifted(batch: Any, **kwargs: Any) -> ActorInputs:
         return real(replace(batch, action_mask_BA=torch.roll(batch.action_mask_BA, 1, dims=-1)), **kwargs)
 
-    with patch("replay.runner.laying_out.actor_inputs", shifted):
+    with patch("replay.runner.run_pass.actor_inputs", shifted):
         yield
 
 

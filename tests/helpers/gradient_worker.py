@@ -89,7 +89,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
             stack.enter_context(liger_on_a_cpu())
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
-        stack.enter_context(patch("replay.runner.reopened_actor.open_backend", opened))
+        stack.enter_context(patch("replay.runner.replayer.open_backend", opened))
         spec = action_of([*job["arguments"], *PATIENCE]).args[0].spec
         code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from transformers import PretrainedConfig
 
-from actor_init.head_form import HeadForm
+from actor_init.model_form import HeadForm
 from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World

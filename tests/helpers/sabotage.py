@@ -47,7 +47,7 @@ def different_inputs(world: World) -> Iterator[None]:
             return inputs
         return replace(inputs, input_ids=torch.roll(inputs.input_ids, 1, dims=-1))
 
-    with patch("replay.runner.laying_out.actor_inputs", shifted):
+    with patch("replay.runner.run_pass.actor_inputs", shifted):
         yield
 
 
@@ -150,7 +150,7 @@ def positions_from_zero(world: World) -> Iterator[None]:
         own = sliced(inputs, ring)
         return replace(own, position_ids=torch.arange(own.input_ids.shape[1]).unsqueeze(0))
 
-    with patch("replay.runner.laying_out.sliced", sliced_wrongly):
+    with patch("replay.runner.run_pass.sliced", sliced_wrongly):
         yield
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
 from replay.runlog.records import PassRecord
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
 from tests.helpers.ranks import run_ranks

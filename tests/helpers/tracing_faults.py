@@ -31,7 +31,7 @@ def in_module(name: str, breaks: Callable[[nn.Module], object]) -> AbstractConte
             breaks(backend.model.get_submodule(name))
         return backend
 
-    return patch("replay.runner.reopened_actor.open_backend", opened)
+    return patch("replay.runner.replayer.open_backend", opened)
 
 
 def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextMana
         inputs = actor_inputs(*args, **kwargs)
         return replace(inputs, **changes(inputs))
 
-    return patch("replay.runner.laying_out.actor_inputs", wrong)
+    return patch("replay.runner.run_pass.actor_inputs", wrong)
 
 
 def counted(inputs: ActorInputs) -> dict[str, Any]:

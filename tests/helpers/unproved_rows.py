@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from transformers import PretrainedConfig
 
-from actor_init.layout import Layout
+from actor_init.model_form import Layout
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 

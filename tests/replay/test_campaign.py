@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import JOURNAL, Campaign, until_interrupted
-from replay.campaign.job import Job
+from replay.campaign.campaign import JOURNAL, Campaign, Job, until_interrupted
 from replay.on_ray.executor import ThisMachine
-from replay.processes.devices import Machine
-from replay.processes.limits import RunLimits
+from replay.processes.limits import Machine, RunLimits
 from replay.processes.pool import Child, Task
 from replay.spec import ReplaySpec
 

@@ -14,7 +14,7 @@ import pytest
 from replay.cli import action_of
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import visible_gpus
-from replay.processes.pool import Task, _Running, run_child, run_children
+from replay.processes.pool import Child, Task, _Running, run_children
 from replay.runlog.reader import PastRun
 from replay.spec import MeasureSpec, ReplaySpec
 from tests.helpers.commands import ROOT
@@ -46,6 +46,11 @@ class Programs:
             output=self._folder / "out" / name,
             limit=limit,
         )
+
+
+def run_child(task: Task) -> Child:
+    [(_, child)] = run_children([(None, task)], at_once=1)
+    return child
 
 
 @pytest.fixture

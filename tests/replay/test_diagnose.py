@@ -150,7 +150,7 @@ def targets_not_shifted() -> Iterator[None]:
         inputs = actor_inputs(*args, **kwargs)
         return replace(inputs, target_ids_N=inputs.input_ids.flatten()[inputs.predictor_N])
 
-    with patch("replay.runner.laying_out.actor_inputs", itself):
+    with patch("replay.runner.run_pass.actor_inputs", itself):
         yield
 
 

@@ -13,8 +13,8 @@ from replay.parity.plan import Plan, Role, in_environments
 from replay.parity.rows import ParityLog
 from replay.parity.text import commands, header
 from replay.processes.child_job import ChildJob
-from replay.processes.devices import Machine
 from replay.processes.interpreter import Environment, probe
+from replay.processes.limits import Machine
 from replay.processes.pool import RunHere, Task
 from replay.spec import ReplaySpec
 from replay.wording import in_flags

@@ -16,8 +16,8 @@ from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, versions
 from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.watch.blame import failed
-from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
+from replay.watch.shutdown import claim_failure
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.read_logs import read_log

@@ -11,8 +11,7 @@ from actor_init.spec import Dtype
 from replay.compare.differences import compare
 from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.runlog.reader import PastRun
-from replay.tolerances.false_alarms import chance_beyond
-from replay.tolerances.roundoff import ceiling_of
+from replay.tolerances.difference import ceiling_of, chance_beyond
 from tests.helpers.made_logs import passed, write_log
 
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 64}

@@ -53,7 +53,7 @@ def replayed(
         spoil(backend.model)
         return backend
 
-    monkeypatch.setattr("replay.runner.reopened_actor.open_backend", opened)
+    monkeypatch.setattr("replay.runner.replayer.open_backend", opened)
     main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
     [log] = (tmp_path / "logs").iterdir()
     lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]

@@ -31,8 +31,7 @@ from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
-from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
+from replay.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster

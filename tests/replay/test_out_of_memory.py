@@ -215,7 +215,7 @@ import gc, sys, weakref
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 from replay.cli import main
-from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import ReopenedActor
 
 models = []
 opened, inner = ReopenedActor._opened, LlamaMLP.forward

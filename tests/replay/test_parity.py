@@ -15,7 +15,7 @@ import torch
 
 from actor_init.inputs.packing import actor_inputs
 from replay import cli
-from replay.parity import traced_rerun as parting
+from replay.parity import runs as parting
 from replay.parity.noise_floor import CellResult
 from replay.parity.results import MatrixJudge
 from replay.parity.rows import ParityLog, State
@@ -62,7 +62,7 @@ ALONE: Any = Alone()
 
 
 class Runs:
-    """In the place of `run_child`: writes a log with one input's known loss, or fails as it is told."""
+    """In the place of a run of tasks: writes a log with one input's known loss, or fails as it is told."""
 
     def __init__(self, **by_place: Any) -> None:
         self.names: list[str] = []
@@ -403,7 +403,7 @@ def positions_go_on(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.laying_out.actor_inputs", positions_go_on)
+    monkeypatch.setattr("replay.runner.run_pass.actor_inputs", positions_go_on)
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}

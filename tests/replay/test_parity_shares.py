@@ -13,7 +13,7 @@ from replay.parity.noise_floor import CellResult, Distance, Noise
 from replay.parity.plan import Cell, Role
 from replay.parity.results import JudgedCell, MatrixResult
 from replay.parity.rows import ParityLog
-from replay.processes.devices import Machine
+from replay.processes.limits import Machine
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.planning import planned
 

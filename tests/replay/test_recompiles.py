@@ -19,7 +19,7 @@ from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.recompiles.policies import Policy, Result, best, least_padding, pays_from
 from replay.runlog.records import CompilationSection
-from replay.runner import compilations
+from replay.runner.observers import read_compilations
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
 from tests.helpers.typed import spec_of
@@ -235,6 +235,6 @@ def test_a_guard_is_named_without_the_code_that_made_it(monkeypatch: pytest.Monk
     utils = SimpleNamespace(get_compilation_metrics=lambda: metrics)
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
 
-    assert compilations.end() == CompilationSection(
+    assert read_compilations() == CompilationSection(
         compile_seconds=2.5, recompilations=["forward: 0/0: kwargs['max_length_q'] == 12"]
     )

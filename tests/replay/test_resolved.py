@@ -204,7 +204,7 @@ from replay.resolved import ResolvedReplay
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver
 from replay.runner.meter import Meter
-from replay.runner.reopened_actor import ReopenedActor
+from replay.runner.replayer import ReopenedActor
 from replay.runner.replayer import Replayer
 from replay.spec import ReplaySpec
 from replay.tracing.writer import RunTrace

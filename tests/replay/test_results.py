@@ -20,8 +20,8 @@ from replay.runner.run import run_in
 from replay.verdict.findings import Finding, Status
 from replay.verdict.judge import Outcome, PassVerdict, Verdict
 from replay.watch.blame import failed
-from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position
+from replay.watch.shutdown import claim_failure
 from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
 

@@ -19,7 +19,7 @@ from capture import capture_files, read_micro_batch
 from capture.file_format.body import RandomStates
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from replay.watch.progress import Phase
 
 ROOT = Path(__file__).parents[2]

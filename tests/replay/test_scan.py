@@ -16,7 +16,7 @@ from replay.loss import negated_mean
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
 

@@ -20,8 +20,7 @@ from replay.inspection.totals import MOST_ODD
 from replay.processes.child_job import ChildJob
 from replay.resolution import selection
 from replay.resolution.selection import select
-from replay.shipped_inputs import default_folder
-from replay.spec import InputsSpec, Passes, ReplaySpec
+from replay.spec import InputsSpec, Passes, ReplaySpec, default_folder
 from tests.helpers.made_captures import write_config, write_passes
 from tests.helpers.small_jobs import TinyModel
 from tests.replay.test_verdict import FP32, replayed, train

@@ -13,7 +13,7 @@ import pytest
 from actor_init.spec import Dtype, UsageError
 from replay.cli import action_of, main
 from replay.on_ray.executor import ThisMachine
-from replay.processes.devices import Machine
+from replay.processes.limits import Machine
 from replay.processes.pool import Child, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun

@@ -20,7 +20,7 @@ from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change
 from replay.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
-from replay.on_ray.node_agent import NodeAgent
+from replay.on_ray.node_actors import NodeAgent
 from replay.on_ray.training import Trainings
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task

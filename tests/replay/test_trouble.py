@@ -14,7 +14,7 @@ from capture.file_format.listing import capture_files
 from replay.cli import main
 from replay.loss import negated_mean
 from replay.runlog.records import PassRecord
-from replay.shipped_inputs import default_folder
+from replay.spec import default_folder
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass
@@ -93,10 +93,10 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_once(*arguments: Any) -> Any:
-        monkeypatch.setattr("replay.runner.reopened_actor.open_backend", _raise)
+        monkeypatch.setattr("replay.runner.replayer.open_backend", _raise)
         return open_backend(*arguments)
 
-    monkeypatch.setattr("replay.runner.reopened_actor.open_backend", open_once)
+    monkeypatch.setattr("replay.runner.replayer.open_backend", open_once)
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, TOO_LONG, 24])), "--warmup", "0")
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True]

@@ -7,9 +7,8 @@ import pytest
 
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.tolerances.quantities import LOSS
-from replay.verdict.job_values import Claim, Recorded, WeightComparison
-from replay.verdict.recordings import why_not_one_job
+from replay.tolerances.job import LOSS
+from replay.verdict.job_values import Claim, Recorded, WeightComparison, why_not_one_job
 from tests.helpers.made_records import record
 from tests.replay.test_verdict import FP32, replayed, train
 

@@ -16,8 +16,7 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from replay.cli import main as replay_main
 from replay.runlog.reader import PastRun
-from replay.tolerances.job import TOKENS_RMS, bound_of
-from replay.tolerances.quantities import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, bound_of
 from replay.verdict.findings import Setting, finding
 from replay.verdict.job_values import Claim, OtherValue, Recorded, WeightComparison
 from replay.verdict.judge import Outcome, Pass, Verdict, judge

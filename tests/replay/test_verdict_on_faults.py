@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture import recording
 from replay.cli import main as replay_main
-from replay.tolerances.job import HIDING_BOUND, TOKENS_RMS
-from replay.tolerances.quantities import GRAD_NORM, GRADIENT
+from replay.tolerances.job import GRAD_NORM, GRADIENT, HIDING_BOUND, TOKENS_RMS
 from replay.verdict.job_values import WEIGHTING
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches

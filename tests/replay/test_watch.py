@@ -19,8 +19,8 @@ from actor_init.world import World
 from replay.cli import main
 from replay.watch import side_channel, stacks
 from replay.watch.blame import failed
-from replay.watch.failure_file import claim_failure
 from replay.watch.progress import Phase, Position, Tracker, last_position
+from replay.watch.shutdown import claim_failure
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import raised_in_collective
 from replay.watch.watcher import watching

@@ -24,15 +24,14 @@ from capture.file_format.capture_file import read_call
 from replay.cli import main
 from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
-from replay.prediction.fitting import fitted
+from replay.prediction import fitted
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
-from replay.runner.laying_out import inputs_for
-from replay.shipped_inputs import default_folder
-from replay.spec import ReplaySpec
+from replay.runner.run_pass import inputs_for
+from replay.spec import ReplaySpec, default_folder
 from replay.worst.memory import Memory, memory_here
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
