@@ -21,14 +21,14 @@ def option(
     flags: Mapping[str, Any] | None = None,
     named: bool = True,
     choices: Collection[str] = (),
-    metavar: str | None = None,
+    metavar: str | Callable[[], str] | None = None,
 ) -> Any:
     """Return a dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
     named=False they are the only way to set it. `choices` are the words that a text value may be; `metavar` says in the
-    help what it may be where that is no list. `choices`, and a `help` that is a function, are evaluated when needed,
-    because more backends may have been registered by then.
+    help what it may be where that is no list. `choices`, and functions for `help` and `metavar`, are evaluated when
+    needed, because more backends may have been registered by then.
     """
     shape = {
         "min": min,

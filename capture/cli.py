@@ -11,7 +11,6 @@ from capture.facts import FactError, Setting, flag_of, worded
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
-PROJECTS = ("openrlhf", "slime", "verl", "skyrl", "roll", "nemo-rl")
 DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
 
 
@@ -25,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from capture.importers import IMPORTERS
+
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
     # `deepspeed --module capture run ...` puts it here; the script gets it, as it would without `capture run`
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--from",
         dest="project",
-        choices=PROJECTS,
+        choices=list(IMPORTERS),
         help="Project that wrote them (default: told from each file).",
     )
     convert.add_argument(
@@ -280,14 +281,13 @@ def _collect(parsed: argparse.Namespace) -> int:
 
 def _convert(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.convert import convert_folder
-    from capture.importers import Project
     from capture.progress_bar import ProgressBar
 
-    project, bar = Project(parsed.project) if parsed.project else None, ProgressBar()
+    bar = ProgressBar()
     done = convert_folder(
         parsed.folder,
         parsed.target,
-        project=project,
+        project=parsed.project,
         num_rows=parsed.rows,
         segment=_segment(parsed.segment),
         on_progress=bar.show,

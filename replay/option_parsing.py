@@ -100,7 +100,7 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
     choices = _choices_of(spec_field, base)
     own_flag = flag_of(spec_field.name)
-    text = meta["help"]() if callable(meta["help"]) else meta["help"]
+    text, metavar = (meta[name]() if callable(meta[name]) else meta[name] for name in ("help", "metavar"))
     if meta["named"]:
         yield Toggle(
             flag=own_flag,
@@ -109,7 +109,7 @@ def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle
             min=meta["min"],
             max=meta["max"],
             choices=choices,
-            metavar=meta["metavar"],
+            metavar=metavar,
             **shared,
         )
     for flag, value in meta["flags"].items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from actor_init.declarations.backends import declaration_of, names_of
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
 from capture.facts import Setting
+from replay.declarations import OBJECTIVES, objectives_with
 
 
 class Passes(StrEnum):
@@ -22,10 +23,10 @@ class Order(StrEnum):
 
 
 class LossName(StrEnum):
+    """Losses that are means of log-probs; `replay/declarations` has the objectives, which --loss may be too."""
+
     STAND_IN = "stand-in"
     SFT = "sft"
-    POLICY = "policy"
-    DPO = "dpo"
 
 
 class Reduction(StrEnum):
@@ -47,14 +48,25 @@ class Pairs(StrEnum):
 
 
 STEP, TRACE, RESUME = Setting("step", True), Setting("trace", True), Setting("resume", True)
-OPTIONS_OF_DPO = ("dpo_beta", "label_smoothing", "pairs", "average_log_probs")
 PICKS = re.compile(r"\d{1,9}(,\d{1,9})*")
 USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 
 
 def is_objective(loss: str) -> bool:
     """Is it a job's own objective, which has its reduction and needs more than tokens?"""
-    return loss not in (LossName.STAND_IN, LossName.SFT)
+    return loss not in list(LossName)
+
+
+def _loss_help() -> str:
+    objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
+    return (
+        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
+        f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
+    )
+
+
+def _loss_metavar() -> str:
+    return "|".join([*LossName, *OBJECTIVES, "FILE.py:FUNCTION"])
 
 
 class WindowWeights(StrEnum):
@@ -124,13 +136,7 @@ class MeasureSpec:
     since it compares runs that lay the same tokens out in different ways.
     """
 
-    loss: str = option(
-        LossName.STAND_IN.value,
-        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
-        "policy: the clipped ratio of PPO and GRPO. dpo: of preference pairs. FILE.py:FUNCTION: your own "
-        "(docs/objectives.md).",
-        metavar="stand-in|sft|policy|dpo|FILE.py:FUNCTION",
-    )
+    loss: str = option(LossName.STAND_IN.value, _loss_help, metavar=_loss_metavar)
     window: WindowWeights = option(
         WindowWeights.TOKENS,
         "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
@@ -178,8 +184,9 @@ class MeasureSpec:
     name: str = option("replay", "Last part of that folder's name.")
 
     def __post_init__(self) -> None:
-        if self.loss not in list(LossName) and not USER_LOSS.fullmatch(self.loss):
-            raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(LossName)}, or FILE.py:FUNCTION")
+        words = [*LossName, *OBJECTIVES]
+        if self.loss not in words and not USER_LOSS.fullmatch(self.loss):
+            raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(words)}, or FILE.py:FUNCTION")
         if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
             loss, window = Setting("loss", self.loss), Setting("window")
             why = f"is for {loss.of(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
@@ -193,7 +200,7 @@ class MeasureSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveSpec:
-    """Settings of --loss policy and --loss dpo; docs/objectives.md has the formulas."""
+    """Settings of the objectives, which declare the ones they take; docs/objectives.md has the formulas."""
 
     clip_low: float = option(0.2, "policy: the ratio is clipped to no less than 1 - X.", min=0, max=1)
     clip_high: float | None = option(
@@ -237,8 +244,9 @@ class ObjectiveSpec:
     def check(self, loss: str) -> None:
         """Raise UsageError for an option that was given for another loss than `loss`."""
         for declared in fields(self):
-            owner = Setting("loss", LossName.DPO if declared.name in OPTIONS_OF_DPO else LossName.POLICY)
-            if loss != owner.value and getattr(self, declared.name) != declared.default:
+            owners = objectives_with(declared.name)
+            if loss not in owners and getattr(self, declared.name) != declared.default:
+                owner = Setting("loss", owners[0])
                 raise UsageError(Setting(declared.name), f"is a setting of {owner}", f"Try: {owner}")
 
 

@@ -45,6 +45,7 @@ ROOMS = {
         ("backends",),  # their engines
     ),
     "replay": (
+        ("declarations",),  # of objectives: what each is, and which options it takes
         ("spec",),
         ("resolved",),
         ("option_parsing", "loss", "given_paths"),
@@ -97,6 +98,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
     *("actor_init/toggles.py", "actor_init/as_json.py"),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "actor_init" / "declarations").rglob("*.py"))),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "replay" / "declarations").rglob("*.py"))),
     *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/option_parsing.py", "replay/cli.py"),
     *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
     *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),

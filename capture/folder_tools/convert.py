@@ -20,7 +20,7 @@ from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import bytes_of
 from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
-from capture.importers import Project, dump_files, read_dump
+from capture.importers import dump_files, importer_of, read_dump
 
 DUMP_TIME = "%Y%m%d_%H%M%S_%f"
 
@@ -39,7 +39,7 @@ def convert_folder(
     source: Path,
     target: Path,
     *,
-    project: Project | None = None,
+    project: str | None = None,
     num_rows: int | None = None,
     segment: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
@@ -54,11 +54,12 @@ def convert_folder(
     on_progress  called before each dump with the number of dumps that are done, and of all
 
     What a dump does not say stays unknown, except its step, which is its number among its rank's files, and its time,
-    which is that of the conversion. A time without a zone is taken for UTC. Raises CaptureError without a source, or
-    for a target that holds something already; OSError.
+    which is that of the conversion. A time without a zone is taken for UTC. Raises CaptureError without a source, for
+    a project that is not known, or for a target that holds something already; OSError.
     """
     if num_rows is not None and num_rows < 1:
         raise CaptureError(Setting("rows"), f"must be 1 or more, not {num_rows}")
+    importer = None if project is None else importer_of(project)
     paths = dump_files(source)
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent
@@ -73,7 +74,7 @@ def convert_folder(
             on_progress(number, len(paths))
             name = path.relative_to(folder).as_posix()
             try:
-                for call in read_dump(path, name, project, num_rows):
+                for call in read_dump(path, name, importer, num_rows):
                     rank = call.origin.rank or 0
                     converted = _with_step_and_time(call, num_of_rank[rank], now, path.name)
                     copy = writer.write(converted)

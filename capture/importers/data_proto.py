@@ -23,6 +23,7 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import DTYPES
+from capture.importers.declaration import DumpFile, Importer, names
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
 from capture.importers.rows import Dump, kind_of, plain_facts, without_first
 from capture.importers.torch_zip import load_torch_zip
@@ -34,25 +35,23 @@ _CONSOLIDATED = ("tensordict._reductions", "_rebuild_tensordict_files_consolidat
 _PARTS = "a part of input_ids"
 
 
-def verl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read verl's dump, a whole file. `step` is taken if the dump does not say one. Raises CaptureError."""
-    batch, others, meta = _state(data, source, VERL_CLASS)
-    tensors, left_out = _tensors(batch, others, len(data), source)
+def verl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+    """Read verl's file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
+    tensors, left_out, meta = _columns(dump, VERL_CLASS)
     responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)
     attention = tensors.get("attention_mask")
     if mask is None and attention is not None and responses is not None and responses.ndim == 2:
         mask = attention[:, -responses.shape[1] :]
-    yield from _calls("verl", tensors, mask, left_out, meta, source, num_rows, step)
+    yield from _calls("verl", tensors, mask, left_out, meta, dump, num_rows)
 
 
-def roll_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read ROLL's dump in the same way."""
-    batch, others, meta = _state(data, source, ROLL_CLASS)
-    tensors, left_out = _tensors(batch, others, len(data), source)
+def roll_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+    """Read ROLL's file in the same way."""
+    tensors, left_out, meta = _columns(dump, ROLL_CLASS)
     mask = tensors.pop("response_mask", None)
     if mask is not None:
-        mask = without_first(mask, "response_mask", source)
-    yield from _calls("ROLL", tensors, mask, left_out, meta, source, num_rows, step)
+        mask = without_first(mask, "response_mask", dump.source)
+    yield from _calls("ROLL", tensors, mask, left_out, meta, dump, num_rows)
 
 
 def _calls(
@@ -61,32 +60,33 @@ def _calls(
     mask_BA: Tensor | None,
     left_out: dict[str, str],
     meta: Mapping[Any, Any],
-    source: str,
+    dump: DumpFile,
     num_rows: int | None,
-    step: int | None,
 ) -> Iterator[Call]:
     if "input_ids" not in tensors:
-        raise CaptureError(f"{source}: no input_ids in this DataProto; it has {str(sorted(tensors))[:200]}")
+        raise CaptureError(f"{dump.source}: no input_ids in this DataProto; it has {str(sorted(tensors))[:200]}")
     for name in ("prompts", "responses"):
         if tensors.pop(name, None) is not None:
             left_out[name] = _PARTS
     named = {"sequences": tensors.pop("input_ids")}
     named |= {} if mask_BA is None else {"action_mask": mask_BA}
     facts, not_plain = plain_facts(meta)
+    step = dump.step
     for name in ("global_steps", "global_step"):
         step = facts[name] if isinstance(facts.get(name), int) else step
     facts |= {"imported_from": project} | ({} if step is None else {"training_step": step})
-    dump = Dump(source=source, tensors=named | tensors, facts=facts, left_out=left_out | not_plain)
-    yield from dump.calls(num_rows)
+    rows = Dump(source=dump.source, tensors=named | tensors, facts=facts, left_out=left_out | not_plain)
+    yield from rows.calls(num_rows)
 
 
-def _state(data: bytes, source: str, root: tuple[str, str]) -> tuple[Any, dict[Any, Any], dict[Any, Any]]:
-    """Return the batch as it was saved, the other columns, and what holds for all rows."""
+def _columns(dump: DumpFile, root: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, str], dict[Any, Any]]:
+    """Return the tensors of all rows, what is no tensor, with its kind, and what holds for all rows."""
+    data, source = dump.read(), dump.source
     match load_records(data, source=source, classes=(root, _BYTES_IO)):
         case Record(name, (), (batch, dict(others), dict(meta)) | (batch, dict(others), None, dict(meta))) if (
             name == ".".join(root)
         ):
-            return batch, others, meta
+            return *_tensors(batch, others, len(data), source), meta
     raise CaptureError(f"{source}: a pickle, but no {'.'.join(root)} as it is saved")
 
 
@@ -189,3 +189,7 @@ class _Batch:
         if dtype == torch.bool and num_bytes and int(elements.max()) > 1:
             raise CaptureError(f"{self.source}: a bool tensor with bytes other than 0 and 1: the file is damaged")
         return elements.view(dtype).view(shape)
+
+
+VERL = Importer(project="verl", suffixes=(".dp",), is_its=names(VERL_CLASS[0]), calls=verl_calls)
+ROLL = Importer(project="roll", suffixes=(".pkl",), is_its=names(ROLL_CLASS[0]), calls=roll_calls)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, as_mask
+from capture.importers.declaration import DumpFile, Importer
 from capture.importers.rows import Dump, without_first
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -29,9 +30,10 @@ MAX_VALUES = 100  # names in a row
 _INTEGERS = ("token_ids", "token_loss_mask", "input_lengths")
 
 
-def nemo_rl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read a whole file, given as `data`. Raises CaptureError."""
-    columns, left_out = _columns(data, source)
+def nemo_rl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+    """Read a file. Raises CaptureError."""
+    source, step = dump.source, dump.step
+    columns, left_out = _columns(dump.read(), source)
     if "token_ids" not in columns:
         raise CaptureError(
             f"{source}: no token_ids, but {str(sorted(columns | left_out))[:200]}. NeMo-RL logs them since 0.6.0, and "
@@ -102,3 +104,11 @@ def _stacked(name: str, rows: list["array[Any]"], source: str) -> Tensor:
     dtype = torch.int64 if rows[0].typecode == "q" else torch.float64
     stacked = torch.stack([torch.frombuffer(row, dtype=dtype) for row in rows])
     return stacked if name in _INTEGERS else stacked.float()
+
+
+NEMO_RL = Importer(
+    project="nemo-rl",
+    suffixes=(".jsonl",),
+    is_its=lambda start: start.startswith(b"{"),
+    calls=nemo_rl_calls,
+)

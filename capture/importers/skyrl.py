@@ -16,6 +16,7 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
+from capture.importers.declaration import DumpFile, Importer, names
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
 from capture.importers.rows import Dump, plain_facts
 from capture.importers.torch_zip import load_torch_zip
@@ -27,8 +28,9 @@ _NUMPY_CODES = {"bool": "b1", "uint8": "u1"} | {
 }
 
 
-def skyrl_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read a whole file, given as `data`. `step` is taken if the dump does not say one. Raises CaptureError."""
+def skyrl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+    """Read a file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
+    data, source, step = dump.read(), dump.source, dump.step
 
     def rebuilt(*arguments: Any) -> Record:
         return Record("batch", arguments)
@@ -76,3 +78,6 @@ def _tensor(described: Any, name: str, source: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise CaptureError(f"{source}: {name[:40]} was not saved as SkyRL saves a tensor")
     return tensor
+
+
+SKYRL = Importer(project="skyrl", suffixes=(".pkl",), is_its=names(MODULE), calls=skyrl_calls)

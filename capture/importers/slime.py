@@ -20,9 +20,10 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
+from capture.importers.declaration import DumpFile, Importer
 from capture.importers.record_pickle import Array
 from capture.importers.rows import Dump, fits, kind_of, padded_left
-from capture.importers.torch_zip import load_torch_zip
+from capture.importers.torch_zip import ZIP_START, load_torch_zip
 
 _RESPONSE_LENGTH = ("response_lengths", "response_length")  # in training data, in rollout data
 _LOSS_MASK = ("loss_masks", "loss_mask")
@@ -42,12 +43,13 @@ class _Rank:
     left_out: Mapping[str, str]
 
 
-def slime_calls(data: bytes, source: str, num_rows: int | None, step: int | None) -> Iterator[Call]:
-    """Read a whole file, given as `data`. A micro-batch is `num_rows` samples of a rank, or what the dump says.
+def slime_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+    """Read a file. A micro-batch is `num_rows` samples of a rank, or what the dump says. Its step is its rollout_id.
 
-    `step` is not used: the dump has its rollout_id. Raises CaptureError.
+    Raises CaptureError.
     """
-    saved = load_torch_zip(data, source=source)
+    source = dump.source
+    saved = load_torch_zip(dump.read(), source=source)
     if not isinstance(saved, dict):
         raise CaptureError(f"{source}: a saved {type(saved).__name__}; slime saves a dict")
     facts: dict[str, Any] = {"imported_from": "slime"}
@@ -218,3 +220,11 @@ def _length(sample: Sample, num_tokens: int, source: str) -> int:
 
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or (value.ndim == 0 and not value.is_floating_point())
+
+
+SLIME = Importer(
+    project="slime",
+    suffixes=(".pt",),
+    is_its=lambda start: start.startswith(ZIP_START),
+    calls=slime_calls,
+)

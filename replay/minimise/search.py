@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
+from replay.declarations import objectives_with
 from replay.minimise.candidate import Candidate, Cut
 from replay.minimise.cutting import BY_ROW, MIN_COLUMNS, Shape
 from replay.minimise.failure import OF_THE_JOB, Failure
-from replay.spec import LossName, Pairs
+from replay.spec import Pairs
 
 Item = TypeVar("Item")
 MOST_LAYERS = 256  # where nothing says how many there are
@@ -170,9 +171,9 @@ class Search:
             ddmin(units, shows)
 
     def _units(self, cut: Cut) -> list[tuple[int, ...]]:
-        """Return the rows that go together: of --loss dpo, pairs."""
+        """Return the rows that go together: pairs, where the loss is of pairs."""
         spec = self.best.spec
-        if spec.measure.loss != LossName.DPO or len(cut.rows) % 2:
+        if spec.measure.loss not in objectives_with("pairs") or len(cut.rows) % 2:
             return [(row,) for row in cut.rows]
         if spec.objective.pairs is Pairs.HALVES:
             return list(zip(cut.rows[: len(cut.rows) // 2], cut.rows[len(cut.rows) // 2 :], strict=True))

@@ -1,12 +1,15 @@
 """Compute the loss of direct preference optimisation; docs/objectives.md has the formula and its source."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from capture.facts import Setting
 from replay.objective import names
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
+from replay.objective.formula import Formula, Need
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.spec import ObjectiveSpec, Pairs
 
 
@@ -61,3 +64,19 @@ def _reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Te
         return in_pairs(of_tokens.float(), spec.pairs)
     with torch.no_grad():
         return in_pairs(by_sequence(inputs.of_tokens(*names.REF_LOG_PROBS), inputs, spec), spec.pairs)
+
+
+def dpo_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterable[Need]:
+    """Return what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
+    has_pairs = all(names_[0] in recorded.tensors for names_ in (names.REF_CHOSEN, names.REF_REJECTED))
+    return () if has_pairs else (Need(names=names.REF_LOG_PROBS),)
+
+
+def describe_dpo(spec: ObjectiveSpec) -> list[str]:
+    parts = [f"beta {spec.dpo_beta:g}", f"pairs in {spec.pairs}"]
+    parts += [f"label smoothing {spec.label_smoothing:g}"] if spec.label_smoothing else []
+    parts += ["mean log-probs"] if spec.average_log_probs else []
+    return parts
+
+
+DPO = Formula(loss=dpo_loss, describe=describe_dpo, needs=dpo_needs)

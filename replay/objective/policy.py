@@ -3,14 +3,18 @@
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from capture.facts import Setting
 from replay.objective import names
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, missing
+from replay.objective.formula import Formula, Need
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.spec import KlEstimator, ObjectiveSpec, Reduction
 
+ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"
 MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF: exp of more would overflow
 
 
@@ -70,3 +74,35 @@ def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Te
             if not divisor:
                 raise ObjectiveError(f"{missing(inputs.recorded, names.DIVISOR)}, or {Setting('divisor', 'X')}")
             return total / (divisor * inputs.recorded.num_sequences)
+
+
+def policy_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterator[Need]:
+    """Yield what must be recorded."""
+    yield Need(names=names.ADVANTAGES)
+    if not spec.on_policy:
+        yield Need(names=names.OLD_LOG_PROBS, or_else=ON_POLICY)
+    if spec.kl_coefficient:
+        yield Need(names=names.REF_LOG_PROBS, or_else=f"or without {Setting('kl_coefficient')}")
+    has_divisor = spec.divisor or any(name in recorded.numbers for name in names.DIVISOR)
+    if spec.reduction is Reduction.DIVISOR and not has_divisor:
+        yield Need(names=names.DIVISOR, or_else=f"or {Setting('divisor', 'X')}")
+
+
+def describe_policy(spec: ObjectiveSpec) -> list[str]:
+    high = spec.clip_low if spec.clip_high is None else spec.clip_high
+    parts = [f"ratio clipped to {1 - spec.clip_low:g} ... {1 + high:g}", f"reduction {spec.reduction}"]
+    parts += [f"divisor {spec.divisor:g}"] if spec.divisor is not None else []
+    parts += ["on policy"] if spec.on_policy else []
+    parts += [f"dual clip {spec.dual_clip:g}"] if spec.dual_clip is not None else []
+    parts += [f"KL {spec.kl} x {spec.kl_coefficient:g}"] if spec.kl_coefficient else []
+    parts += [f"entropy x {spec.entropy_coefficient:g}"] if spec.entropy_coefficient else []
+    return parts
+
+
+POLICY = Formula(
+    loss=policy_loss,
+    describe=describe_policy,
+    needs=policy_needs,
+    asks_entropies=lambda spec: spec.entropy_coefficient > 0,
+    is_share_of_window=lambda spec: spec.reduction is Reduction.WINDOW_TOKENS,
+)

@@ -15,6 +15,7 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, OptimizerName, TpPlan
 from actor_init.world import World
 from capture.file_format.capture_file import Call
+from replay.declarations import objectives_with
 from replay.objective.objective import Objective
 from replay.option_parsing import toggles
 from replay.resolution.job_defaults import PADDING_PREDICTS, ChosenKernel, from_job, job_kernel, settled
@@ -33,7 +34,7 @@ from replay.resolved import (
     ResolvedReplay,
     with_kernel,
 )
-from replay.spec import InputsSpec, LossName, Parts, Passes, ReplaySpec
+from replay.spec import InputsSpec, Parts, Passes, ReplaySpec
 
 # The settings of torch's optimizers that torch has a default for.
 OPTIMIZER_SETTINGS = {
@@ -178,7 +179,7 @@ def _of_inputs(inputs: InputsSpec) -> Iterator[Choice]:
 
 def _of_objective(run: Parts) -> Iterator[Choice]:
     objective = run.objective
-    if run.measure.loss == LossName.POLICY and objective.clip_high is None:
+    if run.measure.loss in objectives_with("clip_high") and objective.clip_high is None:
         value, why = objective.clip_low, "as --clip-low"
         yield Choice(setting="objective.clip_high", value=value, by=By.DEFAULT, why=why)
 

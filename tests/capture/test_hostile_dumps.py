@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from capture import CaptureError
-from capture.importers import Project, read_dump
+from capture.importers import IMPORTERS, read_dump
+from capture.importers.declaration import Importer
 from tests.helpers.hostile import (
     MARKER,
     MAX_GROWTH_BYTES,
@@ -277,22 +278,22 @@ def test_no_hostile_dump_takes_long_or_much_memory(verdicts: dict[str, Any]) -> 
     assert verdicts["growth_bytes"] < MAX_GROWTH_BYTES
 
 
-def project_of(path: Path) -> Project:
+def importer_of(path: Path) -> Importer:
     suffixes = {
-        ".dp": Project.VERL,
-        ".roll.pkl": Project.ROLL,
-        ".skyrl.pkl": Project.SKYRL,
-        ".pt": Project.SLIME,
-        ".jsonl": Project.NEMO_RL,
+        ".dp": "verl",
+        ".roll.pkl": "roll",
+        ".skyrl.pkl": "skyrl",
+        ".pt": "slime",
+        ".jsonl": "nemo-rl",
     }
-    return next(project for suffix, project in suffixes.items() if path.name.endswith(suffix))
+    return next(IMPORTERS[project] for suffix, project in suffixes.items() if path.name.endswith(suffix))
 
 
 def outcome_of(path: Path) -> dict[str, Any]:
     started = time.process_time()
     error, message = "none", ""
     try:
-        for _ in read_dump(path, path.name, project_of(path), None):
+        for _ in read_dump(path, path.name, importer_of(path), None):
             pass
     except CaptureError as refusal:
         error, message = "CaptureError", str(refusal)

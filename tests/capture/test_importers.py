@@ -20,7 +20,7 @@ from capture import CaptureError, MicroBatch, capture_files, read_micro_batch
 from capture.cli import main
 from capture.file_format.capture_file import read_call
 from capture.folder_tools.convert import convert_folder
-from capture.importers import Project, read_dump
+from capture.importers import IMPORTERS, read_dump
 from replay.cli import main as replay_main
 from tests.foreign.expected import ACTIONS, ADVANTAGES, ATTENTION, IDS, LOG_PROBS, POSITIONS, STEP
 from tests.helpers.dumps import a_dump
@@ -113,15 +113,15 @@ def copied(name: str) -> Callable[[Path], Path]:
     return lambda path: Path(shutil.copy(FOREIGN / name, path))
 
 
-FORMATS: dict[str, tuple[Project, str, Callable[[Path], Path]]] = {
-    "verl": (Project.VERL, "gen_batch.dp", copied("verl_0.9.1.dp")),
-    "verl, by NumPy": (Project.VERL, "gen_batch.dp", copied("verl_0.9.1_numpy.dp")),
-    "ROLL": (Project.ROLL, "step_000007.pkl", copied("roll_0.3.0.pkl")),
-    "SkyRL": (Project.SKYRL, "global_step_7_training_input.pkl", copied("skyrl_0.3.0.pkl")),
-    "NeMo-RL": (Project.NEMO_RL, "train_data_step7.jsonl", nemo_rl),
-    "slime, a rank": (Project.SLIME, "7_5.pt", slime_rank),
-    "slime, all": (Project.SLIME, "7.pt", slime_all),
-    "slime, rollout": (Project.SLIME, "7.pt", slime_rollout),
+FORMATS: dict[str, tuple[str, str, Callable[[Path], Path]]] = {
+    "verl": ("verl", "gen_batch.dp", copied("verl_0.9.1.dp")),
+    "verl, by NumPy": ("verl", "gen_batch.dp", copied("verl_0.9.1_numpy.dp")),
+    "ROLL": ("roll", "step_000007.pkl", copied("roll_0.3.0.pkl")),
+    "SkyRL": ("skyrl", "global_step_7_training_input.pkl", copied("skyrl_0.3.0.pkl")),
+    "NeMo-RL": ("nemo-rl", "train_data_step7.jsonl", nemo_rl),
+    "slime, a rank": ("slime", "7_5.pt", slime_rank),
+    "slime, all": ("slime", "7.pt", slime_all),
+    "slime, rollout": ("slime", "7.pt", slime_rollout),
 }
 
 
@@ -259,10 +259,10 @@ def tiny_model(folder: Path) -> Path:
 def test_whose_a_dump_is_can_be_said(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     project, name, make = FORMATS[what]
     make(tmp_path / name)
-    assert main(["convert", "--from", project.value, str(tmp_path / name), str(tmp_path / "out")]) == 0
-    for other in Project:
-        if other is not project:
-            assert main(["convert", "--from", other.value, str(tmp_path / name), str(tmp_path / other.value)]) == 1
+    assert main(["convert", "--from", project, str(tmp_path / name), str(tmp_path / "out")]) == 0
+    for other in IMPORTERS:
+        if other != project:
+            assert main(["convert", "--from", other, str(tmp_path / name), str(tmp_path / other)]) == 1
             assert f"refused    {name}" in capsys.readouterr().out
 
 
@@ -275,7 +275,7 @@ def test_dumps_of_openrlhf_are_still_told(tmp_path: Path) -> None:
 def test_what_cannot_be_told_lists_what_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.pkl").write_text("a text")
     assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "--from with one of openrlhf, slime, verl, skyrl, roll, nemo-rl" in capsys.readouterr().out
+    assert "--from with one of slime, nemo-rl, verl, roll, skyrl, openrlhf" in capsys.readouterr().out
     with pytest.raises(SystemExit) as wrong:
         main(["convert", "--from", "trl", str(tmp_path), str(tmp_path / "other")])
     assert wrong.value.code == 2
@@ -340,4 +340,4 @@ def test_no_truncated_dump_is_read(tmp_path: Path) -> None:
         for length in [size - 2, *range(7 * ((size - 2) // 7), -1, -7)]:  # a last newline is no loss
             os.truncate(tmp_path / name, length)
             with pytest.raises(CaptureError):
-                list(read_dump(tmp_path / name, name, project, None))
+                list(read_dump(tmp_path / name, name, IMPORTERS[project], None))

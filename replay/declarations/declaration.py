@@ -1,0 +1,13 @@
+"""Declare what an objective of --loss is, as plain data without heavy imports, for checks and help."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveDeclaration:
+    """An objective's word for --loss, where its formula is, and which options it takes."""
+
+    name: str
+    formula: str  # "module:name" of its `Formula`; imported only when a replay computes it
+    help: str  # of the objective, for --loss
+    own_options: frozenset[str] = frozenset()  # fields of ObjectiveSpec that only objectives listing them take

@@ -1,0 +1,49 @@
+"""An objective in one file, for tests: X times the plain policy gradient's loss, where X is --kl-coefficient.
+
+`python -m tests.helpers.toy_objective ...` is `replay` with it.
+"""
+
+import sys
+
+from torch import Tensor
+
+from replay.declarations import OBJECTIVES
+from replay.declarations.declaration import ObjectiveDeclaration
+from replay.objective import names
+from replay.objective.formula import Formula, Need
+from replay.objective.inputs import ObjectiveInputs
+from replay.spec import ObjectiveSpec
+
+TOY = ObjectiveDeclaration(
+    name="toy",
+    formula="tests.helpers.toy_objective:FORMULA",
+    help="the advantages' share of the window",
+    own_options=frozenset({"kl_coefficient"}),
+)
+
+
+def toy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    total = (inputs.log_probs_BA * inputs.of_tokens(*names.ADVANTAGES)).sum()
+    return -spec.kl_coefficient * total / inputs.num_window_tokens
+
+
+FORMULA = Formula(
+    loss=toy_loss,
+    describe=lambda spec: [f"times {spec.kl_coefficient:g}"],
+    needs=lambda recorded, spec: [Need(names=names.ADVANTAGES, or_else="or --loss sft")],
+    is_share_of_window=lambda spec: True,
+)
+
+
+def main() -> int:
+    OBJECTIVES[TOY.name] = TOY
+    from replay.cli import main as replay
+
+    return replay(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    code = main()
+    from replay.cli import leave
+
+    leave(code)
