@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 FIRST_PYTHON = (3, 11)
-NEEDED = ("pydantic", "rich", "safetensors", "transformers", "typer")
+NEEDED = ("jinja2", "pydantic", "rich", "safetensors", "transformers", "typer")
 FIRST_VERSIONS = {
     "torch": (2, 6),  # parts the norm of gradients from clipping them
     "transformers": (4, 57),  # until 4.51 its masks let packed documents see each other
