@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from replay.inspection.shapes import Rows, Shape, rows_fed
+from replay.shapes import Rows, Shape, rows_fed
 
 TERMS = ("constant", "tokens", "squares", "action tokens", "squared rows")
 FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first

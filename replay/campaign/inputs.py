@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.inspection.shapes import Shape, read_shapes
 from replay.resolution.selection import Selection, select
+from replay.shapes import Shape, read_shapes
 from replay.spec import InputsSpec
 
 

@@ -20,7 +20,6 @@ from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.campaign.inputs import ShapedInputs
-from replay.inspection.shapes import Rows, Shape, rows_fed
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
 from replay.processes.limits import Machine, RunLimits
@@ -30,6 +29,7 @@ from replay.recompiles.policies import Policy, RecompilesPlan, Result, actor_und
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
+from replay.shapes import Rows, Shape, rows_fed
 from replay.wording import in_flags
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"

@@ -18,13 +18,13 @@ from actor_init.declarations.backends.declaration import Held
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
-from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.prediction import Cost, Measured, Model
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.records import Holder, HolderKind, Saving
 from replay.profiling.text import saved
 from replay.report.text import Pairs, counted, gibibytes
 from replay.runlog.records import PassRecord
+from replay.shapes import Shape, read_shapes, spread
 from replay.spec import MeasureSpec
 
 LEAST = 3  # passes that a fit of a peak to tokens takes

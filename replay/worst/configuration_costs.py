@@ -17,9 +17,9 @@ from actor_init.declarations.backends import declaration_of
 from actor_init.declarations.backends.declaration import Holding
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
-from replay.inspection.shapes import Shape
 from replay.prediction import Cost, Measured, Model
 from replay.resolution.model_source import find_source
+from replay.shapes import Shape
 from replay.spec import ReplaySpec
 from replay.worst.configuration import Configuration
 

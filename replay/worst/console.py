@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.inspection.shapes import Shape
 from replay.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model
 from replay.report.printing import open_console, print_line, print_pairs, print_table
 from replay.report.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
+from replay.shapes import Shape
 from replay.worst.configuration import Configuration
 from replay.worst.configuration_costs import Bounds
 from replay.worst.measuring import Measuring

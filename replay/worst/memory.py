@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from replay.inspection.shapes import Shape
 from replay.prediction import MOST_OF_PEAK, Cost, Error
+from replay.shapes import Shape
 
 SECONDS = 120.0
 _PROGRAM = """

@@ -17,7 +17,6 @@ from typing import Any
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, until_interrupted
 from replay.campaign.inputs import ShapedInputs
-from replay.inspection.shapes import Shape, read_shapes, spread
 from replay.on_ray.executor import ThisMachine
 from replay.option_parsing import command_line
 from replay.prediction import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
@@ -26,6 +25,7 @@ from replay.report.text import counted
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED
+from replay.shapes import Shape, read_shapes, spread
 from replay.wording import in_flags
 from replay.worst.configuration import Configuration, WorstPlan
 from replay.worst.configuration_costs import Bounds, predict_configuration

@@ -35,8 +35,8 @@ def test_a_bare_install_is_told_what_to_type_in_one_line(form: list[str]) -> Non
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "replay: replaying needs jinja2, pydantic, rich, safetensors, transformers, typer, which the bare install leaves out. "
-        "Try: pip install 'micro-replay[replay]'\n"
+        "replay: replaying needs jinja2, pydantic, rich, safetensors, transformers, typer, which the bare install "
+        "leaves out. Try: pip install 'micro-replay[replay]'\n"
     )
 
 

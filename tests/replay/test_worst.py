@@ -22,7 +22,6 @@ from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.cli import main
-from replay.inspection.shapes import Rows, read_shapes, spread
 from replay.loss import negated_mean
 from replay.prediction import fitted
 from replay.processes import pool
@@ -31,6 +30,7 @@ from replay.resolution.model_source import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
 from replay.runner.run_pass import inputs_for
+from replay.shapes import Rows, read_shapes, spread
 from replay.spec import ReplaySpec, default_folder
 from replay.worst.memory import Memory, memory_here
 from tests.helpers.children import run_quietly
