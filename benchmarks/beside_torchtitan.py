@@ -40,10 +40,10 @@ from torch.profiler import ProfilerActivity, profile
 from actor_init.world import World
 from benchmarks import long_input
 from benchmarks.side_by_side import opened
-from replay.cli import action_of
+from replay.command_line.cli import action_of
+from replay.options.spec import ReplaySpec
 from replay.profiling.shares import Interval, seconds_by_work, work_of
 from replay.runlog.summary import peak_bytes
-from replay.spec import ReplaySpec
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
 

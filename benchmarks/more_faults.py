@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Role
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Role
 from tests.helpers.fault_campaign import Campaign, ground_of, grounds_for
 from tests.helpers.more_faults import MORE_FAULTS
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from actor_init.as_json import from_json
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.minimise.cutting import Shape
-from replay.minimise.trials import Trial
+from replay.commands.minimise.cutting import Shape
+from replay.commands.minimise.trials import Trial
 from tests.helpers.planted_failures import PLANTED, Planted
 
 ROOT = Path(__file__).resolve().parent.parent

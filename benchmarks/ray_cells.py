@@ -15,9 +15,9 @@ from ray.cluster_utils import Cluster
 
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
+from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
-from replay.spec import MeasureSpec, ReplaySpec
 
 NUM_CELLS = 8
 

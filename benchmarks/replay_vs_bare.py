@@ -25,7 +25,7 @@ from actor_init.world import World
 from benchmarks.side_by_side import opened
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
-from replay.cli import action_of
+from replay.command_line.cli import action_of
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 

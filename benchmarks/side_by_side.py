@@ -19,13 +19,13 @@ import torch
 
 from actor_init.world import World
 from capture.file_format.capture_file import read_call
-from replay.cli import action_of
+from replay.command_line.cli import action_of
+from replay.options.spec import ReplaySpec
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenedActor, Replayer
-from replay.spec import ReplaySpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 

@@ -25,11 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Cell, Role
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Cell, Role
+from replay.options.spec import default_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
-from replay.spec import default_folder
 from tests.helpers.fault_campaign import (
     Campaign,
     Ground,

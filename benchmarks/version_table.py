@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from replay.report.text import one_line
+from replay.output.text import one_line
 
 PACKAGES = ("torch", "transformers", "deepspeed")
 JOB = """

@@ -16,8 +16,8 @@ import torch
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from replay.options.spec import MeasureSpec
 from replay.processes.child_job import ChildJob
-from replay.spec import MeasureSpec
 from replay.watch.watcher import Watch
 from tests import warm
 from tests.helpers.commands import LIMIT

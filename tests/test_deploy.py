@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from replay.cli import action_of, main
+from replay.command_line.cli import action_of, main
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.ports import free_port

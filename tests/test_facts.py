@@ -12,9 +12,9 @@ from capture import CaptureError
 from capture.cli import _flags, _parser
 from capture.cli import in_flags as in_flags_of_capture
 from capture.facts import FactError, Setting
-from replay.cli import _commands
-from replay.option_parsing import toggles
-from replay.wording import in_flags
+from replay.command_line.cli import _commands
+from replay.options.option_parsing import toggles
+from replay.options.wording import in_flags
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("Setting", "UsageError.not_allowed")  # what is called with the name of one
@@ -157,8 +157,8 @@ FLAGS_LEFT = {
     "actor_init/custom/user_file.py": ["--traceback"],  # no setting: how much is printed
     "actor_init/inputs/kept_logits.py": ["--ring", "--tp"],  # for a user's objective, which may catch a ValueError
     "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],  # of launchers
-    "replay/diagnose/checks.py": ["--nproc-per-node", "--traceback"],  # advice of checks, to their table
-    "replay/given_paths.py": ["--continue"],  # of a command, which may name another
+    "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],  # advice of checks, to their table
+    "replay/options/given_paths.py": ["--continue"],  # of a command, which may name another
     "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],  # what a search found
     "replay/runner/out_of_memory.py": ["--memory-snapshot"],  # a table of the console
     "capture/file_format/micro_batch.py": ["--arguments"],  # said in a job, too, and in both words

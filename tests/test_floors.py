@@ -43,43 +43,35 @@ ROOMS = {
         ("own_positions",),
     ),
     "replay": (
-        ("declarations", "report", "tolerances"),  # declarations of objectives: their names, options and texts
-        ("spec",),
-        ("given_paths", "loss", "option_parsing", "resolved"),
-        ("objective", "wording"),
-        ("processes", "runlog", "shapes"),
-        ("doctor", "prediction", "profiling", "tracing", "verdict", "watch"),
-        ("compare", "hang", "resolution"),
-        ("inspection", "runner"),
-        ("mismatch", "on_ray", "run_page"),
-        ("campaign", "diagnose"),
-        ("parity", "recompiles", "scan", "suite", "worst"),
-        ("minimise",),  # of a cell of parity, too
-        ("subcommands",),
-        ("cli",),
-        ("entry",),
+        ("options", "output", "tolerances"),  # options: what a user can type, and the words for it
+        ("objective", "processes", "runlog"),
+        ("on_ray", "profiling", "tracing", "verdict", "watch"),
+        ("comparison", "post_mortem", "resolution"),
+        ("runner",),  # one replay
+        ("on_ray",),
+        ("campaign",),  # many replays
+        ("agreement",),  # which of them agree
+        ("commands",),  # none of which imports another
+        ("command_line",),
         ("", "__main__"),
     ),
 }
 LIBRARIES = {
-    "typer": {"replay/cli.py", "replay/option_parsing.py"}
-    | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/*/command.py")},
-    "rich": {"replay/report/printing.py"},
-    "jinja2": {"replay/report/html.py"},
+    "typer": {f"replay/{name}.py" for name in ("command_line/cli", "options/option_parsing", "options/ray_options")}
+    | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/commands/*/command.py")},
+    "rich": {"replay/output/printing.py"},
+    "jinja2": {"replay/output/html.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
     "ring_flash_attn": {"actor_init/attention/ring_attention.py"},
     "triton": {"actor_init/head/softmax_kernels.py"},
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
-    "matplotlib": {"replay/compare/plot.py"},
+    "matplotlib": {"replay/comparison/plot.py"},
     "peft": {"actor_init/adapters.py"},
-    "pyarrow": {"replay/suite/text_dataset.py"},
-    "liger_kernel": {"replay/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
-    "ray": {"capture/on_ray/cluster.py"}
-    | {
-        f"replay/on_ray/{name}.py"
-        for name in ("cells", "cluster", "fit", "launch", "rank", "node_actors", "training_rank")
-    },
+    "pyarrow": {"replay/commands/suite/text_dataset.py"},
+    "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
+    "ray": {"capture/on_ray/cluster.py", "replay/campaign/training_rank.py"}
+    | {f"replay/on_ray/{name}.py" for name in ("cells", "cluster", "fit", "launch", "rank", "node_actors")},
 }
 OPTIONAL = {  # in capture
     "capture/integrations.py": {"transformers"},  # for those who import it: they have the trainer
@@ -89,10 +81,21 @@ HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
     *("actor_init/toggles.py", "actor_init/as_json.py"),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "actor_init" / "declarations").rglob("*.py"))),
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "replay" / "declarations").rglob("*.py"))),
-    *("actor_init/__init__.py", "actor_init/spec.py", "replay/spec.py", "replay/option_parsing.py", "replay/cli.py"),
-    *(f"replay/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
-    *("replay/report/check.py", "replay/doctor/probe_process.py", "replay/doctor/probes.py", "replay/suite/plan.py"),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "replay" / "options" / "declarations").rglob("*.py"))),
+    *(
+        "actor_init/__init__.py",
+        "actor_init/spec.py",
+        "replay/options/spec.py",
+        "replay/options/option_parsing.py",
+        "replay/command_line/cli.py",
+    ),
+    *(f"replay/commands/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
+    *(
+        "replay/output/check.py",
+        "replay/commands/doctor/probe_process.py",
+        "replay/commands/doctor/probes.py",
+        "replay/commands/suite/plan.py",
+    ),
 )
 INSTALLED = set(packages_distributions())  # names that can be imported
 
@@ -140,6 +143,10 @@ def complaints(name: str, source: str) -> list[str]:
         if own_backend and other and other != own_backend:
             found.append(f"{name} imports {dotted}: the backends know nothing of each other")
         found += upwards(name, dotted)
+        if name.startswith("replay/commands/") and dotted.startswith("replay.commands."):
+            command, other_command = name.split("/")[2], dotted.split(".")[2]
+            if command != other_command:
+                found.append(f"{name} imports {dotted}: a command never imports another")
     return found
 
 
@@ -204,17 +211,18 @@ def test_imports_go_down_and_stay_in_their_rooms(path: Path) -> None:
         ("capture/integrations.py", "import accelerate"),
         ("capture/on_ray/node_files.py", "import ray"),
         ("capture/run.py", "from capture.integrations import CaptureCallback"),
-        ("actor_init/model.py", "import replay.spec"),
+        ("actor_init/model.py", "import replay.options.spec"),
         ("actor_init/model.py", "def build():\n    import deepspeed"),
         ("actor_init/attention/kernels.py", "from ring_flash_attn import llama3"),
         ("actor_init/backends/fsdp2.py", "from actor_init.backends.deepspeed import DeepSpeedBackend"),
         ("actor_init/declarations/backends/fsdp2.py", "from actor_init.declarations.backends import deepspeed"),
         ("actor_init/declarations/backends/ddp.py", "from actor_init.spec import ActorSpec"),
         ("actor_init/backends/deepspeed_autotp.py", "from actor_init.backends.fsdp2 import FSDP2Backend"),
-        ("replay/report/text.py", "from rich.table import Table"),
+        ("replay/output/text.py", "from rich.table import Table"),
+        ("replay/commands/minimise/trials.py", "from replay.commands.parity.text import table"),
         ("replay/runner/session.py", "import typer"),
-        ("replay/compare/command.py", "from matplotlib.figure import Figure"),
-        ("replay/report/text.py", "from replay.runlog.records import PassRecord"),
+        ("replay/commands/compare/command.py", "from matplotlib.figure import Figure"),
+        ("replay/output/text.py", "from replay.runlog.records import PassRecord"),
         ("replay/verdict/judge.py", "from replay.watch.blame import Failure"),
         ("replay/runlog/writer.py", "from replay.resolution.selection import Selection"),
         ("capture/file_format/capture_file.py", "from capture.record.recorder import Recorder"),

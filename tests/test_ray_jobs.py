@@ -20,7 +20,7 @@ from capture.file_format.capture_file import utc_time
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
 from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import TwoNodes, two_nodes
 from tests.helpers.read_logs import read_log

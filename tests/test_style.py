@@ -24,7 +24,7 @@ def test_what_a_job_imports_knows_no_name_that_its_python_lacks(tmp_path: Path) 
     """mypy with Python 3.10's standard library, and nothing but names: the job's torch is another one anyway."""
     settings = "[mypy]\nfollow_imports = skip\nignore_missing_imports = true\ndisable_error_code = misc, union-attr\n"
     (tmp_path / "mypy.ini").write_text(settings)
-    files = [*map(str, (ROOT / "capture").rglob("*.py")), "replay/entry.py", "replay/__main__.py"]
+    files = [*map(str, (ROOT / "capture").rglob("*.py")), "replay/command_line/entry.py", "replay/__main__.py"]
     command = ["mypy", "--python-version", "3.10", "--config-file", str(tmp_path / "mypy.ini"), "--no-incremental"]
     done = subprocess.run(
         [sys.executable, "-m", *command, *files], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False

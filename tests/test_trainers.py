@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from capture import capture_files, read_micro_batch
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.helpers.machine import job_environment
 from tests.helpers.ports import free_port
 from tests.helpers.read_logs import read_log

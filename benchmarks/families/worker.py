@@ -19,10 +19,10 @@ import transformers
 from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
-from replay.cli import action_of
+from replay.command_line.cli import action_of
+from replay.options.wording import in_flags
 from replay.runner.run import run_in
 from replay.watch.watcher import Watch
-from replay.wording import in_flags
 
 
 def main() -> None:

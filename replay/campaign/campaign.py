@@ -26,13 +26,13 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from actor_init.as_json import from_json, json_bytes, parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
-from replay.on_ray.executor import Executor
+from replay.campaign.executor import Executor
+from replay.options.spec import MeasureSpec, ReplaySpec
+from replay.options.wording import in_flags
 from replay.processes.child_job import ChildJob
 from replay.processes.limits import Machine, RunLimits
 from replay.processes.pool import REFUSED, Child, RunTasks, Task, sigterm_interrupts
 from replay.runlog.writer import create_folder, refuse_other_versions, versions
-from replay.spec import MeasureSpec, ReplaySpec
-from replay.wording import in_flags
 
 FORMAT = 1
 JOURNAL = "journal.jsonl"

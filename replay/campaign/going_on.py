@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from replay.given_paths import check_left_by
-from replay.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed
+from replay.options.given_paths import check_left_by
+from replay.options.option_parsing import NOT_WITH_CONTINUE, Action, refuse_typed
 from replay.processes.launch import refuse_launcher
 
 

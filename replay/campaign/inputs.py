@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from replay.options.spec import InputsSpec
+from replay.profiling.shapes import Shape, read_shapes
 from replay.resolution.selection import Selection, select
-from replay.shapes import Shape, read_shapes
-from replay.spec import InputsSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

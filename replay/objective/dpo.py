@@ -10,7 +10,7 @@ from capture.facts import Setting
 from replay.objective import names
 from replay.objective.formula import Formula, Need
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
-from replay.spec import ObjectiveSpec, Pairs
+from replay.options.spec import ObjectiveSpec, Pairs
 
 
 def dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:

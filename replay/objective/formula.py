@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replay.objective.inputs import ObjectiveInputs, Recorded
-from replay.spec import ObjectiveSpec
+from replay.options.spec import ObjectiveSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ from actor_init.custom.user_file import UserFunction
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from replay.declarations import OBJECTIVES
-from replay.loss import tokens_for
 from replay.objective.formula import Formula
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
-from replay.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
+from replay.options.declarations import OBJECTIVES
+from replay.options.loss import tokens_for
+from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

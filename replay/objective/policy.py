@@ -12,7 +12,7 @@ from capture.facts import Setting
 from replay.objective import names
 from replay.objective.formula import Formula, Need
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
-from replay.spec import KlEstimator, ObjectiveSpec, Reduction
+from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 
 ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"
 MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF: exp of more would overflow

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.node_actors import GRACE_SECONDS, Place, RankProcess
+from replay.output.text import counted
 from replay.processes.pool import Child, Task
-from replay.report.text import counted
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5

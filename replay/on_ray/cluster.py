@@ -17,8 +17,8 @@ from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connected
 from capture.on_ray.node_files import Change, write
 from replay.on_ray.node_actors import NodeAgent
+from replay.output.text import counted
 from replay.processes.pool import Task
-from replay.report.text import counted
 from replay.runlog.writer import versions
 
 LEAVE_SECONDS = 10.0  # for the agents to remove their files

@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from replay.report.text import one_line
-from replay.spec import KEPT_STATES
-from replay.wording import in_flags
+from replay.options.spec import KEPT_STATES
+from replay.options.wording import in_flags
+from replay.output.text import one_line
 
 if TYPE_CHECKING:
     from replay.on_ray.cluster import Cluster  # which imports torch

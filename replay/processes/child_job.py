@@ -16,8 +16,8 @@ from typing import Any, Self
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.folder_layout import folder_of_capture
-from replay.option_parsing import command_line, set_without_option, spec_from_dict
-from replay.spec import ReplaySpec, default_folder
+from replay.options.option_parsing import command_line, set_without_option, spec_from_dict
+from replay.options.spec import ReplaySpec, default_folder
 
 FORMAT = 1
 FILE = "job.json"

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.report.text import one_line
-from replay.wording import in_flags
+from replay.options.wording import in_flags
+from replay.output.text import one_line
 
 HEAD_START_SECONDS = 3.0
 NOTICE_SECONDS = 3  # at most, between the end of a process by a signal and the messages of other ranks about it

@@ -29,8 +29,8 @@ try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
-    if sys.version_info >= (3, 10) and find_spec("replay") and find_spec("replay.entry"):
-        from replay.entry import complaint
+    if sys.version_info >= (3, 10) and find_spec("replay") and find_spec("replay.command_line.entry"):
+        from replay.command_line.entry import complaint
         refusal = complaint([], tuple(sys.version_info[:2])) or ""
     elif sys.version_info >= (3, 10):
         refusal = "it has no micro-replay"

@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from replay.report.text import counted
+from replay.output.text import counted
 
 PROCESSES_ON_A_CPU = 2
 

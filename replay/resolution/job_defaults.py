@@ -12,9 +12,9 @@ from actor_init.fused.liger import lack_of_liger
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
 from capture.file_format.capture_file import Call
+from replay.options.resolved import KERNELS, PACKING, By, Choice
+from replay.options.spec import Parts, VerdictRule
 from replay.resolution.selection import Selection
-from replay.resolved import KERNELS, PACKING, By, Choice
-from replay.spec import Parts, VerdictRule
 from replay.tolerances.difference import roundoff
 from replay.verdict.job_values import dtypes_of
 

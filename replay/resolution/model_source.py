@@ -10,7 +10,7 @@ from capture.file_format.actor_config import read_actor_config, read_adapter_con
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import folder_of_capture
 from capture.file_format.micro_batch import CaptureError
-from replay.spec import InputsSpec, Parts, default_folder
+from replay.options.spec import InputsSpec, Parts, default_folder
 from replay.verdict.weight_check import SameWeights
 
 

@@ -15,13 +15,10 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, OptimizerName, TpPlan
 from actor_init.world import World
 from capture.file_format.capture_file import Call
-from replay.declarations import objectives_with
 from replay.objective.objective import Objective
-from replay.option_parsing import toggles
-from replay.resolution.job_defaults import PADDING_PREDICTS, ChosenKernel, from_job, job_kernel, settled
-from replay.resolution.model_source import frozen_in_job, inputs_folder, source_of_all
-from replay.resolution.selection import Selection
-from replay.resolved import (
+from replay.options.declarations import objectives_with
+from replay.options.option_parsing import toggles
+from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
     LOSS_SCALE,
@@ -34,7 +31,10 @@ from replay.resolved import (
     ResolvedReplay,
     with_kernel,
 )
-from replay.spec import InputsSpec, Parts, Passes, ReplaySpec
+from replay.options.spec import InputsSpec, Parts, Passes, ReplaySpec
+from replay.resolution.job_defaults import PADDING_PREDICTS, ChosenKernel, from_job, job_kernel, settled
+from replay.resolution.model_source import frozen_in_job, inputs_folder, source_of_all
+from replay.resolution.selection import Selection
 
 # The settings of torch's optimizers that torch has a default for.
 OPTIMIZER_SETTINGS = {

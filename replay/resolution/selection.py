@@ -19,13 +19,13 @@ from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
-from replay.given_paths import check_inputs
-from replay.loss import tokens_for
-from replay.report.text import not_recorded_text, one_line, unreplayable
+from replay.options.given_paths import check_inputs
+from replay.options.loss import tokens_for
+from replay.options.spec import InputsSpec, LossName, Order, Passes, default_folder
+from replay.options.wording import in_flags
+from replay.output.text import not_recorded_text, one_line, unreplayable
 from replay.resolution.windows import Captured, Round, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
-from replay.spec import InputsSpec, LossName, Order, Passes, default_folder
-from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

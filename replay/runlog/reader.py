@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Self
 
 from actor_init.spec import UsageError
-from replay.given_paths import EXAMPLE, check_log
-from replay.option_parsing import spec_from_dict
-from replay.report.text import counted, one_line
+from replay.options.given_paths import EXAMPLE, check_log
+from replay.options.option_parsing import spec_from_dict
+from replay.options.spec import Parts
+from replay.options.wording import in_flags
+from replay.output.text import counted, one_line
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
 from replay.runlog.writer import INTERRUPTED
-from replay.spec import Parts
-from replay.wording import in_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

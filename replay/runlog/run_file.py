@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from actor_init.as_json import from_json, json_bytes, to_json
 from actor_init.spec import UsageError
-from replay.report.text import one_line
+from replay.output.text import one_line
 from replay.runlog.summary import Statistics
 
 FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new

@@ -22,8 +22,8 @@ from typing import IO
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.option_parsing import command_line, spec_to_dict
-from replay.resolved import ResolvedReplay
+from replay.options.option_parsing import command_line, spec_to_dict
+from replay.options.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RunEnd, RunFile, RunInputs, RunStart, RunWork
 

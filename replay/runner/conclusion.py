@@ -14,9 +14,10 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import device_name
 from capture.record.job_facts import versions as loaded_versions
 from capture.record.rng_and_outputs import environment
-from replay.report.text import Pairs, one_line
+from replay.options.resolved import ResolvedReplay
+from replay.options.wording import in_flags
+from replay.output.text import Pairs, one_line
 from replay.resolution.model_source import inputs_folder
-from replay.resolved import ResolvedReplay
 from replay.runner import rounding_floor
 from replay.runner.rounding_floor import Again
 from replay.tolerances.job import Floor
@@ -26,7 +27,6 @@ from replay.verdict.judge import Outcome, Pass, Verdict, judge
 from replay.verdict.text import verdict_lines
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
-from replay.wording import in_flags
 
 IN_FORWARD = "in forward"  # of `Incident.place`
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from capture.progress_bar import ProgressBar
+from replay.output.printing import open_console, print_line, print_pairs, print_table
+from replay.output.text import Pairs, damaged_files, short_names
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
-from replay.report.printing import open_console, print_line, print_pairs, print_table
-from replay.report.text import Pairs, damaged_files, short_names
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runner import text as wording

@@ -12,13 +12,13 @@ from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, described_loss
-from replay.report.text import counted, engine_text
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import WindowWeights
+from replay.output.text import counted, engine_text
 from replay.resolution.model_source import inputs_folder, shown
 from replay.resolution.resolve import frozen_text
 from replay.resolution.selection import Selection
-from replay.resolved import ResolvedReplay
 from replay.runner.states import Earlier
-from replay.spec import WindowWeights
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import weights_line
 from replay.verdict.weight_check import SameWeights

@@ -18,7 +18,7 @@ from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.parameter_samples import Sample
 from replay.objective.objective import gain
-from replay.report.text import one_line
+from replay.output.text import one_line
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses

@@ -1,9 +1,9 @@
 """Say, of a pass that ran out of memory, what it would have needed, and which options would have needed less.
 
-The passes that were measured tell: a fit of their peaks to their rows and tokens (`replay/prediction.py`) predicts the
-peak of the one that failed. What of it grows with the tokens is held by activations, and by whole logits where there
-are some; of the rest the backend declares weights, gradients and the optimizer's. `--memory-snapshot` shows what was
-held when memory ran out, which is less than the pass would have needed.
+The passes that were measured tell: a fit of their peaks to their rows and tokens (`replay/profiling/prediction.py`)
+predicts the peak of the one that failed. What of it grows with the tokens is held by activations, and by whole logits
+where there are some; of the rest the backend declares weights, gradients and the optimizer's. `--memory-snapshot` shows
+what was held when memory ran out, which is less than the pass would have needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from actor_init.declarations.backends.declaration import Held
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
-from replay.prediction import Cost, Measured, Model
+from replay.options.spec import MeasureSpec
+from replay.output.text import Pairs, counted, gibibytes
 from replay.profiling.memory_advice import PassSize, savings
+from replay.profiling.prediction import Cost, Measured, Model
 from replay.profiling.records import Holder, HolderKind, Saving
+from replay.profiling.shapes import Shape, read_shapes, spread
 from replay.profiling.text import saved
-from replay.report.text import Pairs, counted, gibibytes
 from replay.runlog.records import PassRecord
-from replay.shapes import Shape, read_shapes, spread
-from replay.spec import MeasureSpec
 
 LEAST = 3  # passes that a fit of a peak to tokens takes
 MOST = 24  # passes whose inputs are read for it

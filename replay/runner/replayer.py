@@ -20,13 +20,15 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.file_format.parameter_samples import Sample
-from replay.loss import may_count_after_padding, negated_mean, tokens_for
 from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective
-from replay.report.text import one_line
+from replay.options.loss import may_count_after_padding, negated_mean, tokens_for
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import WindowWeights
+from replay.options.wording import in_flags
+from replay.output.text import one_line
 from replay.resolution.windows import Round, weight_of
-from replay.resolved import ResolvedReplay
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.digests import digest_of_inputs
@@ -45,14 +47,12 @@ from replay.runner.observers import (
 )
 from replay.runner.pass_again import Expectations, with_second_run
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, inputs_for, run_pass
-from replay.spec import WindowWeights
 from replay.tracing.writer import RunTrace
 from replay.verdict.job_values import Recorded, recorded_in, token_places, without_router_loss
 from replay.verdict.judge import Pass
 from replay.verdict.replayed_values import Replayed, action_log_probs, sampled_log_probs
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
-from replay.wording import in_flags
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, TypeVar
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
+from replay.options.resolved import ResolvedReplay
+from replay.options.wording import in_flags
+from replay.output.printing import open_console, print_line, print_pairs, print_table
+from replay.output.text import Pairs, one_line
 from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
-from replay.report.printing import open_console, print_line, print_pairs, print_table
-from replay.report.text import Pairs, one_line
-from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
 from replay.runner.meter import Meter
@@ -31,7 +32,6 @@ from replay.runner.run_pass import PassObserver
 from replay.verdict.judge import Pass
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
-from replay.wording import in_flags
 
 if TYPE_CHECKING:
     from replay.profiling.memory import History

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from actor_init.spec import UsageError
+from replay.output.text import counted
 from replay.profiling.records import MemoryPeak, Profile
-from replay.report.text import counted
 from replay.runlog.reader import folder_of, lines_so_far
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section

@@ -21,9 +21,9 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
+from replay.options.resolved import ATTENTION, By, ResolvedReplay
 from replay.resolution.job_defaults import DTYPES
 from replay.resolution.selection import Selection
-from replay.resolved import ATTENTION, By, ResolvedReplay
 from replay.runlog.writer import versions
 from replay.runner.digests import digest_of_weights
 from replay.runner.meter import Meter

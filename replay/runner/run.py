@@ -12,14 +12,15 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from replay.loss import may_count_after_padding
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective
-from replay.report.printing import open_console, print_table
-from replay.report.text import short_names_differ
+from replay.options.loss import may_count_after_padding
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import ReplaySpec
+from replay.output.printing import open_console, print_table
+from replay.output.text import short_names_differ
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
-from replay.resolved import ResolvedReplay
 from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, loaded_source, refuse_folders, state_to_load
 from replay.runner.conclusion import setting_of
@@ -30,7 +31,6 @@ from replay.runner.result import Run
 from replay.runner.session import Session
 from replay.runner.states import Earlier, FolderStates, States
 from replay.runner.text import choice_table
-from replay.spec import ReplaySpec
 from replay.verdict.weight_check import SameWeights
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching

@@ -14,11 +14,12 @@ from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import VerdictRule
+from replay.output.text import Pairs, counted, not_recorded
 from replay.processes.exit_code import repeat_for_torchrun
-from replay.report.text import Pairs, counted, not_recorded
 from replay.resolution.model_source import inputs_folder
 from replay.resolution.selection import Selection
-from replay.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
@@ -35,7 +36,6 @@ from replay.runner.reruns import Found, Reruns
 from replay.runner.result import Run
 from replay.runner.rounding_floor import Again
 from replay.runner.states import Earlier
-from replay.spec import VerdictRule
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass

@@ -17,10 +17,10 @@ from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.facts import Setting
+from replay.options.spec import KEPT_STATES, StateSpec
 from replay.resolution.selection import Selection
 from replay.runlog.reader import read_lines
 from replay.runlog.records import PassRecord
-from replay.spec import KEPT_STATES, StateSpec
 
 PREFIX = "step-"
 

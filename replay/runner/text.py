@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from replay.report.text import (
+from replay.options.resolved import Choice
+from replay.output.text import (
     PHASES,
     Columns,
     Pairs,
@@ -14,7 +15,6 @@ from replay.report.text import (
     unreplayable,
 )
 from replay.resolution.selection import Selection
-from replay.resolved import Choice
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
-from replay.report.text import counted
+from replay.output.text import counted
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import absolute_difference, is_coarse, relative_difference
 from replay.tolerances.job import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAST_RMS, LOSS, SAME_SHARES

@@ -17,10 +17,10 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
 from capture.file_format.parameter_samples import Sample
-from replay.loss import tokens_for
-from replay.report.text import counted
+from replay.options.loss import tokens_for
+from replay.options.spec import LossName, is_objective
+from replay.output.text import counted
 from replay.runlog.records import PassRecord
-from replay.spec import LossName, is_objective
 from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from actor_init.as_json import to_json
-from replay.report.text import counted
+from replay.output.text import counted
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, roundoff
 from replay.tolerances.job import GRAD_NORM, Floor

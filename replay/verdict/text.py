@@ -8,7 +8,7 @@ here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 
 from collections import Counter
 
-from replay.report.text import Pairs, counted
+from replay.output.text import Pairs, counted
 from replay.tolerances.job import GRADIENT
 from replay.verdict.findings import ROUNDING_HIDES, Finding, Status
 from replay.verdict.job_values import MISSING_GRADIENT, WeightComparison

@@ -11,7 +11,7 @@ from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.parameter_samples import Sample
-from replay.report.text import Pairs, counted
+from replay.output.text import Pairs, counted
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job import LOSS
 from replay.verdict.job_values import MOVED, NEXT_TOKENS, Recorded, own_name

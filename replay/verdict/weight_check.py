@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor_init.model import ModelSource, parameter_shapes
 from capture.file_format.parameter_samples import ParameterSamples, Sample
-from replay.report.text import counted
+from replay.output.text import counted
 from replay.tolerances.job import equal_but_for_dtype
 from replay.verdict.job_values import OtherValue, WeightComparison, inner_names, own_name
 

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 from actor_init.as_json import adapter_of, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.report.text import one_line
+from replay.options.wording import in_flags
+from replay.output.text import one_line
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone, terminated
 from replay.watch.progress import Position, Tracker, last_position
@@ -40,7 +41,6 @@ from replay.watch.stacks import (
     standing,
     was_held,
 )
-from replay.wording import in_flags
 
 TICK_SECONDS = 0.25
 GRACE_SECONDS = 1.0  # in which the news of a death overtakes the errors that come of it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.spec import default_folder
+from replay.options.spec import default_folder
 from tests.helpers.contract import (
     BF16_BOUND,
     BF16_NORM_BOUND,

@@ -9,9 +9,9 @@ import pytest
 
 from actor_init.declarations.backends.deepspeed_config import config_of
 from actor_init.spec import ActorSpec, UsageError
-from replay.parity.plan import Here, Role, plan
+from replay.agreement.plan import Here, Role, plan
+from replay.options.wording import in_flags
 from replay.runlog.reader import PastRun
-from replay.wording import in_flags
 from tests.helpers.commands import ROOT
 from tests.helpers.planning import CONFIG
 
@@ -93,7 +93,7 @@ def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several
 
 
 def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: Any) -> None:
-    from replay.cli import action_of
+    from replay.command_line.cli import action_of
     from replay.runner.run import run_in
 
     path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})

@@ -18,7 +18,7 @@ from actor_init.weights import RandomWeights
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
-from replay.spec import default_folder
+from replay.options.spec import default_folder
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,

@@ -23,7 +23,7 @@ from actor_init.probe.head_probe import choose_head, form_of
 from actor_init.probe.packing_probe import one_document, small_model
 from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError
 from actor_init.world import World
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.helpers.sharded import SIZES
 
 T, N, H, V = 60, 53, 6, 40

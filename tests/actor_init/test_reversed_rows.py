@@ -12,8 +12,8 @@ from actor_init.inputs.packing import actor_inputs
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from replay.runlog.records import PassRecord
-from replay.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from tests.helpers.children import run_with
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log

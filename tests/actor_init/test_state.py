@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from replay.cli import main
+from replay.command_line.cli import main
 from tests.helpers.contract import records_of
 from tests.helpers.failing_inputs import TOO_LONG, folder_of
 from tests.helpers.read_logs import read_log

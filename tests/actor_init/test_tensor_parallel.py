@@ -15,7 +15,7 @@ from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
 from actor_init.world import World
-from replay.spec import default_folder
+from replay.options.spec import default_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_BOUND,

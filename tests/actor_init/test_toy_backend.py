@@ -9,13 +9,13 @@ from transformers import LlamaConfig
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
-from replay.option_parsing import replay_spec
-from replay.parity.matrix import Named, edge_settings, settings_of
-from replay.parity.plan import Here, Role, plan
-from replay.report.text import engine_text
-from replay.spec import ReplaySpec
-from replay.suite.plan import CONFIGURATIONS, configurations
-from replay.wording import in_flags
+from replay.agreement.matrix import Named, edge_settings, settings_of
+from replay.agreement.plan import Here, Role, plan
+from replay.commands.suite.plan import CONFIGURATIONS, configurations
+from replay.options.option_parsing import replay_spec
+from replay.options.spec import ReplaySpec
+from replay.options.wording import in_flags
+from replay.output.text import engine_text
 from tests.helpers.contract import (
     FEW,
     MANY,

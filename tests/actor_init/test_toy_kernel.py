@@ -16,12 +16,12 @@ from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import Call
-from replay.cli import main
-from replay.doctor.report import _checked
-from replay.option_parsing import command_line, replay_spec, spec_from_dict, spec_to_dict
+from replay.command_line.cli import main
+from replay.commands.doctor.report import _checked
+from replay.options.option_parsing import command_line, replay_spec, spec_from_dict, spec_to_dict
+from replay.options.spec import ReplaySpec
+from replay.options.wording import in_flags
 from replay.resolution.job_defaults import job_kernel
-from replay.spec import ReplaySpec
-from replay.wording import in_flags
 from tests.helpers import toy_kernel
 from tests.helpers.read_logs import read_log
 from tests.helpers.toy_kernel import KERNEL

@@ -17,8 +17,8 @@ from capture.cli import main
 from capture.file_format.capture_file import read_call, write_call
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import convert_folder
-from replay.cli import main as replay_main
-from replay.spec import default_folder
+from replay.command_line.cli import main as replay_main
+from replay.options.spec import default_folder
 from tests.helpers.dumps import a_dump
 
 SECRET = "/home/somebody/secret-project"

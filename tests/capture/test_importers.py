@@ -21,7 +21,7 @@ from capture.cli import main
 from capture.file_format.capture_file import read_call
 from capture.folder_tools.convert import convert_folder
 from capture.importers import IMPORTERS, read_dump
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.foreign.expected import ACTIONS, ADVANTAGES, ATTENTION, IDS, LOG_PROBS, POSITIONS, STEP
 from tests.helpers.dumps import a_dump
 

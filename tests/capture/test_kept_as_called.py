@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 from capture import CaptureError, MicroBatch, Origin, capture_files, read_micro_batch, recording, write_call
 from capture.cli import main
 from capture.file_format.capture_file import read_call
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 
 IDS_BS = torch.tensor([[3, 5, 9, 7, 8, 2], [3, 3, 4, 1, 6, 2]])
 EMBEDDINGS_BSH = torch.linspace(0, 1, 2 * 6 * 8).view(2, 6, 8)

@@ -21,8 +21,8 @@ from actor_init.inputs.packing import actor_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
-from replay.cli import action_of, leave
-from replay.loss import negated_mean
+from replay.command_line.cli import action_of, leave
+from replay.options.loss import negated_mean
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import select
 from tests.helpers.reference import Reference

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from tests.helpers.typed import spec_of

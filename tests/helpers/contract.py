@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture.file_format.actor_config import read_actor_config
+from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
-from replay.spec import default_folder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference

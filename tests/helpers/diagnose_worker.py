@@ -15,7 +15,7 @@ import torch
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import action_of, leave
+from replay.command_line.cli import action_of, leave
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -50,7 +50,9 @@ def main() -> int:
     with World.from_env(ParallelSpec(tp=tp, ring=ring)) as world:
         for job in json.loads(Path(sys.argv[1]).read_text()):
             with ExitStack() as stack:
-                stack.enter_context(patch("replay.diagnose.report.World.from_env", lambda _: nullcontext(world)))
+                stack.enter_context(
+                    patch("replay.commands.diagnose.report.World.from_env", lambda _: nullcontext(world))
+                )
                 if "fault" in job:
                     stack.enter_context(rows_unproved())
                     stack.enter_context(FAULTS[job["fault"]](world))

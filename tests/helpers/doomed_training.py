@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from replay.on_ray.training_rank import train
+from replay.campaign.training_rank import train
 from replay.runner.replayer import Replayer
 
 LOST_PASS = 7

@@ -16,14 +16,14 @@ from unittest.mock import patch
 
 from transformers import AutoConfig
 
-from replay.compare.differences import compare
-from replay.parity.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
-from replay.parity.plan import Cell, Here, plan
-from replay.parity.results import MEASURING, JudgedCell, MatrixJudge
-from replay.parity.rows import Row, State
+from replay.agreement.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
+from replay.agreement.plan import Cell, Here, plan
+from replay.agreement.results import MEASURING, JudgedCell, MatrixJudge
+from replay.agreement.rows import Row, State
+from replay.comparison.differences import compare
+from replay.options.spec import edge_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
-from replay.spec import edge_folder
 from replay.tracing.distances import distances
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.reader import TracedRun
@@ -147,7 +147,7 @@ def comparing_once() -> Iterator[None]:
     with (
         patch.object(PastRun, "read", cache(PastRun.read)),
         patch.object(TracedRun, "read", cache(TracedRun.read)),
-        patch("replay.parity.results.compare", once(compare)),
+        patch("replay.agreement.results.compare", once(compare)),
         patch("replay.tracing.first_difference.distances", once(distances)),
     ):
         yield
@@ -188,7 +188,7 @@ class Campaign:
         return MatrixJudge().result_of([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
-        """What parity names first, by the rule of `replay.parity.runs`."""
+        """What parity names first, by the rule of `replay.commands.parity.runs`."""
         equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
         [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
         return first_difference(

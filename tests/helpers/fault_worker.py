@@ -17,7 +17,7 @@ from torch.utils._debug_mode import DebugMode
 
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import leave
+from replay.command_line.cli import leave
 from replay.processes.child_job import ChildJob
 from replay.runner.replayer import Replayer
 from replay.runner.run import run_in

@@ -22,7 +22,7 @@ from actor_init.parallel.split_linear import SplitColumns
 from actor_init.weights import OnProgress, RandomWeights
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
-from replay.parity.matrix import Setting
+from replay.agreement.matrix import Setting
 from tests.helpers import sabotage
 
 Patch = Callable[[World], AbstractContextManager[None]]

@@ -4,7 +4,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from replay.cli import leave, main
+from replay.command_line.cli import leave, main
 from tests.helpers.faults import FAULTS
 from tests.helpers.more_faults import MORE_FAULTS
 from tests.helpers.unproved_rows import rows_unproved

@@ -23,8 +23,8 @@ import replay.runner.replayer
 import replay.runner.run
 import replay.watch.shutdown
 import replay.watch.watcher
-from replay.cli import run_and_leave
-from replay.loss import negated_mean
+from replay.command_line.cli import run_and_leave
+from replay.options.loss import negated_mean
 from replay.runner.replayer import Replayer
 from replay.watch.watcher import HELD_SECONDS, Watch, watching
 

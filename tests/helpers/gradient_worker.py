@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.cli import action_of, leave
+from replay.command_line.cli import action_of, leave
 from replay.runner.run import run_in
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.option_parsing import replay_spec
+from replay.options.option_parsing import replay_spec
+from replay.options.spec import ReplaySpec
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
-from replay.spec import ReplaySpec
 from replay.verdict.judge import Outcome, Verdict
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay

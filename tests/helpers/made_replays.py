@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from replay.resolved import Choice, ResolvedReplay
-from replay.spec import ReplaySpec
+from replay.options.resolved import Choice, ResolvedReplay
+from replay.options.spec import ReplaySpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from actor_init.inputs.packing import ActorInputs
 from actor_init.parallel import split_linear
 from actor_init.world import World
-from replay.parity.matrix import EDGE_DOCUMENTS, EDGE_ROWS, Setting
+from replay.agreement.matrix import EDGE_DOCUMENTS, EDGE_ROWS, Setting
 from tests.helpers.faults import Fault, _edited, _other_inputs
 
 Change = Callable[[Tensor], Tensor]

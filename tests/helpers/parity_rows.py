@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.option_parsing import replay_spec
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Cell, Role
-from replay.parity.results import MatrixJudge, MatrixResult
-from replay.parity.rows import Row, State
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Cell, Role
+from replay.agreement.results import MatrixJudge, MatrixResult
+from replay.agreement.rows import Row, State
+from replay.options.option_parsing import replay_spec
+from replay.options.spec import ReplaySpec
 from replay.runlog.records import PassRecord
-from replay.spec import ReplaySpec
 from tests.helpers.made_logs import passed, write_log
 
 CONFIG = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from replay.parity.matrix import Setting
-from replay.parity.plan import Here, Plan, plan
+from replay.agreement.matrix import Setting
+from replay.agreement.plan import Here, Plan, plan
 
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
+from replay.options.ray_options import RayOptions
+from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.spec import MeasureSpec, ReplaySpec
 
 
 def refuse(job: ChildJob) -> int:

@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from typing import NamedTuple
 
+from replay.options.spec import ReplaySpec
 from replay.processes.child_job import NO_OPTION
-from replay.spec import ReplaySpec
 from tests.helpers.typed import spec_of
 
 

@@ -19,7 +19,7 @@ from actor_init.model_form import HeadForm
 from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
-from replay.cli import action_of, leave
+from replay.command_line.cli import action_of, leave
 from replay.runner.run import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang

@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
+from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
-from replay.spec import default_folder
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
 from tests.helpers.ranks import run_ranks

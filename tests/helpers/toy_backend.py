@@ -131,7 +131,7 @@ class ToyBackend:
 def main() -> int:
     BACKENDS[DECLARATION.name] = DECLARATION
     if sys.argv[1] == "replay":
-        from replay.cli import main as replay
+        from replay.command_line.cli import main as replay
 
         return replay(sys.argv[2:])
     from tests.helpers.replay_worker import graphs_alone
@@ -143,6 +143,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    from replay.cli import leave
+    from replay.command_line.cli import leave
 
     leave(code)

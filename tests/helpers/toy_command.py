@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from replay import subcommands
-from replay.given_paths import check_folder
-from replay.option_parsing import Action
+from replay.command_line import subcommands
+from replay.options.given_paths import check_folder
+from replay.options.option_parsing import Action
 
 
 def toy(
@@ -33,13 +33,13 @@ def _toy(folder: Path, at_least: int) -> int:
 
 def main() -> int:
     subcommands.COMMANDS = (*subcommands.COMMANDS, toy)
-    from replay.cli import main as replay
+    from replay.command_line.cli import main as replay
 
     return replay(sys.argv[1:])
 
 
 if __name__ == "__main__":
     code = main()
-    from replay.cli import leave
+    from replay.command_line.cli import leave
 
     leave(code)

@@ -50,13 +50,13 @@ def softmax_attention(
 
 def main() -> int:
     KERNELS[KERNEL.word] = KERNEL
-    from replay.cli import main as replay
+    from replay.command_line.cli import main as replay
 
     return replay(sys.argv[1:])
 
 
 if __name__ == "__main__":
     code = main()
-    from replay.cli import leave
+    from replay.command_line.cli import leave
 
     leave(code)

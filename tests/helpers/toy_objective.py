@@ -7,12 +7,12 @@ import sys
 
 from torch import Tensor
 
-from replay.declarations import OBJECTIVES
-from replay.declarations.declaration import ObjectiveDeclaration
 from replay.objective import names
 from replay.objective.formula import Formula, Need
 from replay.objective.inputs import ObjectiveInputs
-from replay.spec import ObjectiveSpec
+from replay.options.declarations import OBJECTIVES
+from replay.options.declarations.declaration import ObjectiveDeclaration
+from replay.options.spec import ObjectiveSpec
 
 TOY = ObjectiveDeclaration(
     name="toy",
@@ -37,13 +37,13 @@ FORMULA = Formula(
 
 def main() -> int:
     OBJECTIVES[TOY.name] = TOY
-    from replay.cli import main as replay
+    from replay.command_line.cli import main as replay
 
     return replay(sys.argv[1:])
 
 
 if __name__ == "__main__":
     code = main()
-    from replay.cli import leave
+    from replay.command_line.cli import leave
 
     leave(code)

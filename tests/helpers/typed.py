@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from replay.cli import action_of
-from replay.spec import ReplaySpec
+from replay.command_line.cli import action_of
+from replay.options.spec import ReplaySpec
 
 
 def spec_of(words: Sequence[str]) -> ReplaySpec:

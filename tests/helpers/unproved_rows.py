@@ -14,7 +14,7 @@ from actor_init.world import World
 @contextmanager
 def rows_unproved() -> Iterator[None]:
     with ExitStack() as stack:
-        for user in ("replay.resolution.resolve", "replay.diagnose.report"):
+        for user in ("replay.resolution.resolve", "replay.commands.diagnose.report"):
             stack.enter_context(patch(f"{user}.choose_layout", _as_asked))
         yield
 

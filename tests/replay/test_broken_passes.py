@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from capture import capture_files, recording
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.replay.test_verdict import FP32, replayed
 from tests.trainers.common import make_batches, make_model
 

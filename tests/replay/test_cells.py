@@ -7,9 +7,9 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
-from replay.option_parsing import replay_spec
-from replay.parity.matrix import settings_of
-from replay.parity.plan import Cell, Here, Plan, Role, plan
+from replay.agreement.matrix import settings_of
+from replay.agreement.plan import Cell, Here, Plan, Role, plan
+from replay.options.option_parsing import replay_spec
 from tests.helpers.planning import CONFIG, planned
 
 
@@ -182,7 +182,7 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
 
 
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
-    from replay.parity.runs import _edge_plans
+    from replay.commands.parity.runs import _edge_plans
 
     spec = replay_spec({"dtype": "fp32", "model": "somewhere"})
     here = Here(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)

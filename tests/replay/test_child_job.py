@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
-from replay.cli import action_of, main
+from replay.command_line.cli import action_of, main
+from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.spec import MeasureSpec, ReplaySpec
 from tests.helpers.repeated import repeated_by
 
 SPEC = ReplaySpec(

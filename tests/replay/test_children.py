@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from replay.cli import action_of
+from replay.command_line.cli import action_of
+from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import visible_gpus
 from replay.processes.pool import Child, Task, _Running, run_children
 from replay.runlog.reader import PastRun
-from replay.spec import MeasureSpec, ReplaySpec
 from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
 from tests.warm import warm_bin

@@ -15,9 +15,9 @@ from torch.distributed.run import get_args_parser
 from typer.models import OptionInfo
 
 from actor_init.spec import UsageError
-from replay.cli import app, main
-from replay.option_parsing import toggles
-from replay.spec import ReplaySpec
+from replay.command_line.cli import app, main
+from replay.options.option_parsing import toggles
+from replay.options.spec import ReplaySpec
 from tests.helpers.made_captures import damage, write_config, write_pass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,7 @@ def test_help_shows_every_option_whole_and_hides_local_rank(capsys: pytest.Captu
 
 def test_help_needs_neither_torch_nor_rich() -> None:
     probe = (
-        "import sys; from replay.cli import main; code = main(['--help']); "
+        "import sys; from replay.command_line.cli import main; code = main(['--help']); "
         "print(code, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
     assert started(sys.executable, "-c", probe).stdout.splitlines()[-1] == "0 []"
@@ -237,7 +237,7 @@ NOWHERE = [
 
 def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     probe = (
-        "import sys; from replay.cli import main; "
+        "import sys; from replay.command_line.cli import main; "
         f"codes = [main(typed.split()) for typed in {NOWHERE}]; "
         "print({*codes}, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
@@ -278,7 +278,7 @@ def test_every_way_refuses_alike(way: str) -> None:
 def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
     for package in ("actor_init", "replay"):
         shutil.copytree(ROOT / package, tmp_path / package)
-    cli_file = tmp_path / "replay" / "cli.py"
+    cli_file = tmp_path / "replay" / "command_line" / "cli.py"
     cli_file.write_text(cli_file.read_text().replace("Replay captured micro-batches", "This is the copy"))
     (tmp_path / "replay" / "annotated_doc.py").write_text("raise SystemExit('a module of replay/ hid a library')")
     done = started(sys.executable, "-u", str(tmp_path / "replay"), "--help", cwd=ROOT)

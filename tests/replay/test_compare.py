@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from capture.file_format.capture_file import read_micro_batch
-from replay import cli
+from replay.command_line import cli
+from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
 from replay.runner.digests import digest_of_inputs, digest_of_weights
-from replay.spec import default_folder
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
@@ -112,7 +112,7 @@ def test_captures_are_named_shortly_or_whole(tmp_path: Path, capsys: pytest.Capt
 
 def test_help_needs_neither_torch_nor_rich() -> None:
     probe = (
-        "import sys; from replay.cli import main; code = main(['compare', '--help']); "
+        "import sys; from replay.command_line.cli import main; code = main(['compare', '--help']); "
         "print(code, [m for m in ('torch', 'rich', 'matplotlib', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replay.compare.comparable import settings_that_differ
-from replay.compare.differences import Differences, Quantity, compare
+from replay.comparison.comparable import settings_that_differ
+from replay.comparison.differences import Differences, Quantity, compare
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from tests.helpers.made_logs import passed, write_log

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from actor_init.declarations.backends import BACKENDS
-from replay.inspection.console import print_inspection
-from replay.inspection.inspection import Inspection
-from replay.inspection.totals import KindFacts, Spread
-from replay.report.printing import open_console, print_pairs
-from replay.report.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
+from replay.commands.inspect.console import print_inspection
+from replay.commands.inspect.inspection import Inspection
+from replay.commands.inspect.totals import KindFacts, Spread
+from replay.output.printing import open_console, print_pairs
+from replay.output.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFile, RunStart, RunWork

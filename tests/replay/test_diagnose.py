@@ -20,7 +20,7 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import action_of, main
+from replay.command_line.cli import action_of, main
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
@@ -62,7 +62,7 @@ def diagnosed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
     """Runs `replay diagnose` here; returns its exit code and its checks by name."""
-    monkeypatch.setattr("replay.diagnose.report.World.from_env", lambda _: nullcontext(world))
+    monkeypatch.setattr("replay.commands.diagnose.report.World.from_env", lambda _: nullcontext(world))
 
     def run(inputs: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
         file = tmp_path / "checks.json"
@@ -211,7 +211,7 @@ def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnosed: Any) -> 
 
 
 def test_a_loss_that_is_summed_grows_with_the_tokens(folder: Path, diagnosed: Any) -> None:
-    with patch("replay.diagnose.untimed_actor.negated_mean", lambda log_probs_BA, inputs: -log_probs_BA.sum()):
+    with patch("replay.commands.diagnose.untimed_actor.negated_mean", lambda log_probs_BA, inputs: -log_probs_BA.sum()):
         code, checks = diagnosed(folder, *FAST)
     assert code == 1
     assert {"loss, four ways", "twice the tokens"} <= failing(checks)
@@ -221,7 +221,7 @@ def test_what_raises_is_a_failed_check_and_the_next_are_tried(folder: Path, diag
     def breaking(batch: Any) -> Any:
         raise RuntimeError("no\nsuch kernel")
 
-    with patch("replay.diagnose.checks.twice", breaking):
+    with patch("replay.commands.diagnose.checks.twice", breaking):
         code, checks = diagnosed(folder, *FAST)
     assert (code, failing(checks)) == (1, {"a pass"})
     assert checks["a pass"]["found"] == "RuntimeError: no such kernel"
@@ -233,7 +233,7 @@ def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnosed: Any) 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    with patch("replay.diagnose.checks.learned", interrupted):
+    with patch("replay.commands.diagnose.checks.learned", interrupted):
         code, checks = diagnosed(folder, *FAST)
     assert code == 130
     assert list(checks) == EVERY[:-2]

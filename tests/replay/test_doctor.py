@@ -20,15 +20,15 @@ from actor_init.attention import kernel_check
 from actor_init.attention.kernel_choice import default_kernel
 from actor_init.attention.kernels import register
 from actor_init.declarations.attention import KERNELS
-from replay.cli import main
-from replay.doctor import hardware, packages
-from replay.doctor import report as doctor
-from replay.doctor.environment import variables
-from replay.doctor.hardware import devices, log_folder, shared_memory
-from replay.doctor.packages import PACKAGES, is_within, package, required_ranges
-from replay.doctor.probe_process import Answer, Prober, tried
-from replay.doctor.toolchain import compilers, launcher
-from replay.report.check import Check, Status, line
+from replay.command_line.cli import main
+from replay.commands.doctor import hardware, packages
+from replay.commands.doctor import report as doctor
+from replay.commands.doctor.environment import variables
+from replay.commands.doctor.hardware import devices, log_folder, shared_memory
+from replay.commands.doctor.packages import PACKAGES, is_within, package, required_ranges
+from replay.commands.doctor.probe_process import Answer, Prober, tried
+from replay.commands.doctor.toolchain import compilers, launcher
+from replay.output.check import Check, Status, line
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_an_import_that_breaks_is_a_line(
 ) -> None:
     made_package(tmp_path, "flash_attn", source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("replay.doctor.probe_process.GRACE", 60.0)  # for Python's start
+    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE", 60.0)  # for Python's start
     share = 0.01 if status is Status.NO_ANSWER else 0.5
     answer = Prober(300.0).ask("import_module", "flash_attn", share=share)
     check = package(FLASH, answer, on_cuda=True, is_default=True)
@@ -491,7 +491,8 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_its_help_needs_neither_torch_nor_rich() -> None:
     probe = (
-        "import sys; from replay.cli import main; code = main(['doctor', '--help']); import replay.doctor.report; "
+        "import sys; from replay.command_line.cli import main; code = main(['doctor', '--help']); "
+        "import replay.commands.doctor.report; "
         "print(code, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replay import entry
+from replay.command_line import entry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ def test_an_old_python_is_told_what_to_type() -> None:
 FORMS = {
     "module": ["-m", "replay"],
     "folder": ["replay"],
-    "script": ["-c", "import replay.entry as e; e.run_and_leave()"],
+    "script": ["-c", "import replay.command_line.entry as e; e.run_and_leave()"],
 }
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
+from replay.agreement.plan import Plan, Role, in_environments
+from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.parity.plan import Plan, Role, in_environments
-from replay.parity.rows import ParityLog
-from replay.parity.text import commands, header
+from replay.commands.parity.text import commands, header
+from replay.options.spec import ReplaySpec
+from replay.options.wording import in_flags
 from replay.processes.child_job import ChildJob
 from replay.processes.interpreter import Environment, probe
 from replay.processes.limits import Machine
 from replay.processes.pool import RunHere, Task
-from replay.spec import ReplaySpec
-from replay.wording import in_flags
 from tests.helpers.planning import planned
 from tests.helpers.repeated import repeated_by
 

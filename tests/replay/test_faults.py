@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Role
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Role
 from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for, is_traceable
 from tests.helpers.faults import FAULTS, Fault
 

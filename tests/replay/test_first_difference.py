@@ -11,8 +11,8 @@ import torch
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay import cli
-from replay.cli import action_of
+from replay.command_line import cli
+from replay.command_line.cli import action_of
 from replay.runner.run import run_in
 from replay.tracing.first_difference import FirstDifference, first_difference
 from replay.tracing.trace_file import Kind, TraceFile

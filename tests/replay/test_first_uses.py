@@ -14,8 +14,8 @@ from torch import Tensor
 from actor_init.declarations.attention import form_of
 from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import main
-from replay.loss import negated_mean
+from replay.command_line.cli import main
+from replay.options.loss import negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
 from replay.runner import first_uses

@@ -16,7 +16,7 @@ from torch import Tensor
 from capture import recording
 from capture.file_format.actor_config import read_frozen_names
 from capture.folder_tools.redact import Tokens, redact_folder
-from replay.cli import main
+from replay.command_line.cli import main
 from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.option_parsing import replay_spec
-from replay.parity.noise_floor import CellResult
-from replay.parity.results import MatrixJudge
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.results import MatrixJudge
+from replay.options.option_parsing import replay_spec
+from replay.options.spec import MeasureSpec
 from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
 from replay.runlog.token_log_probs import keep as keep_log_probs
-from replay.spec import MeasureSpec
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import Made
 

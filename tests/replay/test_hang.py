@@ -22,11 +22,11 @@ from capture.black_box.stacks import all_stacks, main_stack, refined, with_main_
 from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import Place, Position
-from replay.hang.behind import who_was_behind
-from replay.hang.last_seen import End, LastSeen, last_seen, world_size_of
-from replay.hang.report import report
-from replay.hang.text import post_mortem
-from replay.inspection.inspection import inspect_folder
+from replay.commands.inspect.inspection import inspect_folder
+from replay.post_mortem.behind import who_was_behind
+from replay.post_mortem.last_seen import End, LastSeen, last_seen, world_size_of
+from replay.post_mortem.report import report
+from replay.post_mortem.text import post_mortem
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.profiling.host_memory import PROCESS, TraceEvent, peak_in
 from replay.profiling.memory import History, _holders
 from replay.profiling.memory_peak import Block

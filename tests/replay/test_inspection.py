@@ -20,10 +20,10 @@ from capture.black_box.salvage import salvage
 from capture.cli import main
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.record.retention import Keep
-from replay.inspection import text as wording
-from replay.inspection.console import print_inspection
-from replay.inspection.inspection import inspect_folder
-from replay.inspection.totals import Spread
+from replay.commands.inspect import text as wording
+from replay.commands.inspect.console import print_inspection
+from replay.commands.inspect.inspection import inspect_folder
+from replay.commands.inspect.totals import Spread
 from tests.helpers.doomed_jobs import TinyModel
 from tests.helpers.made_captures import damage, write_config, write_pass
 

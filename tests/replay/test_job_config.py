@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from capture import recording
-from replay.cli import main
+from replay.command_line.cli import main
 from tests.helpers.read_logs import read_log
 from tests.trainers.common import make_batches
 

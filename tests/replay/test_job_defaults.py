@@ -16,10 +16,10 @@ from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import kernels_of
+from replay.options.resolved import KERNELS, By
+from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
 from replay.resolution.selection import Selection
-from replay.resolved import KERNELS, By
-from replay.spec import ReplaySpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY: dict[str, Any] = {

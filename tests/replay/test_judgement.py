@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Role
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Role
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import CONFIG, NAMES, Made
 

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import pytest
 
 from actor_init.spec import UsageError
-from replay.option_parsing import spec_from_dict
+from replay.options.option_parsing import spec_from_dict
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.resolution.selection import Selection
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, versions
-from replay.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.watch.blame import failed
 from replay.watch.progress import Phase, Position
 from replay.watch.shutdown import claim_failure

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.option_parsing import replay_spec
-from replay.parity.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
+from replay.agreement.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
+from replay.options.option_parsing import replay_spec
 
 TWO_TABLES = """
 [[cells]]

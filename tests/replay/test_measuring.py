@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from actor_init.optimizer import total_norm
-from replay.cli import main
-from replay.loss import negated_mean
+from replay.command_line.cli import main
+from replay.options.loss import negated_mean
 from replay.runlog.records import PassRecord
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_time import at_the_meter

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.spec import ActorSpec, OptimizerName
 from actor_init.toggles import Dtype
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.profiling import memory
 from replay.profiling.memory import History, _holders, held_at_peak
 from replay.profiling.memory_advice import PassSize, savings

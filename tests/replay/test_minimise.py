@@ -18,15 +18,15 @@ from actor_init.as_json import from_json
 from capture import capture_files, recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
-from replay.cli import main
-from replay.minimise import folder as folder_module
-from replay.minimise.candidate import Candidate
-from replay.minimise.failure import Failure, Kind, failure_of, masked
-from replay.minimise.folder import _run_script
-from replay.minimise.parity_cell import ParityCell
-from replay.minimise.standalone import Standalone
-from replay.minimise.trials import Trial
-from replay.on_ray.executor import ThisMachine
+from replay.campaign.executor import ThisMachine
+from replay.command_line.cli import main
+from replay.commands.minimise import folder as folder_module
+from replay.commands.minimise.candidate import Candidate
+from replay.commands.minimise.failure import Failure, Kind, failure_of, masked
+from replay.commands.minimise.folder import _run_script
+from replay.commands.minimise.parity_cell import ParityCell
+from replay.commands.minimise.standalone import Standalone
+from replay.commands.minimise.trials import Trial
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Status

@@ -8,10 +8,10 @@ from itertools import combinations
 import pytest
 
 from actor_init.spec import UsageError
-from replay.minimise.candidate import Candidate, Cut
-from replay.minimise.cutting import Shape
-from replay.minimise.failure import Failure, Kind
-from replay.minimise.search import OutOfRunsError, Search, bisect, ddmin
+from replay.commands.minimise.candidate import Candidate, Cut
+from replay.commands.minimise.cutting import Shape
+from replay.commands.minimise.failure import Failure, Kind
+from replay.commands.minimise.search import OutOfRunsError, Search, bisect, ddmin
 from tests.helpers.typed import spec_of
 
 NUM_FILES, NUM_ROWS, LENGTH, LAYERS = 12, 4, 64, 16

@@ -10,8 +10,8 @@ import torch
 
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.cli import main as replay_main
-from replay.mismatch.statistics import effective_share, mismatch_of
+from replay.command_line.cli import main as replay_main
+from replay.commands.mismatch.statistics import effective_share, mismatch_of
 from tests.helpers.policy_job import make_rollouts, train
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from capture import recording
 from capture.file_format.end_record import not_recorded_in
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from tests.trainers.common import make_batches, make_model
 
 GIVEN_A_CACHE = "2 training passes given a cache of earlier tokens"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from actor_init.spec import Attention
-from replay.parity.matrix import edges, quick
-from replay.parity.noise_floor import CellResult
-from replay.parity.plan import Role
+from replay.agreement.matrix import edges, quick
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Role
 from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for
 from tests.helpers.faults import Fault
 from tests.helpers.more_faults import MORE_FAULTS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
-from replay.compare.differences import compare
-from replay.parity.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
+from replay.agreement.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
+from replay.comparison.differences import compare
 from replay.runlog.reader import PastRun
 from replay.tolerances.difference import ceiling_of, chance_beyond
 from tests.helpers.made_logs import passed, write_log

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from actor_init.backends.protocol import open_backend
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.runner.non_finite import Search
 from tests.helpers.failing_inputs import folder_of
 

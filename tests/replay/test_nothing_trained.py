@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from replay.cli import main
+from replay.command_line.cli import main
 from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")

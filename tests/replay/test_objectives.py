@@ -17,9 +17,9 @@ from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded
 from replay.objective.objective import Objective, gain
 from replay.objective.policy import policy_loss
-from replay.option_parsing import replay_spec
-from replay.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
-from replay.wording import in_flags
+from replay.options.option_parsing import replay_spec
+from replay.options.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
+from replay.options.wording import in_flags
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
 from tests.helpers.policy_job import by_sequences, by_tokens, token_losses
 

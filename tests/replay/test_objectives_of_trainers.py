@@ -19,7 +19,7 @@ from torch import Tensor
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveInputs, Recorded
 from replay.objective.policy import divergence, policy_loss
-from replay.spec import KlEstimator, ObjectiveSpec, Reduction
+from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, made
 from tests.trainers.openrlhf_actor import stand_in_for_flash_attn
 

@@ -21,17 +21,17 @@ from typing import Any
 import pytest
 
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
-from replay.cli import main
+from replay.agreement.rows import ParityLog
+from replay.command_line.cli import main
 from replay.on_ray.cells import Cells
 from replay.on_ray.cluster import cluster_at
-from replay.on_ray.command import RayOptions
 from replay.on_ray.launch import run_on_ray
-from replay.parity.rows import ParityLog
+from replay.options.ray_options import RayOptions
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
-from replay.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.process_table import processes_left
 from tests.helpers.ray_cluster import warm_cluster
@@ -327,8 +327,8 @@ packing = [true, false]
 """
 KILLED_AT_THE_FIRST = """
 import os, signal
-from replay.entry import run_and_leave
-from replay.parity.report import ParityProgress
+from replay.command_line.entry import run_and_leave
+from replay.commands.parity.report import ParityProgress
 
 ParityProgress.ended = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 run_and_leave()

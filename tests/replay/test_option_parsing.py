@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
-from replay.cli import action_of
-from replay.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.command_line.cli import action_of
+from replay.options.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.options.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
-from replay.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 
 
 def parsed(*arguments: str) -> ReplaySpec:

@@ -15,11 +15,11 @@ from actor_init.spec import ActorSpec
 from actor_init.toggles import Dtype
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import main
+from replay.command_line.cli import main
+from replay.options.spec import InputsSpec, ReplaySpec
 from replay.resolution.model_source import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runner.out_of_memory import Known, OutOfMemory
-from replay.spec import InputsSpec, ReplaySpec
 from replay.watch.shutdown import Ending
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
@@ -214,7 +214,7 @@ ALIVE = """
 import gc, sys, weakref
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.runner.replayer import ReopenedActor
 
 models = []

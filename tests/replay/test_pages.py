@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from replay.report.html import render
+from replay.output.html import render
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_a_template_that_is_not_given_a_value_says_which() -> None:
     with pytest.raises(UndefinedError, match="'title' is undefined"):
-        render("report/page.html")
+        render("output/page.html")
 
 
 def test_every_file_beside_the_code_is_installed() -> None:

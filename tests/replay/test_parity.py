@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from actor_init.inputs.packing import actor_inputs
-from replay import cli
-from replay.parity import runs as parting
-from replay.parity.noise_floor import CellResult
-from replay.parity.results import MatrixJudge
-from replay.parity.rows import ParityLog, State
-from replay.parity.text import commands
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.results import MatrixJudge
+from replay.agreement.rows import ParityLog, State
+from replay.command_line import cli
+from replay.commands.parity import runs as parting
+from replay.commands.parity.text import commands
+from replay.options.spec import ReplaySpec
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog import gradient_sketches, token_log_probs
 from replay.runlog.reader import PastRun
 from replay.runner.run import run_in
-from replay.spec import ReplaySpec
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.sharded import SIZES

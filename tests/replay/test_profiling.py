@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capture.file_format.actor_config import write_actor_config
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.profiling.records import LongKernel, Profile, RankProfile
 from replay.profiling.shares import Interval, Work, hidden_seconds, seconds_by_work, waited_for, work_of
 from replay.profiling.text import _short, kernel_table, remarks, share_table

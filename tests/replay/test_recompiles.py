@@ -14,10 +14,10 @@ import torch
 from torch.fx import GraphModule
 
 from actor_init.spec import ActorSpec, UsageError
-from replay.cli import main
+from replay.command_line.cli import main
+from replay.commands.recompiles.policies import Policy, Result, best, least_padding, pays_from
 from replay.processes import pool
 from replay.processes.pool import Child, Task
-from replay.recompiles.policies import Policy, Result, best, least_padding, pays_from
 from replay.runlog.records import CompilationSection
 from replay.runner.observers import read_compilations
 from tests.helpers.children import run_quietly

@@ -18,13 +18,23 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
 from actor_init.world import World
 from capture.file_format.capture_file import Call
-from replay.cli import main
-from replay.option_parsing import spec_to_dict
+from replay.command_line.cli import main
+from replay.options.option_parsing import spec_to_dict
+from replay.options.resolved import (
+    ATTENTION,
+    KERNELS,
+    LOSS_SCALE,
+    ONCE_OPEN,
+    PACKING,
+    TP_PLAN,
+    By,
+    Choice,
+    ResolvedReplay,
+)
+from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import from_job
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
-from replay.resolved import ATTENTION, KERNELS, LOSS_SCALE, ONCE_OPEN, PACKING, TP_PLAN, By, Choice, ResolvedReplay
-from replay.spec import ReplaySpec
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.typed import spec_of
@@ -200,13 +210,13 @@ from actor_init.model import ModelSource
 from actor_init.world import World
 from replay.profiling.profiler import profiled
 from replay.runlog.writer import Logbook
-from replay.resolved import ResolvedReplay
+from replay.options.resolved import ResolvedReplay
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenedActor
 from replay.runner.replayer import Replayer
-from replay.spec import ReplaySpec
+from replay.options.spec import ReplaySpec
 from replay.tracing.writer import RunTrace
 from replay.verdict.judge import judge
 from replay.verdict.weight_check import SameWeights

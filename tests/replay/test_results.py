@@ -10,10 +10,10 @@ import pytest
 
 from actor_init.as_json import from_json
 from actor_init.world import World
-from replay.cli import action_of, main
-from replay.compare.comparison import Comparison
-from replay.inspection.inspection import Inspection, inspect_folder
-from replay.mismatch.report import MismatchReport
+from replay.command_line.cli import action_of, main
+from replay.commands.inspect.inspection import Inspection, inspect_folder
+from replay.commands.mismatch.report import MismatchReport
+from replay.comparison.comparison import Comparison
 from replay.runlog.run_file import RunFile
 from replay.runner.result import Run
 from replay.runner.run import run_in

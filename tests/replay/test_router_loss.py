@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from capture import recording
-from replay.cli import main
+from replay.command_line.cli import main
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capture import recording
-from replay.cli import main
+from replay.command_line.cli import main
 from tests.helpers.each_alone import batch
 from tests.helpers.families import tiny_config, tiny_model
 

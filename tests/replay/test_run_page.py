@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from actor_init.as_json import to_json
-from replay.cli import main
-from replay.option_parsing import spec_from_dict
+from replay.command_line.cli import main
+from replay.options.option_parsing import spec_from_dict
 from replay.profiling.records import (
     Holder,
     HolderKind,

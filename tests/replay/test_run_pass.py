@@ -17,9 +17,9 @@ from actor_init.inputs.kept_logits import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from capture import capture_files, read_micro_batch
 from capture.file_format.body import RandomStates
+from replay.options.spec import default_folder
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
-from replay.spec import default_folder
 from replay.watch.progress import Phase
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from capture import capture_files
-from replay.cli import main
-from replay.loss import negated_mean
+from replay.command_line.cli import main
+from replay.options.loss import negated_mean
+from replay.options.spec import default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
-from replay.spec import default_folder
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
 

@@ -13,14 +13,14 @@ from capture import capture_files, recording
 from capture.cli import main
 from capture.file_format.capture_file import Call, read_call
 from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
-from replay.cli import main as replay_main
-from replay.inspection.console import print_inspection
-from replay.inspection.inspection import Inspection, inspect_folder
-from replay.inspection.totals import MOST_ODD
+from replay.command_line.cli import main as replay_main
+from replay.commands.inspect.console import print_inspection
+from replay.commands.inspect.inspection import Inspection, inspect_folder
+from replay.commands.inspect.totals import MOST_ODD
+from replay.options.spec import InputsSpec, Passes, ReplaySpec, default_folder
 from replay.processes.child_job import ChildJob
 from replay.resolution import selection
 from replay.resolution.selection import select
-from replay.spec import InputsSpec, Passes, ReplaySpec, default_folder
 from tests.helpers.made_captures import write_config, write_passes
 from tests.helpers.small_jobs import TinyModel
 from tests.replay.test_verdict import FP32, replayed, train

@@ -16,7 +16,7 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import MicroBatch, Origin, with_labels_of_own_tokens
 from capture.folder_tools.redact import Tokens, redact_folder
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.tolerances.job import GRADIENT, LOSS, TOKENS
 from tests.custom_models.nano import build
 from tests.helpers.children import run_with

@@ -11,12 +11,12 @@ import torch
 
 from actor_init.saving.huggingface import whole_folder
 from actor_init.spec import UsageError
-from replay.cli import main
+from replay.command_line.cli import main
+from replay.options.spec import StateSpec
 from replay.runlog.reader import PastRun
 from replay.runner.checkpoint import state_to_load
 from replay.runner.replayer import Replayer
 from replay.runner.states import whole_states
-from replay.spec import StateSpec
 
 TRAINING = "--step --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world")

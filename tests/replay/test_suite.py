@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from actor_init.spec import Dtype, UsageError
-from replay.cli import action_of, main
-from replay.on_ray.executor import ThisMachine
+from replay.campaign.executor import ThisMachine
+from replay.command_line.cli import action_of, main
+from replay.commands.suite.folder import _read_curve
+from replay.commands.suite.inputs import prepare_inputs
+from replay.commands.suite.loss_curve import Curve, Step, compare_curves, curve_of
+from replay.commands.suite.outcome import NoCurve, Status, outcomes
+from replay.commands.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from replay.options.spec import LossName
 from replay.processes.limits import Machine
 from replay.processes.pool import Child, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import versions
-from replay.spec import LossName
-from replay.suite.folder import _read_curve
-from replay.suite.inputs import prepare_inputs
-from replay.suite.loss_curve import Curve, Step, compare_curves, curve_of
-from replay.suite.outcome import NoCurve, Status, outcomes
-from replay.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
@@ -465,7 +465,7 @@ def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
     falls: bool,
 ) -> None:
     """Rounding does not explain a loss that does not fall."""
-    monkeypatch.setattr("replay.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
+    monkeypatch.setattr("replay.commands.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
     if not falls:
         monkeypatch.setattr(Curve, "why_it_does_not_fall", lambda *_: "it does not fall")
     assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1

@@ -13,11 +13,11 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
-from replay.spec import LossName
-from replay.suite import text_dataset
-from replay.suite.inputs import prepare_inputs
-from replay.suite.plan import SuiteSpec
-from replay.suite.text_dataset import write_texts
+from replay.commands.suite import text_dataset
+from replay.commands.suite.inputs import prepare_inputs
+from replay.commands.suite.plan import SuiteSpec
+from replay.commands.suite.text_dataset import write_texts
+from replay.options.spec import LossName
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
 CONFIG = {"model_type": "llama", "vocab_size": 4, "num_hidden_layers": 1}

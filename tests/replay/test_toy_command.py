@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from replay.cli import main
-from replay.subcommands import COMMANDS
+from replay.command_line.cli import main
+from replay.command_line.subcommands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

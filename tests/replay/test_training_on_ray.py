@@ -18,15 +18,15 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change
-from replay.cli import main
+from replay.campaign.training import Trainings
+from replay.command_line.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.node_actors import NodeAgent
-from replay.on_ray.training import Trainings
+from replay.options.spec import ReplaySpec, StateSpec
+from replay.options.wording import in_flags
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun
-from replay.spec import ReplaySpec, StateSpec
-from replay.wording import in_flags
 from tests.helpers import doomed_training
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import warm_cluster
@@ -130,7 +130,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
 KILLED_WITH_A_STATE = """
 import os, signal, sys
 from pathlib import Path
-from replay.entry import run_and_leave
+from replay.command_line.entry import run_and_leave
 from replay.on_ray.cluster import Cluster
 
 fetch, storage = Cluster.fetch, Path(sys.argv[sys.argv.index("--storage") + 1])

@@ -11,10 +11,10 @@ import pytest
 from actor_init.backends.protocol import open_backend
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.listing import capture_files
-from replay.cli import main
-from replay.loss import negated_mean
+from replay.command_line.cli import main
+from replay.options.loss import negated_mean
+from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
-from replay.spec import default_folder
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
 from tests.helpers.made_captures import write_pass

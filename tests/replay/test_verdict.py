@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from replay.runlog.reader import PastRun
 from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, bound_of
 from replay.verdict.findings import Setting, finding

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture import recording
-from replay.cli import main as replay_main
+from replay.command_line.cli import main as replay_main
 from replay.tolerances.job import GRAD_NORM, GRADIENT, HIDING_BOUND, TOKENS_RMS
 from replay.verdict.job_values import WEIGHTING
 from tests.broken_jobs.models import make_model

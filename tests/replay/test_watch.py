@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from actor_init.world import World
-from replay.cli import main
+from replay.command_line.cli import main
 from replay.watch import side_channel, stacks
 from replay.watch.blame import failed
 from replay.watch.progress import Phase, Position, Tracker, last_position

@@ -21,18 +21,18 @@ from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.cli import main
-from replay.loss import negated_mean
-from replay.prediction import fitted
+from replay.command_line.cli import main
+from replay.commands.worst.memory import Memory, memory_here
+from replay.options.loss import negated_mean
+from replay.options.spec import ReplaySpec, default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
+from replay.profiling.prediction import fitted
+from replay.profiling.shapes import Rows, read_shapes, spread
 from replay.resolution.model_source import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
 from replay.runner.run_pass import inputs_for
-from replay.shapes import Rows, read_shapes, spread
-from replay.spec import ReplaySpec, default_folder
-from replay.worst.memory import Memory, memory_here
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
@@ -135,7 +135,7 @@ def law(monkeypatch: pytest.MonkeyPatch) -> Law:
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
     memory = Memory(device="a device", free_bytes=int(num_bytes), total_bytes=2**40, is_shared=False)
-    monkeypatch.setattr("replay.worst.runs.memory_here", lambda: memory)
+    monkeypatch.setattr("replay.commands.worst.runs.memory_here", lambda: memory)
 
 
 def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:

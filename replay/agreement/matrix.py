@@ -1,0 +1,274 @@
+"""Read a matrix of configurations: tables of option values, each expanded to the product of its lists.
+
+    [[cells]]
+    backend = ["deepspeed", "fsdp2"]
+    packing = [true, false]
+    dtype = ["fp32", "bf16"]
+
+    [[cells]]                     # a matrix is the union of its tables
+    backend = "fsdp2"
+    tp = 2
+    data = [1, 2]                 # data ranks: data x ring x tp processes are started
+
+A key is an actor option of `replay` without its dashes, or `data`.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from actor_init.declarations.backends import BACKENDS, DEFAULT, names_of
+from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
+from replay.options.option_parsing import Toggle, toggles
+
+Setting = Mapping[str, Any]  # option name to its value: a word of an enum, a number or a bool
+Table = Mapping[str, Sequence[Any]]
+
+DATA = "data"
+EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
+EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # group of runs: folder below inputs/edges
+COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
+REFERENCE = "fsdp2"  # the default reference backend: unsharded, it is plain torch autograd
+DTYPES = [Dtype.FP32, Dtype.BF16]
+KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.CUDNN, Attention.VARLEN]
+
+
+def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
+    """Return the tables of the quick matrix. `kernel` is one that every device supports for the model."""
+    # a wrong number of ranks or a wrong shard is clearest where rounding is smallest
+    exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
+    data: Table = {DATA: [min(2, num_devices)]}
+    every = [*BACKENDS]
+    split: list[Table] = [
+        {"backend": names_of(lambda one: one.tp), **exact, "tp": [2]},
+        {"backend": names_of(lambda one: one.ring), **exact, "ring": [2]},
+    ]
+    accumulating: list[Table] = [
+        {"backend": [name], "zero_stage": [*one.accumulating_stages], **exact, **data, "grad_accumulation": [2]}
+        for name, one in BACKENDS.items()
+        if one.accumulating_stages
+    ]
+    return (
+        {"backend": every, "dtype": DTYPES, "packing": [False, True], "attention": [kernel]},
+        {"backend": [REFERENCE], "dtype": DTYPES, "attention": KERNELS},
+        *split,
+        *({**one, **exact, **data} for one in staged()),
+        {"backend": names_of(lambda one: not one.shards), **exact, **data},
+        {"backend": every, **exact, "grad_accumulation": [2]},
+        *accumulating,
+        {"backend": every, **exact, "gradient_checkpointing": [True]},
+        {"backend": every, "dtype": DTYPES, "attention": [kernel], "kernels": [Kernels.FUSED]},
+    )
+
+
+def staged() -> list[Table]:
+    """Return a table for each sharding backend, with its stages."""
+    return [{"backend": [name], "zero_stage": [*one.stages]} for name, one in BACKENDS.items() if one.shards]
+
+
+def edges(group: str, num_devices: int, kernel: str) -> tuple[Table, ...]:
+    """Return the runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
+    packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
+    exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
+    axes_there = ("ring", DATA) if num_devices > 1 else ()
+    split: list[Table] = [{"backend": [DEFAULT], **exact, axis: [2]} for axis in axes_there]
+    return ({"backend": [*BACKENDS], **exact, **packing}, *split)
+
+
+class Named(StrEnum):
+    """The matrices that are built in."""
+
+    QUICK = "quick"
+    PAIRS = "pairs"
+    FULL = "full"
+
+
+def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
+    """Return every stage, split, kernel, dtype and compiler, then the options that are not multiplied with the rest.
+
+    Those are a backend's own compiler, on one process only, gradient accumulation, gradient checkpointing and fused
+    modules.
+    """
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    shared: Table = {"dtype": [*DTYPES, Dtype.FP16], "packing": [False, True], "attention": KERNELS}
+    compiled: Table = {"compile": [Compile.OFF, Compile.BLOCKS]}
+    alone: Table = {"dtype": DTYPES, "packing": [True], "attention": [kernel]}
+    folded: list[Table] = [
+        {"grad_accumulation": [2]},
+        {"gradient_checkpointing": [True]},
+        {"kernels": [Kernels.FUSED], **compiled},
+    ]
+    engines = [(one, _splits(one["backend"][0], sizes)) for one in staged()]
+    whole = [({"backend": [name]}, _splits(name, sizes)) for name in names_of(lambda one: not one.shards)]
+    own_compilers: list[Table] = [
+        {
+            "backend": [name],
+            "zero_stage": [*stages],
+            "dtype": [Dtype.BF16],
+            "packing": [True],
+            "attention": [Attention.SDPA],
+            "compile": [compiler],
+        }
+        for name, one in BACKENDS.items()
+        for compiler, stages in one.compilers.items()
+    ]
+    return (
+        *({**engine, **split, **shared, **compiled} for engine, split in [*engines, *whole]),
+        *own_compilers,
+        *({**engine, **alone, **split, **more} for engine, split in engines for more in folded),
+    )
+
+
+def _splits(backend: str, sizes: Sequence[int]) -> Table:
+    """Split over the given number of ranks on each axis that `backend` has."""
+    one = BACKENDS[backend]
+    return {axis: sizes for axis, is_there in (("ring", one.ring), ("tp", one.tp), (DATA, True)) if is_there}
+
+
+def settings_of(matrix: str, num_devices: int, kernel: str = Attention.SDPA) -> list[Setting]:
+    """Return the settings of `--matrix` (for `pairs` those of `full`); of the full matrix, those that fit
+    `num_devices`.
+
+    `kernel` is one that every device supports for the model. Raises UsageError for a file that is not a matrix.
+    """
+    if matrix == Named.QUICK:
+        return _distinct(quick(num_devices, kernel))
+    if matrix not in list(Named):
+        return _distinct(read_matrix(Path(matrix)))
+    return [one for one in _distinct(full(num_devices, kernel)) if num_processes_of(one) <= num_devices]
+
+
+def edge_settings(matrix: str, num_devices: int, kernel: str) -> dict[str, list[Setting]]:
+    """Return, by group, the edge-shape runs that a built-in matrix adds to its own."""
+    if matrix not in list(Named):
+        return {}
+    return {group: _distinct(edges(group, num_devices, kernel)) for group in EDGES}
+
+
+def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Select and order, for `--matrix`, the settings that can run."""
+    if matrix not in (Named.PAIRS, Named.FULL):
+        return settings
+    ordered, num_covering = pairs_first(settings)
+    return ordered[:num_covering] if matrix == Named.PAIRS else ordered
+
+
+def read_matrix(path: Path) -> list[Table]:
+    try:
+        whole = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--matrix {path} is neither one of {', '.join(Named)} nor a file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--matrix {path} cannot be read: {error}. docs/parity.md has an example") from error
+    tables = whole.get("cells")
+    if list(whole) != ["cells"] or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise UsageError(f"--matrix {path} holds {', '.join(whole) or 'nothing'}; it needs tables called [[cells]]")
+    return [{_axis(key, path): _values(key, value, path) for key, value in table.items()} for table in tables]
+
+
+def _values(key: str, value: Any, path: Path) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(one, (str, int, float)) for one in values):
+        raise UsageError(f"--matrix {path}: {key} is {value!r}; allowed is a value, or a list of values")
+    return values
+
+
+def _axis(key: str, path: Path) -> str:
+    name = key.replace("-", "_")
+    if name not in axes():
+        raise UsageError(f"--matrix {path}: {key} is no axis; allowed are {', '.join(axes())}")
+    return name
+
+
+def axes() -> list[str]:
+    own = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
+    return [DATA, *own]
+
+
+def _distinct(tables: Sequence[Table]) -> list[Setting]:
+    """Return the products of all tables, each setting once."""
+    settings = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
+    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in settings}.values())
+
+
+def num_processes_of(setting: Setting) -> int:
+    return int(setting.get(DATA, 1)) * int(setting.get("tp", 1)) * int(setting.get("ring", 1))
+
+
+def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
+    """Reorder the settings so that a first few cover every pair of values; return the order and the number of those
+    few.
+
+    The rest is ordered the same way, again and again, so that a long matrix that is interrupted has covered most
+    faults between two options, and each value about equally often. Greedy: always takes the setting that adds the most
+    pairs.
+    """
+    import torch  # not needed by `--help`
+
+    columns: dict[Any, int] = {}
+    pairs = [
+        [columns.setdefault(pair, len(columns)) for pair in combinations(sorted(one.items()), 2)] for one in settings
+    ]
+    has_pair = torch.zeros(len(settings), len(columns))
+    for number, one in enumerate(pairs):
+        has_pair[number, one] = 1
+    is_left = torch.ones(len(settings), dtype=torch.bool)
+    order: list[int] = []
+    num_covering = 0
+    while is_left.any():
+        uncovered = has_pair[is_left].any(dim=0).float()
+        if not uncovered.any():  # settings of one option
+            order += is_left.nonzero()[:, 0].tolist()
+            break
+        while uncovered.any():
+            num_new = (has_pair @ uncovered).masked_fill(~is_left, -1)
+            order.append(int(num_new.argmax()))  # the first of equals
+            is_left[order[-1]] = False
+            uncovered[pairs[order[-1]]] = 0
+        num_covering = num_covering or len(order)
+    return [settings[number] for number in order], num_covering or len(order)
+
+
+def typed(setting: Setting) -> dict[str, Any]:
+    """Return the setting as the command line would give it to `option_parsing.replay_spec`.
+
+    Raises UsageError for an invalid value.
+    """
+    by_field: dict[str, Toggle] = {}
+    for toggle in toggles():
+        by_field.setdefault(toggle.field, toggle)
+    given: dict[str, Any] = {}
+    for name, value in setting.items():
+        if name == DATA:
+            if type(value) is not int or value < 1:
+                raise UsageError(f"data {value!r} is not allowed. Give a whole number of at least 1")
+        elif name == "compile":
+            if value not in list(Compile):
+                raise UsageError(f"compile {value!r} is not allowed. Give one of {', '.join(Compile)}")
+            given |= {COMPILE_SWITCHES[value]: True} if value != Compile.OFF else {}
+        elif by_field[name].base is bool:
+            if type(value) is not bool:
+                raise UsageError(f"{name} {value!r} is not allowed. Give true or false")
+            given[name] = value
+        else:
+            given[name] = str(value)
+    return given
+
+
+def name_of(setting: Setting) -> str:
+    """Return a name such as `fsdp2 bf16 packed sdpa tp 2`."""
+    rest = dict(setting)
+    words = [str(rest.pop("backend", DEFAULT))]
+    if (stage := rest.pop("zero_stage", None)) is not None:
+        words.append(f"stage {stage}")
+    words.append(str(rest.pop("dtype", Dtype.BF16)))
+    words.append("packed" if rest.pop("packing", True) else "padded")
+    words.append(str(rest.pop("attention", Attention.AUTO)))
+    if (compiled := rest.pop("compile", Compile.OFF)) != Compile.OFF:
+        words.append("compiled" if compiled == Compile.BLOCKS else str(compiled))
+    words += [f"{name} {size}" for name in (DATA, "tp", "ring") if (size := rest.pop(name, 1)) != 1]
+    rest = {name.replace("_", "-"): value for name, value in rest.items()}
+    return " ".join([*words, *(name if value is True else f"{name} {value}" for name, value in rest.items())])

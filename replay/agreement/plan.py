@@ -1,0 +1,335 @@
+"""Plan the runs of parity: for each dtype a reference, its equivalents, and the cells of the matrix.
+
+The reference is one process under the matrix's reference backend, with nothing sharded, rows padded as transformers
+pads them, sdpa attention (eager if the model has no sdpa), uncompiled. A cell of d data ranks that accumulates n
+passes averages a gradient over d * n inputs, so its reference accumulates as many. Every cell is compared with the
+reference of its own dtype: bf16 rounding would hide an error in fp32.
+
+Besides the requested inputs, a built-in matrix runs the edge shapes that ship with the project, as groups of runs with
+their own references and noise.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of
+from actor_init.spec import Attention, Compile, Dtype, UsageError
+from replay.agreement.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
+from replay.options.option_parsing import replay_spec, toggles
+from replay.options.spec import ReplaySpec
+from replay.options.wording import in_flags
+from replay.processes.interpreter import Environment
+
+PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}
+NOT_PLAIN = (
+    *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
+    *("grad_accumulation", "deepspeed_config", "kernels"),
+)
+REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
+FILES = ("deepspeed_config",)  # holds settings of one library
+IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
+
+
+class Role(StrEnum):
+    REFERENCE = "reference"
+    EQUIVALENT = "equivalent"  # differs from the reference by rounding only: this measures the noise
+    CELL = "cell"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run of the matrix."""
+
+    name: str
+    role: Role
+    spec: ReplaySpec
+    num_processes: int
+    reference: str  # name of the cell it is compared with; the reference of a dtype names itself
+    varies: str = ""  # what an equivalent varies
+    group: str = ""  # runs that share references and noise; empty: the requested inputs
+    python: str = ""  # the interpreter that runs it; empty: this one
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_processes // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
+
+    @property
+    def ground(self) -> tuple[str, Dtype]:
+        """The group and dtype. Runs with the same ground share their reference and their noise."""
+        return self.group, self.spec.actor.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """What this machine and these inputs allow."""
+
+    device: str  # torch's type: cuda, cpu
+    num_devices: int
+    num_inputs: int
+    config: Any  # of the model, as transformers loads it
+    must_pack: bool  # a captured row holds several documents, which padding cannot separate
+    group: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """The attention kernel that every device supports for this model."""
+        from actor_init.attention.kernel_choice import plain_kernel
+
+        return plain_kernel(self.config)
+
+    @property
+    def is_custom(self) -> bool:
+        """Does a user's function build the model?"""
+        return getattr(self.config, "model_type", None) == "custom"
+
+    @property
+    def only(self) -> Setting:
+        """Return the only values that this model has of some options, where a setting does not say others."""
+        return {"packing": False} if self.is_custom else {}
+
+    def plain(self, dtype: Dtype) -> Setting:
+        """Return the setting of the reference."""
+        return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
+
+    def named(self, setting: Setting, suffix: str = "") -> str:
+        return (f"{self.group}: " if self.group else "") + name_of(setting) + (f", {suffix}" if suffix else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The runs in order (references, equivalents, cells), and the cells that cannot run, with the reason.
+
+    environments  that the runs are of; none: this one alone
+    """
+
+    cells: list[Cell]
+    refused: dict[str, str]
+    environments: list[Environment] = field(default_factory=list)
+
+
+def plan(
+    settings: Sequence[Setting],
+    common: Mapping[str, Any],
+    here: Here,
+    arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
+) -> Plan:
+    """Plan the runs. `common` holds the typed options by parameter name: for an axis the value wanted, else for every
+    cell.
+
+    `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
+    """
+    asked = replay_spec(common)
+    wanted = {
+        toggle.field: toggle.value_in(asked)
+        for toggle in toggles()
+        if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
+    }
+    refused: dict[str, str] = {}
+    cells: dict[Any, Cell] = {}
+    keys: dict[int, Any] = {}
+    for setting in settings:
+        if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
+            continue
+        backend = setting.get("backend", asked.actor.backend)
+        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _is_served(field, backend)}
+        named = own | dict(setting)
+        before = len(cells)
+        _admit(cells, refused, here, Role.CELL, named, common)
+        if len(cells) > before:
+            keys[id(setting)] = next(reversed(cells))
+    if not cells:
+        reason = next(iter(refused.values()), "the options leave no cell. Try: fewer of them")
+        raise UsageError(f"no cell of the matrix can run here: {reason}")
+    order = [keys[id(one)] for one in arrange([one for one in settings if id(one) in keys])]
+    cells = {key: cells[key] for key in order}
+    ground: dict[Any, Cell] = {}
+    for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
+        windows = {_window_of(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
+        _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
+    names = {cell.name for cell in ground.values()}
+    for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
+        raise UsageError(f"{lacking}, which others would be compared with, cannot run: {refused[lacking]}")
+    for key, cell in cells.items():
+        ground.setdefault(key, cell)
+    return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def together(plans: Sequence[Plan]) -> Plan:
+    """Merge plans into one, references first."""
+    cells = [cell for one in plans for cell in one.cells]
+    refused = {name: reason for one in plans for name, reason in one.refused.items()}
+    return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+
+
+def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
+    """Plan the runs for the first environment, and for each other one again all but those that repeat a reference.
+
+    The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
+    both can make has the name of the first's and, behind it, the versions that differ.
+    """
+    first, *others = environments
+    cells = [replace(cell, python=first.python) for cell in planned.cells]
+    for number, other in enumerate(others, start=2):
+        suffix = f"env {number}: {other.beside(first) or 'the same versions'}"
+        cells += [
+            replace(
+                cell,
+                name=f"{cell.name}, {suffix}",
+                role=Role.CELL,
+                reference=cell.name if cell.role is Role.REFERENCE else cell.reference,
+                python=other.python,
+            )
+            for cell in planned.cells
+            if cell.varies not in REPEATS
+        ]
+    return replace(planned, cells=cells, environments=list(environments))
+
+
+def _window_of(cell: Cell) -> int:
+    """Return the number of inputs that one gradient is averaged over."""
+    return cell.num_data_ranks * cell.spec.actor.num_accumulated
+
+
+def _add_ground(
+    cells: dict[Any, Cell],
+    refused: dict[str, str],
+    here: Here,
+    dtype: Dtype,
+    windows: Sequence[int],
+    common: Mapping[str, Any],
+) -> None:
+    """Add the reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
+    plain = here.plain(dtype)
+    shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
+    admit = partial(_admit, cells, refused, here, common=shared)
+    admit(Role.REFERENCE, plain)
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
+    admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed")
+    kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
+    for kernel in (one for one in kernels if one != here.kernel):
+        # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
+        eager = {"gradient_checkpointing": True} if kernel == Attention.EAGER else {}
+        admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
+    if here.is_custom:  # which has one kernel: compiled, its sums are rounded in other places
+        admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")
+    elif not here.must_pack:
+        admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
+    if not here.is_custom:
+        admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
+    for window in windows:
+        more = {"grad_accumulation": str(window)}
+        admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", more=more)
+
+
+def _admit(
+    cells: dict[Any, Cell],
+    refused: dict[str, str],
+    here: Here,
+    role: Role,
+    setting: Setting,
+    common: Mapping[str, Any],
+    varies: str = "",
+    suffix: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
+    setting = {**here.only, **setting}
+    name = here.named(setting, suffix)
+    try:
+        spec = _spec_of(setting, here, common, more or {}, reverses=varies == REPEATS[1])
+        _check(spec, num_processes_of(setting), here)
+        key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
+    except UsageError as error:
+        refused[name] = in_flags(error)
+        return
+    plain = here.named(here.plain(spec.actor.dtype))
+    window = setting.get(DATA, 1) * spec.actor.num_accumulated
+    reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
+    if spec.measure.step and role is Role.REFERENCE:
+        reference = name  # steps on other windows are a different training run
+    cell = Cell(
+        name=name,
+        role=role,
+        spec=spec,
+        num_processes=num_processes_of(setting),
+        reference=reference,
+        varies=varies,
+        group=here.group,
+    )
+    cells.setdefault(key, cell)
+
+
+def _spec_of(
+    setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any], *, reverses: bool
+) -> ReplaySpec:
+    """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
+    num_data_ranks = setting.get(DATA, 1)
+    backend = setting.get("backend", common.get("backend", DEFAULT))
+    shared = {
+        parameter: value
+        for parameter, value in common.items()
+        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
+    }
+    own = {"grad_accumulation": "1", **typed(setting), **more}
+    num_each = here.num_inputs // num_data_ranks
+    if num_each < 1:
+        raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
+    if num_each < int(own["grad_accumulation"]):
+        raise UsageError(
+            f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
+            f"each, and there are {here.num_inputs}"
+        )
+    always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
+    spec = replay_spec({**shared, **own, **always})
+    return replace(
+        spec,
+        actor=spec.actor.settled(),
+        inputs=replace(spec.inputs, reverse_rows=reverses),
+        measure=replace(spec.measure, details=True),
+    )
+
+
+def _is_served(field: str, backend: str) -> bool:
+    """Does an option that was typed for all runs apply to those of `backend`?
+
+    A file with one library's settings applies to the backends that accept it. Any other option that a backend lacks is
+    given to its runs too, and those are refused.
+    """
+    return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].own_options
+
+
+def _field_of(parameter: str) -> str:
+    return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
+
+
+def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
+    """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
+    from actor_init.parallel.tensor_parallel import check_divisible
+    from actor_init.probe.layout_choice import why_not_packed
+
+    if num_processes > here.num_devices:
+        what = "GPUs" if here.device == "cuda" else "processes"
+        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --processes")
+    if here.must_pack and not spec.actor.packs:
+        raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
+    if spec.actor.packs and (why := why_not_packed(here.config)):
+        raise UsageError(f"{why}. Try: --no-packing")
+    check_divisible(here.config, spec.actor.parallel.tp)
+    if complaint := declaration_of(spec.actor.backend).complaint(spec.actor, here.device):
+        raise UsageError(complaint)
+
+
+def _key(spec: ReplaySpec, num_processes: int, here: Here) -> tuple[Any, ...]:
+    """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
+    import torch
+
+    from actor_init.attention.kernel_choice import kernel_name
+    from actor_init.fused.liger import check_liger
+
+    check_liger(spec.actor.kernels, torch.device(here.device))
+    rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
+    kernel = kernel_name(spec.actor, torch.device(here.device), here.config)
+    return kernel, spec.actor.resolved_zero_stage, rest, num_processes

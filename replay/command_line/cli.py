@@ -1,0 +1,213 @@
+"""Parse the command line, run the replay or subcommand it asks for, and turn errors into exit codes.
+
+The subcommands are declared in `subcommands.py`.
+"""
+
+import gc
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+import typer.main
+from typer.core import TyperGroup
+
+from actor_init.spec import UsageError
+from replay.command_line.subcommands import COMMANDS
+from replay.options.given_paths import check_inputs
+from replay.options.option_parsing import Action, refuse_typed, replay_spec, with_options
+from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.options.wording import in_flags
+from replay.output.text import one_line
+from replay.processes.child_job import ChildJob
+from replay.processes.exit_code import exit_code_of, own_rank, say
+from replay.processes.launch import num_processes_missing, relaunch
+
+# the base class of typer's own errors; newer versions of typer vendor click, older ones import it
+CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
+
+
+class PanelledHelp(TyperGroup):
+    """Format help as plain text in two columns, one section per panel.
+
+    Option names are never cut off, and rich is not imported for `--help`.
+    """
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            if record := parameter.get_help_record(context):
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=38)
+        self.format_commands(context, formatter)
+
+
+app = typer.Typer(
+    cls=PanelledHelp,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 110},
+)
+
+
+@app.callback(invoke_without_command=True)
+@with_options
+def replay(
+    context: typer.Context,
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
+    explain: bool = typer.Option(
+        False, "--explain", help="Print each setting, who chose it and why, and end before the actor is opened."
+    ),
+    local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
+    job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    processes: ProcessesOption = None,
+    **given: Any,
+) -> Action | None:
+    """Replay captured micro-batches through a standalone actor and report what each pass cost.
+
+    Without options, replays the sample inputs that ship with the project. `replay inspect FOLDER` shows what a folder
+    holds, `replay compare LOG LOG` shows how far apart two runs are.
+    """
+    if context.invoked_subcommand is not None:
+        if typed := [
+            f"--{name.replace('_', '-')}"
+            for name, value in {**given, "explain": explain or None, "job": job}.items()
+            if value is not None
+        ]:
+            raise UsageError(
+                f"{typed[0]} belongs to a replay, not to `{context.invoked_subcommand}`. "
+                f"Try: replay {context.invoked_subcommand} --help"
+            )
+        return None
+    if job is not None:
+        refuse_typed(given, f"--job {job} has all options")
+    own = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
+    action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
+    if (cluster := ray_options(launcher, address, processes)) is not None:
+        return partial(_replay_on_ray, action, own, cluster, show_traceback=traceback)
+    return partial(action, own)
+
+
+def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
+    """Run a replay. `typed` is the command line, which each rank of a launch gets."""
+    spec = job.spec
+    check_inputs(spec.inputs)
+    if num_processes := num_processes_missing(spec.actor.parallel):
+        return relaunch(num_processes, typed)
+    gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it
+    try:
+        if explains:
+            from replay.runner.run import explain
+
+            return explain(spec)
+        from replay.runner.run import run
+
+        return run(spec, show_traceback=show_traceback).exit_code
+    finally:
+        gc.enable()
+
+
+def _replay_on_ray(
+    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
+) -> int:
+    from replay.on_ray.launch import run_on_ray
+
+    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
+
+
+for command in COMMANDS:
+    app.command()(command)
+
+
+@cache
+def _commands() -> Any:
+    return typer.main.get_command(app)
+
+
+def action_of(typed: Sequence[str]) -> Any:
+    """Return what is to be done for a command line: an action, or an exit code where --help has been printed.
+
+    Raises UsageError, or the error of typer, where it is wrong.
+    """
+    return _commands()(list(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    0: success; 1: a pass or a file failed, or runs differ; 2: wrong usage; 130: interrupted.
+
+    A usage error is one line on stderr:
+
+        replay: unknown option --max-input. Did you mean --max-inputs? Try: replay --help
+    """
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = "--traceback" in typed
+    try:
+        action = action_of(typed)
+    except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
+        return _refuse(error, typed, show_traceback) if own_rank() == 0 else 2
+    if not callable(action):  # --help has been printed
+        return int(action or 0)
+    return exit_code_of(action, show_traceback=show_traceback)
+
+
+def run_and_leave() -> NoReturn:
+    """Run `main` and end the process with its exit code."""
+    leave(main())
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without the interpreter's cleanup.
+
+    gloo's threads may release their last tensors during that cleanup; taking the GIL then aborts a process that has
+    succeeded: https://github.com/pytorch/pytorch/issues/190489.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
+    if show_traceback:
+        traceback.print_exception(error)
+    say(in_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
+    return 2
+
+
+def _explain(error: Any, typed: Sequence[str]) -> str:
+    """Turn typer's message into one line that says what was given and what to type next."""
+    option = getattr(error, "option_name", None)
+    command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a subcommand do not name it
+    advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
+    message = one_line(error.format_message()).rstrip(".")
+    if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
+        message += f", not {os.environ[from_environment[1]]!r}"
+    elif value := _value_of(getattr(getattr(error, "param", None), "opts", ()), typed):
+        message += f", not {value!r}"
+    if option and message.startswith("No such option"):
+        message = f"unknown option {option}"
+        if error.possibilities:
+            return f"{message}. Did you mean {error.possibilities[0]}? {advice}"
+    if (unknown := re.fullmatch(r"No such command '(.+)'", message)) and Path(unknown[1]).exists():
+        advice = f"Try: replay --{'inputs' if Path(unknown[1]).is_dir() else 'input-file'} {unknown[1]}"
+    return f"{message[0].lower()}{message[1:]}. {advice}"
+
+
+def _value_of(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
+    """Return what was typed as the value of the option with these names."""
+    for word, following in zip(typed, [*typed[1:], None], strict=True):
+        name, is_joined, value = word.partition("=")
+        if name in option_names:
+            return value if is_joined else following
+    return None

@@ -1,0 +1,69 @@
+"""Check that this environment can replay, before anything of it is imported, and run the command line.
+
+    replay: replaying needs rich, typer, which the bare install leaves out. Try: pip install 'micro-replay[replay]'
+
+A job's environment has `capture` alone, so this file imports the standard library alone and runs on Python 3.10.
+"""
+
+import os
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NoReturn
+
+FIRST_PYTHON = (3, 11)
+NEEDED = ("jinja2", "pydantic", "rich", "safetensors", "transformers", "typer")
+FIRST_VERSIONS = {
+    "torch": (2, 6),  # parts the norm of gradients from clipping them
+    "transformers": (4, 57),  # until 4.51 its masks let packed documents see each other
+}
+NEEDED_BY_THE_DOCTOR = ("typer",)  # it says what else lacks
+USAGE_ERROR = 2
+
+
+def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
+    """Return the line that refuses `replay ARGUMENTS` in this environment, or None if it can run."""
+    if python < FIRST_PYTHON:
+        here, wanted = (".".join(map(str, one)) for one in (python, FIRST_PYTHON))
+        return (
+            f"replaying needs Python {wanted} or later, and this is {here} ({sys.executable}), which can only capture. "
+            f"Try: python{wanted} -m venv replaying && replaying/bin/pip install 'micro-replay[replay]'"
+        )
+    is_doctor = arguments[:1] == ["doctor"]
+    needed = NEEDED_BY_THE_DOCTOR if is_doctor else NEEDED
+    if lacking := [name for name in needed if find_spec(name) is None]:
+        return (
+            f"replaying needs {', '.join(lacking)}, which the bare install leaves out. "
+            "Try: pip install 'micro-replay[replay]'"
+        )
+    for name, first in FIRST_VERSIONS.items():
+        if not is_doctor and (installed := _version(name)) is not None and _release(installed) < first:
+            wanted = ".".join(map(str, first))
+            return (
+                f"replaying needs {name} {wanted} or later, and {installed} is installed, with which `capture` works. "
+                f"Try: pip install '{name}>={wanted}', or another environment for the replay"
+            )
+    return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # not installed as a package: what imports it says what lacks
+        return None
+
+
+def _release(installed: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
+
+
+def run_and_leave() -> NoReturn:
+    """Run what was typed and end the process with its exit code; 2, with one line on stderr, if it cannot run here."""
+    if refusal := complaint(sys.argv[1:], sys.version_info[:2]):
+        if os.environ.get("RANK", "0") == "0":  # every rank of a launch lacks the same
+            print(f"replay: {refusal}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    from replay.command_line.cli import run_and_leave as run
+
+    run()

@@ -1,0 +1,59 @@
+"""Declare `replay compare`: read the logs, compare each with the first, print and draw the result."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.options.given_paths import check_log
+from replay.options.option_parsing import Action
+
+
+def compare(
+    logs: list[Path] = typer.Argument(  # noqa: B008
+        help="Folders that runs left in logs/, or that hold one run each. The first is the reference.",
+        metavar="LOG LOG...",
+    ),
+    threshold: float = typer.Option(
+        0.05,
+        help="Exit with 1 if a loss, a row's log-probs or a gradient norm differs by more than this share of the "
+        "reference's. Time and memory are shown, and decide nothing.",
+    ),
+    plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
+    json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
+    full_names: bool = typer.Option(False, "--full-names", help="Print names of captures whole, not as `rank0 #4`."),
+) -> Action:
+    """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
+
+    The runs must do the same work: the same model, weights, inputs and loss. Other code of --model or --loss, and
+    another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond it; 2: not
+    comparable, with the reason.
+    """
+    return partial(_compare, logs, threshold, plot, json, full_names=full_names)
+
+
+def _compare(
+    logs: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
+) -> int:
+    for log in logs:
+        check_log(log)
+    from actor_init.as_json import json_bytes
+    from replay.commands.compare.console import print_comparison
+    from replay.comparison.comparison import Comparison
+
+    if plot is not None:
+        from replay.comparison.plot import check_plot, draw
+
+        check_plot(plot)
+    comparison = Comparison.read(logs, threshold=threshold)
+    if as_json is not None:
+        try:
+            as_json.write_bytes(json_bytes(comparison.to_dict(), indent=2))
+        except OSError as error:
+            raise UsageError(f"--json {as_json}: {error.strerror}. Give a file that can be written") from error
+    if plot is not None:
+        draw(plot, comparison)
+    print_comparison(comparison, written=[path for path in (plot, as_json) if path], full_names=full_names)
+    return 0 if comparison.is_within else 1

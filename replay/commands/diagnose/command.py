@@ -1,0 +1,88 @@
+"""Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.options.given_paths import check_inputs
+from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.options.spec import is_objective
+from replay.processes.child_job import ChildJob
+from replay.processes.launch import num_processes_missing, relaunch
+
+
+def _serves_diagnose(toggle: Toggle) -> bool:
+    """Does the option apply to diagnose? Those that diagnose sets itself do not."""
+    if toggle.part == "measure":
+        return toggle.field in ("loss", "timeout", "log_folder")
+    return toggle.part not in ("state", "objective") and toggle.field not in (
+        "learning_rate",
+        "grad_accumulation",
+        "uneven",
+    )
+
+
+@partial(with_options, serves=_serves_diagnose)
+def diagnose(
+    context: typer.Context,
+    steps: int = typer.Option(
+        120, min=1, metavar="N", show_default=False, help="At most N steps for each thing to learn. (default: 120)"
+    ),
+    learning_rate: float | None = typer.Option(
+        None, min=0, metavar="X", help="Of those steps. Default: 0.2 divided by the model's hidden size."
+    ),
+    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    processes: ProcessesOption = None,
+    **given: Any,
+) -> Action:
+    """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
+
+    Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
+    """
+    run = replay_spec(given)
+    if is_objective(run.measure.loss):
+        raise UsageError(
+            f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "
+            f"replay --loss {run.measure.loss} judges the objective"
+        )
+    action = partial(
+        _diagnose, typed=context.obj, steps=steps, learning_rate=learning_rate, json=json, show_traceback=traceback
+    )
+    job = ChildJob(spec=run)
+    if (cluster := ray_options(launcher, address, processes)) is not None:
+        return partial(_diagnose_on_ray, action, job, cluster, show_traceback=traceback)
+    return partial(action, job)
+
+
+def _diagnose_on_ray(
+    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
+) -> int:
+    from replay.on_ray.launch import run_on_ray
+
+    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
+
+
+def _diagnose(
+    job: ChildJob,
+    *,
+    typed: Sequence[str],
+    steps: int,
+    learning_rate: float | None,
+    json: Path | None,
+    show_traceback: bool,
+) -> int:
+    run = job.spec
+    check_inputs(run.inputs)
+    if num_processes := num_processes_missing(run.actor.parallel):
+        return relaunch(num_processes, typed)
+    from replay.commands.diagnose.report import diagnose
+
+    return diagnose(run, num_steps=steps, learning_rate=learning_rate, json_file=json, show_traceback=show_traceback)

@@ -1,0 +1,217 @@
+"""Run `replay diagnose`: can this model learn these inputs here? Prints a line per check, with figures.
+
+    model      inputs/sample/actor.json, 4 layers; weights random, seed 0
+    inputs     4 inputs from inputs/sample, rank by rank in recorded order
+    actor      deepspeed, ZeRO stage 1, bf16, packed, 1 process
+
+      note         attention kernel     sdpa, for flash-attn has no CPU kernel
+      ok           same pass twice      loss by 0, bound 0.001; gradient by 0 at most, bound 0.05, lm_head.weight
+      not run      gradient on ranks    one process; Try: torchrun --nproc-per-node 2 replay diagnose
+
+Lines, and diagnose.json, are written as they become known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actor_init.as_json import json_bytes
+from actor_init.inputs.packing import actor_inputs
+from actor_init.model import ModelSource
+from actor_init.own_positions import with_own_positions
+from actor_init.probe.layout_choice import choose_layout
+from actor_init.spec import ActorSpec, OptimizerName, UsageError
+from actor_init.world import World
+from capture.facts import Setting
+from capture.file_format.atomic_write import write_atomically
+from capture.file_format.capture_file import read_micro_batch
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
+from replay.commands.diagnose.checks import Case, examined
+from replay.commands.diagnose.row_batches import rows_of
+from replay.options.loss import tokens_for
+from replay.options.option_parsing import spec_to_dict
+from replay.options.spec import ReplaySpec
+from replay.output.check import Check, Status, line
+from replay.output.text import counted, engine_text
+from replay.resolution.job_defaults import from_job, settled
+from replay.resolution.model_source import find_source
+from replay.resolution.selection import Selection, first_call, select
+from replay.runlog.writer import create_folder, versions
+from replay.runner.run_pass import check_vocabulary
+from replay.watch.stacks import outlast
+from replay.watch.watcher import watching
+
+NUM_INPUTS = 4  # per data rank, without --max-inputs
+# learning rate x hidden size: AdamW's best rate is proportional to 1 / width, https://arxiv.org/abs/2203.03466
+RATE_OF_WIDTH = 0.2
+LEARNT_TOKENS = 16  # fewer tokens are learned by any step
+
+
+def diagnose(
+    run: ReplaySpec, *, num_steps: int, learning_rate: float | None, json_file: Path | None, show_traceback: bool
+) -> int:
+    """Print all checks and return 0 if none of those that ran failed, else 1.
+
+    Raises UsageError for options that cannot be satisfied here.
+    """
+    with World.from_env(run.actor.parallel) as world:
+        return diagnose_in(
+            world,
+            run,
+            num_steps=num_steps,
+            learning_rate=learning_rate,
+            json_file=json_file,
+            show_traceback=show_traceback,
+        )
+
+
+def diagnose_in(
+    world: World,
+    run: ReplaySpec,
+    *,
+    num_steps: int,
+    learning_rate: float | None = None,
+    json_file: Path | None = None,
+    show_traceback: bool = False,
+) -> int:
+    """Run `diagnose` in a world that is already open, and leave it open."""
+    packing_is_given = run.actor.packing is not None
+    if run.actor.optimizer is OptimizerName.NONE:
+        none = Setting("optimizer", "none")
+        raise UsageError("diagnose", f"trains, which {none} prevents", f"Try: no {Setting('optimizer')}")
+    if json_file is not None:
+        _check_writable(json_file)
+    inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_INPUTS)
+    selection = select(inputs, world.data_rank, world.num_data_ranks)
+    if not selection.inputs:
+        raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
+    chosen = from_job(run, first_call(selection), selection, world.device.type)
+    run = world.from_first(replace(run, actor=settled(run.actor, chosen)))
+    source = find_source(run)
+    width = source.config.get_text_config().hidden_size
+    actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)
+    source = replace(source, layout=layout)
+    rate = RATE_OF_WIDTH / width if learning_rate is None else learning_rate
+    spec = replace(actor, learning_rate=rate)
+    read = partial(_read, run=run, source=source)
+    batches = [read(path) for path in selection.inputs]
+    row = _shortest_row([read(path) for path in world.from_first(selection.inputs)])
+    folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
+    report = Report(world, run, [folder / "diagnose.json", *([json_file] if json_file else [])])
+    report.header(source, spec, selection)
+    with watching(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
+        outlast(run.measure.timeout)
+        case = Case(
+            spec=spec,
+            source=source,
+            world=world,
+            tracker=watch.tracker,
+            batches=batches,
+            row=row,
+            num_steps=num_steps,
+        )
+        for check in examined(case, show_traceback=show_traceback):
+            report.add(world.gather(check))
+    return report.finish(folder)
+
+
+class Report:
+    """Print and write checks on rank 0, and determine every rank's exit code."""
+
+    def __init__(self, world: World, run: ReplaySpec, files: Sequence[Path]) -> None:
+        self._world = world
+        self._files = files
+        self._checks: list[Check] = []
+        self._facts: dict[str, Any] = {
+            "spec": spec_to_dict(run),
+            "versions": versions(),
+            "world_size": world.world_size,
+        }
+
+    def header(self, source: ModelSource, spec: ActorSpec, selection: Selection) -> None:
+        layers = source.config.get_text_config().num_hidden_layers
+        axes = {"tp": spec.parallel.tp, "ring": spec.parallel.ring}
+        lines = {
+            "model": f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}",
+            "inputs": f"{counted(len(selection.inputs), 'input')}{' a data rank' * (self._world.num_data_ranks > 1)}, "
+            f"{selection.dealing}",
+            "actor": f"{engine_text(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
+            f"{source.layout_under(spec).describe()}, on {self._world.device.type}, "
+            + ", ".join([counted(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]),
+        }
+        self._facts |= lines
+        for name, text in lines.items():
+            self._say(f"{name:<11}{text}")
+        self._say("")
+
+    def add(self, ranks: Sequence[Check]) -> None:
+        """Add one check from the results of every rank: it fails if it fails on any of them."""
+        failing = [(rank, check) for rank, check in enumerate(ranks) if check.fails]
+        check = ranks[0]
+        if failing:
+            rank, check = failing[0]
+            if len(failing) < len(ranks):
+                check = replace(check, found=f"on rank {rank}: {check.found}")
+        self._checks.append(check)
+        self._say(f"  {line(check)}")
+        self._write("running")
+
+    def finish(self, folder: Path) -> int:
+        """Print the last line and return the exit code."""
+        failing = self._failing()
+        num_run = sum(check.status in (Status.OK, Status.FAILED) for check in self._checks)
+        if failing:
+            self._say(f"\n{counted(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
+        else:
+            self._say(f"\nall {num_run} checks that were run passed")
+        self._say(f"log        {folder}")
+        self._write("finished")
+        return 1 if failing else 0
+
+    def _failing(self) -> list[str]:
+        return [check.name for check in self._checks if check.fails]
+
+    def _say(self, text: str) -> None:
+        if self._world.rank == 0:
+            print(text, flush=True)
+
+    def _write(self, status: str) -> None:
+        if self._world.rank == 0:
+            values = {"status": status, **self._facts, "failing": self._failing(), "checks": self._checks}
+            for path in self._files:
+                write_atomically(path, json_bytes(values))
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("a").close()
+    except OSError as error:
+        given = Setting("json", path)
+        raise UsageError(given, f": {error.strerror}", f"Try: {given.of('diagnose.json')}") from None
+
+
+def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
+    """Read a capture. Raises UsageError if this model cannot take it under the given options."""
+    try:
+        read = with_labels_of_own_tokens(read_micro_batch(path))
+        batch = tokens_for(run.measure.loss, with_own_positions(read, source.config))
+        check_vocabulary(batch, source)
+        actor_inputs(batch, packing=source.layout_under(run.actor).joins)
+    except CaptureError as error:
+        raise UsageError(*error.args) from error
+    return batch
+
+
+def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return the shortest row with enough tokens to learn, or else the one with most. Raises UsageError if none has
+    any.
+    """
+    rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
+    counts = [int(actor_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
+    if not any(counts):
+        advice = f"Try: {Setting('loss', 'sft')}, or other inputs"
+        raise UsageError("no row of these inputs", "has a token to learn", advice)
+    enough = min(LEARNT_TOKENS, max(counts))
+    return min((row for row, n in zip(rows, counts, strict=True) if n >= enough), key=lambda row: row.num_real_tokens)

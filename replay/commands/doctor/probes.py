@@ -1,0 +1,139 @@
+"""Define the doctor's probes; each runs in its own process.
+
+`replay.commands.doctor.probe_process` starts them and reads what `main` prints.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay.commands.doctor.probe_process import MARK, probe_arguments
+from replay.options.wording import in_flags
+
+Facts = dict[str, Any]
+
+
+class ProbeError(Exception):
+    """A fault that a probe found, described in its message."""
+
+
+def import_module(name: str) -> Facts:
+    if name == "ring_flash_attn":
+        from actor_init.attention.ring_attention import ring_flash_attn_package
+
+        ring_flash_attn_package()
+        return {}
+    importlib.import_module(name)
+    return {}
+
+
+def devices() -> Facts:
+    """Report what torch sees, and the attention kernel that the defaults choose."""
+    import torch
+
+    facts: Facts = {"torch": torch.__version__, "built_for": torch.version.cuda, "gpus": [], "no_peers": []}
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        facts["gpus"] = [_gpu(torch.cuda.get_device_properties(index)) for index in range(count)]
+        pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+        facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+    with contextlib.suppress(Exception):  # a broken transformers is reported by its own check
+        from actor_init.attention.kernel_choice import default_kernel
+
+        facts["default_kernel"] = default_kernel(_device())
+    return facts
+
+
+def _gpu(properties: Any) -> Facts:
+    return {
+        "name": properties.name,
+        "bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def kernel(name: str) -> Facts:
+    from actor_init.attention.kernel_check import BOUND, error_of
+
+    return {"error": error_of(name, _device()), "bound": BOUND}
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compile() -> Facts:
+    import torch
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * x
+
+    x = torch.linspace(-3, 3, 1000, device=_device())
+    compiled: torch.Tensor = torch.compile(function)(x)
+    error = float((compiled - function(x)).abs().max())
+    if not error < 1e-5:  # values up to 3 in fp32; two implementations of sine differ by about 1e-7
+        raise ProbeError(f"the compiled function is off by {error:.2g}")
+    return {}
+
+
+def all_reduce(backend: str) -> Facts:
+    """Add a number from each of two processes, started as `replay --tp 2` starts its own."""
+    from replay.processes.launch import start_processes
+
+    if code := start_processes(2, probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
+        raise ProbeError(f"a rank ended with exit code {code}")
+    return {}
+
+
+def all_reduce_rank(backend: str) -> Facts:
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    for size in (1, 1 << 20):  # one is several megabytes: libraries send small and large messages differently
+        total = torch.full((size,), rank + 1.0, device=device)
+        dist.all_reduce(total)
+        if not bool((total == 3).all()):
+            raise ProbeError(f"1 + 2 came to {float(total[0])} on rank {rank}")
+    return {}
+
+
+def one_pass(folder: str) -> Facts:
+    """Run `replay --max-inputs 1` in place of the probe, with its log in `folder`; the log is the answer."""
+    sys.argv = ["replay", "--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder]
+    runpy.run_module("replay", run_name="__main__", alter_sys=True)
+    raise AssertionError("replay ends its process")
+
+
+PROBES: dict[str, Callable[..., Facts]] = {
+    probe.__name__: probe for probe in (import_module, devices, kernel, compile, all_reduce, all_reduce_rank, one_pass)
+}
+
+
+def main() -> None:
+    """Run the probe named on the command line, print its answer and exit without the interpreter's cleanup."""
+    name, limit, *arguments = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(float(limit), exit=True)  # also ends hangs in native code
+    answer: Facts
+    try:
+        answer = {"facts": PROBES[name](*arguments)}
+    except BaseException as error:
+        kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
+        answer = {"error": f"{kind}{in_flags(error)}"}
+    print(f"\n{MARK}{json.dumps(answer)}", flush=True)
+    os._exit(0 if "facts" in answer else 1)

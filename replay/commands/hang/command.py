@@ -1,0 +1,32 @@
+"""Declare `replay hang`: which rank of a job was behind, and would its schedule of collectives have met?"""
+
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from replay.options.given_paths import check_folder
+from replay.options.option_parsing import Action
+
+
+def hang(
+    folder: Path = typer.Argument(help="Folder of captures, of all ranks."),  # noqa: B008
+    equal_shapes: bool = typer.Option(
+        False,
+        "--equal-shapes",
+        help="The job gathers tensors of its rows' shape over the ranks, so each pass needs equal shapes.",
+    ),
+) -> Action:
+    """Say which rank of a job that hung was behind, and where; and whether all ranks would have met in each pass.
+
+    No model is run. Exit code 0: nothing happened, and the ranks' passes fit together; 1: a rank was behind or failed,
+    or the ranks part; 2: wrong usage.
+    """
+    return partial(_hang, folder, equal_shapes)
+
+
+def _hang(folder: Path, equal_shapes: bool) -> int:
+    check_folder(folder, "Try: replay hang inputs/sample")
+    from replay.post_mortem.report import report
+
+    return report(folder, equal_shapes=equal_shapes)

@@ -1,0 +1,85 @@
+"""Format the facts about a folder of captures as text."""
+
+from collections.abc import Sequence
+
+from capture.file_format.listing import ranges_of
+from replay.commands.inspect.inspection import Inspection
+from replay.commands.inspect.totals import Spread
+from replay.output.text import Columns, Pairs, counted, not_recorded, unreplayable
+
+
+def folder_facts(inspection: Inspection) -> Pairs:
+    pairs = [("folder", str(inspection.folder)), ("model", inspection.model)]
+    pairs.append(("files", ", ".join(f"{number} {what}" for what, number in inspection.num_by_format.items())))
+    if inspection.unreplayable:
+        pairs.append(("no replay", unreplayable(inspection.unreplayable)))
+    if inspection.missing_ranks:
+        pairs.append(("no pass", f"of {rank_names(inspection.missing_ranks)} of the job's {inspection.world_size}"))
+    pairs += not_recorded(inspection.not_recorded)
+    if inspection.first_time is not None and inspection.last_time is not None:
+        pairs.append(("time", f"{inspection.first_time} to {inspection.last_time}"))
+    if inspection.versions:
+        pairs.append(("versions", ", ".join(inspection.versions)))
+    return pairs
+
+
+def incidents(inspection: Inspection) -> Pairs:
+    """List ranks that were killed, then the first failures; last what follows from another rank's end.
+
+    A killed rank has the time at which its passes were salvaged, so it is not sorted by that time.
+    """
+    pairs: Pairs = [] if inspection.in_memory is None else [("incident", inspection.in_memory)]
+    order = {"died": 0}
+    for one in sorted(
+        inspection.incidents,
+        key=lambda one: (order.get(one.incident.what, 1 + one.incident.follows_another), one.incident.time),
+    ):
+        incident = one.incident
+        forward = "before any forward" if incident.forward is None else f"forward {incident.forward}"
+        text = f"rank {one.rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
+        if incident.message:
+            text += f": {incident.message}"
+        saved = f"; {counted(len(incident.files), 'file')} for it"
+        if incident.num_not_copied:
+            saved += f", {counted(incident.num_not_copied, 'pass')} not on the host in time"
+        pairs.append(("incident", text + saved))
+    if number := sum({one.rank: one.num_others for one in inspection.incidents}.values()):
+        pairs.append(("incident", f"{number} more like these, for which nothing was written"))
+    return pairs
+
+
+def stand_outs(inspection: Inspection, most: int = 10) -> Pairs:
+    pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in inspection.longest]
+    pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in inspection.odd[:most]]
+    if (num_more := inspection.num_odd - min(len(inspection.odd), most)) > 0:
+        pairs.append(("odd", f"{num_more} more"))
+    return pairs
+
+
+def kind_table(inspection: Inspection) -> Columns:
+    """Return a row for the training passes and one for the rollout passes; a spread is least / median / most."""
+    kinds = inspection.kinds
+    return {
+        "passes": [kind.name for kind in kinds],
+        "number": [str(kind.num_passes) for kind in kinds],
+        "ranks": [_ranks(kind.ranks) for kind in kinds],
+        "rows": [_spread(kind.rows) for kind in kinds],
+        "row length": [_spread(kind.row_length) for kind in kinds],
+        "padded": [f"{kind.padded_tokens:,}" for kind in kinds],
+        "real": [f"{kind.real_tokens:,}" for kind in kinds],
+        "share": [f"{kind.real_tokens / kind.padded_tokens:.1%}" for kind in kinds],
+        "action": [f"{kind.action_tokens:,}" for kind in kinds],
+    }
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}"
+
+
+def _ranks(ranks: Sequence[int | None]) -> str:
+    named = ranges_of(rank for rank in ranks if rank is not None)
+    return ", ".join([*([named] if named else []), *(["unknown"] if None in ranks else [])])
+
+
+def _spread(spread: Spread) -> str:
+    return str(spread.least) if spread.least == spread.most else f"{spread.least} / {spread.median:g} / {spread.most}"

@@ -1,0 +1,97 @@
+"""Declare the options of `replay minimise`: its own, and those of the replay that fails."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.campaign.going_on import going_on
+from replay.options.given_paths import check_inputs, check_left_by
+from replay.options.option_parsing import Action, Toggle, refuse_typed, replay_spec, with_options
+from replay.processes.launch import refuse_launcher
+
+DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}  # of the limits of trials.py
+
+
+def _serves_minimise(toggle: Toggle) -> bool:
+    """Does the option apply? Nothing is saved, and a trial has a name of its own."""
+    return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
+
+
+@partial(with_options, serves=_serves_minimise)
+def minimise(
+    processes: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help="Processes of the replay that fails, as a launcher would start them. (default: tp x ring)",
+    ),
+    tries: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help=f"Runs to see it fail, at most. (default: {DEFAULTS['tries']})",
+    ),
+    run_limit: float | None = typer.Option(
+        None,
+        min=1.0,
+        metavar="X",
+        show_default=False,
+        help=f"Seconds for one run; what has not ended then hangs. (default: {DEFAULTS['run']:.0f})",
+    ),
+    max_runs: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        show_default=False,
+        help=f"Runs of the search, at most. (default: {DEFAULTS['num_runs']})",
+    ),
+    parity: Path | None = typer.Option(  # noqa: B008
+        None, metavar="PATH", help="A folder that parity left: minimise what its --cell differs in."
+    ),
+    cell: str | None = typer.Option(None, metavar="NAME", help="Name of a cell of --parity that DIFFERS."),
+    redact: bool = typer.Option(False, "--redact", help="Take the text out of the inputs, if they still fail so."),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Go on with what a folder of minimise's holds; nothing is run twice."
+    ),
+    **given: Any,
+) -> Action:
+    """Find the fewest files, rows, tokens, layers, ranks and options with which a replay still fails.
+
+    Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
+    processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
+    """
+    typed = {"tries": tries, "run": run_limit, "num_runs": max_runs}
+    limits = {name: value for name, value in typed.items() if value is not None}
+    own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
+    if go_on is not None:
+        return going_on("minimise", go_on, {**own, **given}, limits)
+    if parity is not None or cell is not None:
+        if parity is None or cell is None:
+            raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
+        others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
+        refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
+        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, DEFAULTS | limits, redact)
+    spec = replay_spec(given)
+
+    def begin() -> int:
+        refuse_launcher("minimise")
+        check_inputs(spec.inputs)
+        from replay.commands.minimise import runs
+
+        return runs.begin(spec, processes, DEFAULTS | limits, redact=redact)
+
+    return begin
+
+
+def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:
+    refuse_launcher("minimise")
+    check_left_by("parity", parity, option="--parity")
+    from replay.commands.minimise import runs
+
+    return runs.begin_with_cell(parity, cell, logs, limits, redact=redact)

@@ -1,0 +1,104 @@
+"""Print the progress and the answer of `replay minimise`: a line a trial, then what is left.
+
+run 1      as typed: IndexError in pass 3, [...].pkl: index out of range in self; 4.1 s
+run 2      files, 1 file, 4 rows, 160 tokens: shows it, 1.9 s
+"""
+
+from typing import IO
+
+from capture.progress_bar import ProgressBar
+from replay.commands.minimise.folder import Written
+from replay.commands.minimise.trials import MinimiseLog, Trial
+from replay.output.printing import open_console, print_line, print_pairs
+from replay.output.text import Pairs, counted
+
+
+class MinimiseConsole:
+    def __init__(self, log: MinimiseLog, file: IO[str] | None = None) -> None:
+        self._out = open_console(file)
+        self._log = log
+        limits, num_known = log.plan.limits, log.campaign.num_known
+        print_pairs(
+            self._out,
+            [
+                ("command", log.campaign.command),
+                ("inputs", counted(len(log.plan.sources), "file")),
+                ("limits", f"at most {counted(limits.num_runs, 'run')}, of {limits.run:g} s each"),
+                *([("go on", f"{counted(num_known, 'run')} made before")] if num_known else []),
+            ],
+        )
+        print_line(self._out)
+        self._bar = ProgressBar(self._out.file)
+
+    def begins(self, number: int) -> None:
+        self._bar.show(self._log.num_runs, self._log.plan.limits.num_runs, f"trial {number}")
+
+    def tried(self, trial: Trial) -> None:
+        self._bar.clear()
+        parts = [f"{trial.what}{_size(trial)}", trial.said if trial.num_runs else f"not run: {trial.said}"]
+        seconds = f", {trial.seconds:.1f} s" if trial.num_runs else ""
+        print_pairs(self._out, [(f"run {self._log.num_runs}", f"{': '.join(parts)}{seconds}")])
+
+    def not_seen(self) -> None:
+        tries = self._log.plan.limits.tries
+        self._bar.clear()
+        print_line(self._out)
+        print_pairs(
+            self._out,
+            [
+                (
+                    "failed",
+                    f"not reproducible in {'1 try' if tries == 1 else f'{tries} tries'}: the replay did not fail",
+                ),
+                ("try", f"replay minimise --continue {self._log.folder} --tries {2 * tries}"),
+            ],
+        )
+
+    def interrupted(self) -> None:
+        self._bar.clear()
+        print_pairs(self._out, [("go on", f"replay minimise --continue {self._log.folder}")])
+
+    def finish(self, written: Written, *, is_whole: bool) -> None:
+        self._bar.clear()
+        log, chosen = self._log, written.candidate
+        assert log.failure is not None
+        left: Pairs = [
+            ("failure", (written.failure or log.failure).text),
+            (
+                "left",
+                f"{written.num_files} of {counted(len(log.plan.sources), 'file')}, {counted(written.num_rows, 'row')}, "
+                f"{counted(written.num_tokens, 'token')}, {_layers(log, written)}, "
+                f"{counted(chosen.num_processes, 'process')}",
+            ),
+            ("options", " ".join(chosen.arguments) or "none"),
+            ("runs", f"{log.num_runs} in {sum(trial.seconds for trial in log.trials):.0f} s"),
+            ("inputs", written.redaction) if written.redaction else ("inputs", "as captured, not redacted"),
+            (
+                "repro.py",
+                "shows it with torch and transformers alone; weights: " + written.standalone.weights
+                if written.standalone.shows
+                else f"none: {written.standalone.why}",
+            ),
+            ("written", str(written.folder)),
+        ]
+        if written.failure is None:
+            left.append(("failed", f"the last run, there, did not show it, see {written.folder / 'output.txt'}"))
+        if not is_whole:
+            more = 2 * log.plan.limits.num_runs
+            left.append(("go on", f"replay minimise --continue {log.folder} --max-runs {more}: it may get smaller"))
+        print_line(self._out)
+        print_pairs(self._out, left)
+
+
+def _layers(log: MinimiseLog, written: Written) -> str:
+    number = written.candidate.spec.actor.num_layers or log.num_layers
+    return "all layers" if number is None else counted(number, "layer")
+
+
+def _size(trial: Trial) -> str:
+    cuts = trial.candidate.cuts
+    if not cuts:
+        return ""
+    rows = sum(len(cut.rows) for cut in cuts)
+    tokens = sum(len(cut.rows) * (cut.end - cut.first) for cut in cuts)
+    return f", {counted(len(cuts), 'file')}, {counted(rows, 'row')}, {counted(tokens, 'token')}"

@@ -1,0 +1,187 @@
+"""Cut captures: keep some rows, and some columns, of all that a capture holds by row and column.
+
+Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
+
+What the job recorded of a pass is kept where it is exact for what is left: row sums of log-probs whose tokens are all
+there, values by token. A loss, a gradient and a norm are of all rows, and go with the first cut.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
+from capture.file_format.micro_batch import CaptureError
+from replay.commands.minimise.candidate import Candidate, Cut
+from replay.tolerances.job import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.verdict.job_values import TOKEN_PLACES, token_places
+
+BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep
+MIN_COLUMNS = 2  # a token, and one that it predicts
+KEPT_CALLS = 16  # captures in memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What the search needs to know of a capture.
+
+    name            of its file
+    real            for each row the first column with a real token, and the one behind the last
+    has_values      the job's log-probs are there token by token, so that a part of a row's can be compared
+    can_cut_rows    everything it holds is by row, or of the whole pass
+    can_cut_columns likewise by column: no borders of packed documents
+    """
+
+    num_rows: int
+    num_columns: int
+    name: str = ""
+    real: tuple[tuple[int, int], ...]
+    has_values: bool = False
+    can_cut_rows: bool = True
+    can_cut_columns: bool = True
+
+    @classmethod
+    def of(cls, call: Call) -> "Shape":
+        """Return the shape of a capture. Raises CaptureError for one without token ids."""
+        batch = call.micro_batch()
+        num_rows, num_columns = batch.sequences_BS.shape
+        real = [row_S.nonzero().flatten().tolist() or [0, num_columns - 1] for row_S in batch.attention_mask_BS]
+        named = {**call.tensors, **call.notes}
+        has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*named, *call.call_facts))
+        halves = any(one.ndim >= 1 and num_rows > 1 and 2 * len(one) == num_rows for one in call.notes.values())
+        return cls(
+            num_rows=num_rows,
+            num_columns=num_columns,
+            name=call.origin.source,
+            real=tuple((columns[0], columns[-1] + 1) for columns in real),
+            has_values=any(name.endswith("_values") or name == "token_log_probs" for name in call.outputs),
+            can_cut_rows=not has_borders and not halves,
+            can_cut_columns=not has_borders,
+        )
+
+
+def cut_call(call: Call, cut: Cut) -> Call:
+    """Return the part of a capture that `cut` names; the capture itself if that is all of it.
+
+    Raises CaptureError for a cut that leaves no micro-batch.
+    """
+    batch = call.micro_batch()
+    num_rows, num_columns = batch.sequences_BS.shape
+    if (list(cut.rows), cut.first, cut.end) == (list(range(num_rows)), 0, num_columns):
+        return call
+    if not cut.rows or cut.end - cut.first < MIN_COLUMNS:
+        raise CaptureError(f"{call.origin.source}: nothing is left of it")
+    cutter = _Cutter(cut=cut, num_rows=num_rows, num_columns=num_columns)
+    num_actions = 0 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
+    cut_down = replace(
+        call,
+        tensors={name: cutter.of(tensor, trailing=num_actions) for name, tensor in call.tensors.items()},
+        notes={name: cutter.of(tensor, trailing=None) for name, tensor in call.notes.items()},
+        outputs=_outputs(call, cut, cutter),
+        step=None,
+    )
+    cut_down.micro_batch()
+    return cut_down
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cutter:
+    cut: Cut
+    num_rows: int
+    num_columns: int
+
+    def of(self, tensor: Tensor, *, trailing: int | None) -> Tensor:
+        """Cut the dimensions that are rows or columns.
+
+        trailing  the number of columns of a tensor that covers a row's last tokens; None: any number, as notes have
+        """
+        kept = tensor
+        has_rows = tensor.ndim > 0 and len(tensor) == self.num_rows and (self.num_rows > 1 or tensor.ndim > 1)
+        if has_rows:
+            kept = kept[list(self.cut.rows)]
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == self.num_columns:
+                kept = kept.narrow(dim, self.cut.first, self.cut.end - self.cut.first)
+        is_shorter = has_rows and tensor.ndim == 2 and 0 < tensor.shape[1] < self.num_columns
+        if is_shorter and trailing in (None, tensor.shape[1]):
+            kept = self.trailing(kept)
+        return kept.contiguous().clone()
+
+    def trailing(self, kept_BA: Tensor) -> Tensor:
+        """Cut the columns of what covers a row's last tokens; a row's first token is never among them."""
+        skipped = self.num_columns - kept_BA.shape[1]
+        first, end = max(self.cut.first + 1 - skipped, 0), self.cut.end - skipped
+        if end <= 0:
+            return torch.zeros_like(kept_BA[:, :1])
+        return kept_BA[:, first:end]
+
+
+def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+    kept: dict[str, Any] = {
+        name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype")
+    }
+    kept |= _token_log_probs(call, cut, cutter)
+    mask = call.micro_batch().action_mask_BA
+    for name in ("log_probs", "output"):
+        sums, values = call.outputs.get(f"{name}_row_sums"), call.outputs.get(f"{name}_values")
+        shape = call.outputs.get(f"{name}_shape")
+        if mask is None or not isinstance(sums, list) or len(sums) != cutter.num_rows:
+            continue
+        goes_BA = torch.ones_like(mask)
+        skipped = cutter.num_columns - mask.shape[1]
+        goes_BA[:, max(cut.first + 1 - skipped, 0) : max(cut.end - skipped, 0)] = False
+        is_whole = not bool((goes_BA & mask)[list(cut.rows)].any())
+        if isinstance(values, list) and shape == list(mask.shape):
+            of_tokens = cutter.trailing(torch.tensor(values, dtype=torch.float64).view(mask.shape)[list(cut.rows)])
+            kept |= {f"{name}_values": of_tokens.flatten().tolist(), f"{name}_shape": list(of_tokens.shape)}
+        if is_whole:
+            kept[f"{name}_row_sums"] = [sums[row] for row in cut.rows]
+        elif f"{name}_values" in kept:
+            tokens_BA = cutter.trailing(mask[list(cut.rows)])
+            of_tokens = torch.tensor(kept[f"{name}_values"], dtype=torch.float64).view(tokens_BA.shape)
+            kept[f"{name}_row_sums"] = torch.where(tokens_BA, of_tokens, 0.0).sum(dim=1).tolist()
+    return kept
+
+
+def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+    """Return the values of what is left of the sampled tokens, and where those are now; empty if none is left."""
+    values = call.outputs.get("token_log_probs")
+    places = token_places(call, cutter.num_rows, cutter.num_columns)
+    if not isinstance(values, list) or len(values) != len(places):
+        return {}
+    row_now = {row: number for number, row in enumerate(cut.rows)}
+    left = [
+        (value, row_now[row], column - cut.first)
+        for value, (row, column) in zip(values, places, strict=True)
+        if row in row_now and cut.first < column < cut.end
+    ]
+    if not left:
+        return {}
+    return {
+        "token_log_probs": [value for value, _, _ in left],
+        TOKEN_PLACES: [number for _, row, column in left for number in (row, column)],
+    }
+
+
+@lru_cache(maxsize=KEPT_CALLS)
+def read_source(path: Path) -> Call:
+    """Read a capture, which is cut again and again."""
+    return read_call(path)
+
+
+def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) -> None:
+    """Write the captures of a candidate, and the config beside them, into a new folder. Raises CaptureError."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    for cut in candidate.cuts:
+        cut_call(read_source(sources[cut.source]), cut).write(folder)
+    config = folder_of_capture(sources[0]) / ACTOR_CONFIG_NAME
+    if config.is_file():
+        shutil.copy(config, folder)

@@ -1,0 +1,245 @@
+"""Tell what failed in a replay that ran in processes of its own, and whether two failures are the same one.
+
+exception    by type, and by message with numbers, paths and file names masked
+not finite   a loss, log-probs or a gradient norm is nan or infinite
+differs      the verdict is DIFFERS, by quantity; unsettled likewise
+hang         no end within the limit, or no progress within --timeout
+died         a process was ended by a signal, such as the system's for memory
+"""
+
+import math
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from replay.output.text import one_line
+from replay.processes.pool import Child
+from replay.runlog.reader import log_below
+from replay.runlog.records import PassRecord
+from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
+from replay.tolerances.job import LOG_PROBS
+from replay.verdict.findings import Status
+from replay.verdict.judge import Outcome, Verdict
+
+_PLACE = re.compile(r"row (\d+), token (\d+)")
+_ROW = re.compile(r"row (\d+)")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
+_FILE = re.compile(r"[^\s:,;'\"()\[\]]*(?:/[^\s:,;'\"()\[\]]*|\.pkl)")
+_TYPED = re.compile(r"(?:rank \d+: )?(\w*(?:Error|Exception|Interrupt|Exit|Warning)\w*): (.*)")
+ADVICE = ". --traceback shows where"
+
+
+class Kind(StrEnum):
+    EXCEPTION = "exception"
+    NOT_FINITE = "not finite"
+    DIFFERS = "differs"
+    UNSETTLED = "unsettled"
+    HANG = "hang"
+    DIED = "died"
+    PARITY = "parity"
+
+
+OF_THE_JOB = (Kind.DIFFERS, Kind.UNSETTLED)  # a difference from what the job recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What failed. The fields above `said` tell one failure from another.
+
+    error_type  of an exception, or the name of the signal that ended a process
+    message     of an exception, masked; empty of out of memory, whose numbers and words vary
+    quantities  that are not finite, or that differ
+    said        what was printed or recorded
+    index       the pass, from 0; None: not known
+    source      its capture
+    row, token  place in that capture, where the replay named one
+    bound       of sums of log-probs that differ; None of other quantities
+    """
+
+    kind: Kind
+    error_type: str = ""
+    message: str = ""
+    quantities: tuple[str, ...] = ()
+    said: str = ""
+    index: int | None = None
+    source: str | None = None
+    row: int | None = None
+    token: int | None = None
+    bound: float | None = None
+
+    def is_same_as(self, other: "Failure") -> bool:
+        """Is it the same failure? Of quantities one in common is enough."""
+        if (self.kind, self.error_type, self.message) != (other.kind, other.error_type, other.message):
+            return False
+        return not self.quantities or bool({*self.quantities} & {*other.quantities})
+
+    @property
+    def text(self) -> str:
+        """Say the failure in one line."""
+        where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
+        if self.kind is Kind.EXCEPTION:
+            return f"{self.error_type}{where}: {self.said}"
+        what = " and ".join(self.quantities)
+        return f"{self.kind}{f' ({what})' if what else ''}{where}: {self.said}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """The log of a replay that has ended; empty if it did not get that far."""
+
+    run: RunFile | None = None
+    records: Sequence[PassRecord] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> "Log":
+        """Read the only log below `folder`."""
+        _, run, records = log_below(folder)
+        return cls(run=run, records=records)
+
+    @property
+    def start(self) -> RunStart | None:
+        return None if self.run is None else self.run.start
+
+    @property
+    def failure(self) -> RunFailure:
+        """What ended the run; without a kind if nothing did."""
+        return self.run.failure if self.run is not None and self.run.failure is not None else RunFailure()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        values = None if self.run is None or self.run.end is None else self.run.end.verdict
+        return read_section(Verdict, values, source="run.json: verdict")
+
+
+def failure_of(child: Child) -> Failure | None:
+    """Return what failed first in a replay; None if nothing did, or if it refused its options."""
+    if child.is_refusal:
+        return None
+    log = Log.of(child.logs)
+    ways = (_hang, _of_ranks, _in_a_pass, _died, _not_finite, _verdict, _at_the_start)
+    return next((found for way in ways if (found := way(child, log)) is not None), None)
+
+
+def masked(message: str) -> str:
+    """Return a message without what differs between inputs: numbers, paths and file names."""
+    return _NUMBER.sub("N", _FILE.sub("FILE", one_line(message)))
+
+
+def _exception(error_type: str, message: str, *, index: int | None = None, source: str | None = None) -> Failure:
+    is_memory = "OutOfMemory" in error_type
+    return Failure(
+        kind=Kind.EXCEPTION,
+        error_type=error_type,
+        message="" if is_memory else masked(message),
+        said=one_line(message),
+        index=index,
+        source=source,
+    )
+
+
+def _hang(child: Child, log: Log) -> Failure | None:
+    failure = log.failure
+    if child.exit_code is not None and failure.kind != "hung":
+        return None
+    said = failure.error or f"not finished within {child.seconds:.0f} s"
+    index = len({record.index for record in log.records}) if failure.kind is None else _index(failure)
+    return Failure(kind=Kind.HANG, said=said, index=index, source=failure.source)
+
+
+def _index(failure: RunFailure) -> int | None:
+    return failure.index if failure.index is not None and failure.index >= 0 else None
+
+
+def _of_ranks(child: Child, log: Log) -> Failure | None:
+    """Return the failure that ended all ranks, by the rank that failed first."""
+    failure, error = log.failure, str(log.failure.error)
+    index, source = _index(failure), failure.source
+    if failure.kind == "died":
+        return Failure(kind=Kind.DIED, said=error, index=index, source=source)
+    if failure.kind != "failed":
+        return None
+    own = next((one for one in log.records if one.rank == failure.rank and one.error is not None), None)
+    if own is not None:
+        return _exception(str(own.error_type), str(own.error), index=index, source=source)
+    typed = _TYPED.match(error)
+    return _exception(*(typed.groups() if typed else ("error", error)), index=index, source=source)
+
+
+def _in_a_pass(child: Child, log: Log) -> Failure | None:
+    failed = next((record for record in log.records if record.error is not None), None)
+    if failed is None:
+        return None
+    return _exception(str(failed.error_type), str(failed.error), index=failed.index, source=failed.source)
+
+
+def _died(child: Child, log: Log) -> Failure | None:
+    if child.exit_code is None or child.exit_code >= 0:
+        return None
+    name = signal.Signals(-child.exit_code).name
+    index = len({record.index for record in log.records})
+    return Failure(kind=Kind.DIED, error_type=name, said=f"a process was ended by {name}", index=index)
+
+
+def _not_finite(child: Child, log: Log) -> Failure | None:
+    # the loss scale of fp16 makes norms infinite
+    is_fp16 = log.start is not None and log.start.spec["actor"].get("dtype") == "fp16"
+    for record in log.records:
+        values: dict[str, Sequence[float | None]] = {
+            "loss": [record.result.loss],
+            "log-probs": record.result.row_log_probs,
+            "gradient norm": [] if is_fp16 else [record.result.grad_norm],
+        }
+        odd = [name for name, some in values.items() if any(one is not None and not math.isfinite(one) for one in some)]
+        if odd:
+            first = record.first_non_finite or "what came first is not known"
+            place = _PLACE.search(first)
+            return Failure(
+                kind=Kind.NOT_FINITE,
+                quantities=tuple(odd),
+                said=first,
+                index=record.index,
+                source=record.source,
+                row=int(place[1]) if place else None,
+                token=int(place[2]) if place else None,
+            )
+    return None
+
+
+def _verdict(child: Child, log: Log) -> Failure | None:
+    verdict = log.verdict
+    kinds = {Outcome.DIFFERS: Kind.DIFFERS, Outcome.UNSETTLED: Kind.UNSETTLED}
+    if verdict is None or verdict.outcome not in kinds:
+        return None
+    first = verdict.first
+    assert first is not None, "a verdict that differs or is unsettled names a pass"
+    kind = kinds[verdict.outcome]
+    status = Status.DIFFERS if kind is Kind.DIFFERS else Status.UNSETTLED
+    findings = [finding for finding in first.findings if finding.status is status]
+    rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
+    row = next((int(found[1]) for found in rows if found), None)
+    said = "; ".join(
+        f"{finding.name}{' of ' + finding.where if finding.where else ''}: {finding.recorded} in the job, "
+        f"{finding.replayed} here, {finding.difference} apart, bound {finding.bound}"
+        for finding in findings[:1]
+    )
+    return Failure(
+        kind=kind,
+        quantities=tuple(dict.fromkeys(finding.name for finding in findings)),
+        said=said or str(verdict.reason),
+        index=first.index,
+        source=first.source,
+        row=row,
+        bound=next((finding.bound for finding in findings if finding.name == LOG_PROBS), None),
+    )
+
+
+def _at_the_start(child: Child, log: Log) -> Failure | None:
+    """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
+    if child.exit_code == 0 or log.verdict is not None:
+        return None
+    said = child.error.removesuffix(ADVICE)
+    typed = _TYPED.match(said)
+    return _exception(*typed.groups()) if typed else _exception("error", said)

@@ -1,0 +1,262 @@
+"""Write the folder of a minimised failure: inputs, one command, versions, the output, a README, `repro.py`.
+
+smallest/
+  inputs/        captures, and actor.json
+  run.sh         the command
+  output.txt     what it printed
+  versions.json
+  README.md
+  repro.py       if torch and transformers alone show the failure; repro.pt is what it loads
+"""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import chdir
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from capture.file_format.capture_file import read_call
+from capture.file_format.listing import capture_files
+from capture.folder_tools.redact import Tokens, redact_folder
+from replay.commands.minimise.candidate import Candidate
+from replay.commands.minimise.cutting import Shape, write_inputs
+from replay.commands.minimise.failure import OF_THE_JOB, Failure, Log
+from replay.commands.minimise.parity_cell import ParityCell
+from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
+from replay.commands.minimise.trials import MinimiseLog
+from replay.options.option_parsing import spec_from_dict
+from replay.options.spec import USER_LOSS, ReplaySpec
+from replay.output.text import counted, one_line
+from replay.processes.child_job import ChildJob
+from replay.processes.pool import Child
+from replay.runlog.writer import versions
+
+SMALLEST = "smallest"
+INPUTS = "inputs"
+
+
+class Check(Protocol):
+    def __call__(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+        """Replay these inputs; return the failure, if it is the one that is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """The folder of what was found.
+
+    failure      as its last run showed it; None: that run did not
+    redaction    what became of --redact, in words; empty: it was not asked for
+    outside      files and folders that it needs and does not hold
+    """
+
+    folder: Path
+    candidate: Candidate
+    failure: Failure | None
+    redaction: str
+    outside: Sequence[str]
+    standalone: Standalone
+    num_rows: int
+    num_tokens: int
+    num_files: int
+
+
+def write_folder(log: MinimiseLog, best: Candidate, check: Check, *, is_whole: bool) -> Written:
+    """Write `best` into a new folder, run it there, and say in a README what it is. An earlier one is replaced."""
+    home = log.folder / f".{SMALLEST}"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(mode=0o700)
+    write_inputs(home / INPUTS, log.plan.sources, best)
+    redaction = _redacted(home, best, log.failure, check) if log.plan.redact else ""
+    chosen, outside, failure, child = _checked(home, best, check)
+    shutil.copy(child.output, home / "output.txt")
+    start = Log.of(child.logs).start
+    settled = chosen.spec if start is None else spec_from_dict(start.spec)
+    assert log.failure is not None
+    seconds = min(log.plan.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
+    with chdir(home):
+        standalone = write_standalone(
+            home, settled, failure or log.failure, num_processes=chosen.num_processes, seconds=seconds
+        )
+    (home / "run.sh").write_text(_run_script(chosen, log.plan.parity), encoding="utf-8")
+    (home / "run.sh").chmod(0o700)
+    (home / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
+    shapes = [Shape.of(read_call(path)) for path in capture_files(home / INPUTS)]
+    folder = log.folder / SMALLEST
+    written = Written(
+        folder=folder,
+        candidate=chosen,
+        failure=failure,
+        redaction=redaction,
+        outside=outside,
+        standalone=standalone,
+        num_rows=sum(one.num_rows for one in shapes),
+        num_tokens=sum(one.num_rows * one.num_columns for one in shapes),
+        num_files=len(shapes),
+    )
+    (home / "README.md").write_text(_readme(log, written, is_whole=is_whole), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(home, folder)
+    return written
+
+
+def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check) -> str:
+    """Replace the inputs by redacted ones that still show the failure, if there are any; say what became of it."""
+    assert failure is not None
+    kept = f"NOT redacted: {INPUTS}/ holds the captured tokens"
+    if failure.kind in OF_THE_JOB:
+        return f"{kept}. Redaction removes the job's numbers, which the failure is a difference from"
+    for tokens in (Tokens.ZERO, Tokens.PERMUTE):
+        target = home / "redacted"
+        shutil.rmtree(target, ignore_errors=True)
+        redact_folder(home / INPUTS, target, tokens)
+        found, _ = check(best, target, f"redacted, {tokens.value}")
+        if found is not None:
+            shutil.rmtree(home / INPUTS)
+            os.replace(target, home / INPUTS)
+            return f"redacted as capture redact --tokens {tokens.value} does"
+    shutil.rmtree(home / "redacted", ignore_errors=True)
+    return f"{kept}. With other tokens it did not fail"
+
+
+def _checked(home: Path, best: Candidate, check: Check) -> tuple[Candidate, Sequence[str], Failure | None, Child]:
+    """Run what the folder holds, in the folder: first with copies of the user's files, else with the files themselves.
+
+    Returns what was run, what it needs from elsewhere, the failure if it was shown, and the run.
+    """
+    portable = _with_copies(home, best)
+    with chdir(home):
+        for chosen in dict.fromkeys((portable, _with_absolute_paths(best))):
+            found, child = check(chosen, Path(INPUTS), SMALLEST)
+            if found is not None:
+                break
+    if chosen != portable:
+        for path in _files_of(portable.spec):
+            (home / path.name).unlink(missing_ok=True)
+    outside = [str(path) for path in _paths_of(chosen.spec) if path.is_absolute()]
+    return chosen, outside, found, child
+
+
+def _with_copies(home: Path, best: Candidate) -> Candidate:
+    """Copy single files that the options name into `home`, and name the copies; folders are named by whole paths."""
+    chosen = _with_absolute_paths(best)
+    spec = chosen.spec
+    copies = {path: shutil.copy(path, home) for path in _files_of(spec) if path.is_file()}
+    for flag, value, path in _naming(spec):
+        if path in copies:
+            chosen = chosen.with_option(flag, value.replace(str(path), path.name))
+    return chosen
+
+
+def _with_absolute_paths(best: Candidate) -> Candidate:
+    for flag, value, path in _naming(best.spec):
+        if path.exists():
+            best = best.with_option(flag, value.replace(str(path), str(path.absolute())))
+    return best
+
+
+def _naming(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
+    """Return the options that name files: flag, value and path."""
+    loss, model = USER_LOSS.fullmatch(spec.measure.loss), spec.actor.custom_model
+    named = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
+    if spec.actor.model is not None:
+        named.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
+    for flag, path in (
+        ("--weights", spec.actor.weights),
+        ("--adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
+        ("--deepspeed-config", spec.actor.deepspeed_config),
+        ("--load-state", spec.state.load_state),
+    ):
+        if path:
+            named.append((flag, str(path), path))
+    return named
+
+
+def _paths_of(spec: ReplaySpec) -> list[Path]:
+    return [path for _, _, path in _naming(spec)]
+
+
+def _files_of(spec: ReplaySpec) -> list[Path]:
+    return [path for flag, _, path in _naming(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))]
+
+
+def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
+    lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
+    if cell is None:
+        lines.append(f"exec {_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
+    else:
+        reference, own = _job(_with_trace(cell.reference_of(chosen))), _job(_with_trace(chosen.spec))
+        lines += [
+            *(job.remark for job in (reference, own) if job.remark),
+            'logs="logs/$(date +%Y%m%d-%H%M%S)"',
+            f'{shlex.join(reference.repeat_words(num_processes=cell.num_processes))} --log-folder "$logs/reference" &&',
+            f'{shlex.join(own.repeat_words(num_processes=chosen.num_processes))} --log-folder "$logs/cell" &&',
+            'exec replay compare "$logs/reference" "$logs/cell" --threshold 0',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _job(spec: ReplaySpec) -> ChildJob:
+    return ChildJob(spec=replace(spec, inputs=replace(spec.inputs, inputs=Path(INPUTS))))
+
+
+def _with_trace(spec: ReplaySpec) -> ReplaySpec:
+    """Return the spec of a run of parity with --trace in place of its details, unless its rows are in reverse."""
+    if spec.inputs.reverse_rows:
+        return spec
+    return replace(spec, measure=replace(spec.measure, details=False, trace=True))
+
+
+def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
+    failure = written.failure or log.failure
+    assert failure is not None
+    standalone = written.standalone
+    smaller = (
+        "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
+        if is_whole
+        else f"The search ended after {counted(log.num_runs, 'run')}: something smaller may show it too. "
+        f"Go on: `replay minimise --continue {log.folder} --max-runs N`."
+    )
+    shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
+    if written.failure is None:
+        shown = (
+            "* THE LAST RUN, IN THIS FOLDER, DID NOT SHOW IT: `output.txt` says what it did. `./run.sh` may show it "
+            "if the failure does not come each time."
+        )
+    lines = ["# A failure, as small as was found", "", f"    {one_line(failure.text)}", "", shown]
+    if standalone.shows:
+        lines.append(
+            f"* `python repro.py` shows it with torch and transformers alone. Its weights are {standalone.weights}."
+        )
+    else:
+        lines.append(f"* There is no repro.py for torch and transformers alone: {one_line(standalone.why)}.")
+    lines += [f"* Inputs: {written.redaction}."] if written.redaction else []
+    lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
+    lines += [
+        "",
+        *_size_table(log, written),
+        "",
+        f"{smaller} `{log.campaign.command}` found it in {counted(log.num_runs, 'run')}; "
+        f"the failure came in run {log.num_tries} of the replay as typed.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _size_table(log: MinimiseLog, written: Written) -> list[str]:
+    """Set the replay as it was typed beside the smallest that fails, in lines of Markdown."""
+    chosen = written.candidate
+    first = next(trial for trial in log.trials if trial.found is not None)
+    smallest = shlex.join(chosen.arguments) or "none but the inputs"
+    return [
+        "| | as typed | smallest |",
+        "|---|---|---|",
+        f"| files | {len(log.plan.sources)} | {written.num_files} |",
+        f"| rows | {log.num_rows} | {written.num_rows} |",
+        f"| tokens, padding included | {log.num_tokens} | {written.num_tokens} |",
+        f"| layers | {log.num_layers or 'not known'} | {chosen.spec.actor.num_layers or log.num_layers or 'all'} |",
+        f"| processes | {log.plan.num_processes} | {chosen.num_processes} |",
+        f"| options | `{shlex.join(first.candidate.arguments) or 'none'}` | `{smallest}` |",
+    ]

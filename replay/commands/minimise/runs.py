@@ -1,0 +1,349 @@
+"""Run `replay minimise`: see the replay fail, then replay less and less of it, each time in processes of its own."""
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from actor_init.probe.small_config import DEPTHS
+from actor_init.spec import UsageError
+from capture.file_format.micro_batch import CaptureError
+from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.campaign.executor import ThisMachine
+from replay.commands.minimise.candidate import Candidate, Cut
+from replay.commands.minimise.console import MinimiseConsole
+from replay.commands.minimise.cutting import Shape, read_source, write_inputs
+from replay.commands.minimise.failure import Failure, Log, failure_of
+from replay.commands.minimise.folder import write_folder
+from replay.commands.minimise.parity_cell import ParityCell, read_cell
+from replay.commands.minimise.search import OutOfRunsError, Search
+from replay.commands.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, Trial
+from replay.options.option_parsing import command_line
+from replay.options.spec import ReplaySpec
+from replay.options.wording import in_flags
+from replay.output.text import counted
+from replay.processes.limits import Machine, RunLimits
+from replay.processes.pool import Child
+from replay.resolution.selection import select
+from replay.runlog.writer import INTERRUPTED
+
+
+def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any], *, redact: bool) -> int:
+    """Minimise the failure of a replay, and return the exit code.
+
+    limits  those of `Limits`, by name
+
+    0: it failed, and what is smallest was written; 1: it did not fail in as many tries. Raises UsageError before
+    anything has run if there is nothing to replay, or too few devices.
+    """
+    ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
+    num_processes = ranks if num_processes is None else num_processes
+    if num_processes % ranks:
+        raise UsageError(
+            f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
+        )
+    own = ["--processes", str(num_processes)] if num_processes > ranks else []
+    return _begin(spec, num_processes, limits, redact=redact, typed=[*own, *command_line(spec)])
+
+
+def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
+    """Minimise what a cell of the parity run in the folder `parity` differs in; see `begin`.
+
+    Raises UsageError for a cell that does not differ.
+    """
+    cell, num_processes = read_cell(parity, name)
+    spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
+    typed = ["--parity", str(parity), "--cell", name]
+    return _begin(spec, num_processes, limits, redact=redact, typed=typed, cell=cell)
+
+
+def _begin(
+    spec: ReplaySpec,
+    num_processes: int,
+    limits: Mapping[str, Any],
+    *,
+    redact: bool,
+    typed: Sequence[str],
+    cell: ParityCell | None = None,
+) -> int:
+    machine = Machine.here()
+    if machine.has_gpus and num_processes > machine.num_devices:
+        raise UsageError(
+            f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
+            "Try: a smaller --processes, --tp or --ring"
+        )
+    plan = MinimisePlan(
+        spec=spec,
+        num_processes=num_processes,
+        limits=Limits(**limits),
+        redact=redact,
+        sources=_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
+        parity=cell,
+    )
+    campaign = Campaign.begin(
+        "minimise",
+        spec.measure.log_folder.absolute(),  # runs are made in other folders too
+        plan,
+        words=[*(["--redact"] if redact else []), *typed],
+        machine=Machine.here(num_processes),
+    )
+    return _run(campaign)
+
+
+def go_on(folder: Path, limits: Mapping[str, Any]) -> int:
+    """Go on with a minimisation, under these limits and else its own. Nothing is run twice.
+
+    Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
+    """
+    campaign = Campaign.read("minimise", folder.absolute(), MinimisePlan)
+    campaign.refuse_elsewhere(ThisMachine())
+    plan = campaign.plan
+    if missing := [path for path in plan.sources if not _is_there(path)]:
+        raise UsageError(
+            f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
+        )
+    campaign.plan = replace(plan, limits=replace(plan.limits, **limits))
+    return _run(campaign)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.parent.is_file()  # in a segment
+
+
+def _sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
+    """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
+    of_ranks = [
+        select(
+            spec.inputs, rank, num_data_ranks, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation
+        )
+        for rank in range(num_data_ranks)
+    ]
+    longest = max(len(selection.inputs) for selection in of_ranks)
+    rounds = [
+        selection.inputs[number]
+        for number in range(longest)
+        for selection in of_ranks
+        if number < len(selection.inputs)
+    ]
+    if not rounds:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    return list(dict.fromkeys(path.absolute() for path in rounds))
+
+
+def _run(campaign: Campaign[MinimisePlan]) -> int:
+    campaign.open(ThisMachine(), RunLimits(each=campaign.plan.limits.run, total=None, at_once=None))
+    log = MinimiseLog(campaign=campaign)
+    console = MinimiseConsole(log)
+    exit_code = INTERRUPTED
+    with until_interrupted() as interruption:
+        exit_code = _Work(log=log, console=console).run()
+    if interruption.happened:
+        console.interrupted()
+    return exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialPlan:
+    """A trial that is to be made.
+
+    home      its folder in the campaign's
+    inputs    what it replays; None: as it was typed
+    contents  tells its inputs from those of other trials
+    """
+
+    what: str
+    candidate: Candidate
+    home: str
+    inputs: Path | None = None
+    contents: str = ""
+
+    def fed(self, spec: ReplaySpec) -> ReplaySpec:
+        """Return a spec with its inputs."""
+        return spec if self.inputs is None else replace(spec, inputs=replace(spec.inputs, inputs=self.inputs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What a replay did; of a parity cell its reference ran before it, and alone if that failed."""
+
+    failure: Failure | None
+    children: list[Child]
+
+    @property
+    def child(self) -> Child:
+        return self.children[-1]
+
+    @property
+    def said(self) -> str:
+        if self.failure is not None:
+            return f"another failure: {self.failure.text}"
+        return f"refused: {self.child.error}" if self.child.is_refusal else "no failure"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    """Ask for one replay after another. Those that the campaign knows come back unrun, and are not printed again."""
+
+    log: MinimiseLog
+    console: MinimiseConsole
+    tried: dict[Candidate, Failure | None] = field(default_factory=dict)  # of the search; the failure, if it was shown
+    is_new: bool = False  # the trial has a run that was not known
+
+    def run(self) -> int:
+        log = self.log
+        if not self._see_it_fail():
+            self.console.not_seen()
+            return 1
+        assert log.failure is not None
+        shapes = [Shape.of(read_source(path)) for path in log.plan.sources]
+        log.num_rows = sum(shape.num_rows for shape in shapes)
+        log.num_tokens = sum(shape.num_rows * shape.num_columns for shape in shapes)
+        whole = [
+            Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
+            for number, shape in enumerate(shapes)
+        ]
+        search = Search(
+            best=Candidate.of(whole, log.plan.spec, log.plan.num_processes),
+            failure=log.failure,
+            shapes=shapes,
+            num_layers=log.num_layers,
+            fixed=log.plan.parity.shared if log.plan.parity is not None else (),
+            shows=self.shows,
+        )
+        is_whole = True
+        try:
+            search.run()
+        except OutOfRunsError:
+            is_whole = False
+        written = write_folder(log, search.best, self._check, is_whole=is_whole)
+        self.console.finish(written, is_whole=is_whole)
+        return 0
+
+    def _see_it_fail(self) -> bool:
+        """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""
+        log = self.log
+        candidate = Candidate.of([], log.plan.spec, log.plan.num_processes)
+        for repeat in count():
+            trial = _TrialPlan(what=AS_TYPED, candidate=candidate, home=self._next_home())
+            if repeat >= log.plan.limits.tries and self._is_new(trial, repeat):
+                break
+            seen = self._see(trial, repeat)
+            if seen.child.is_refusal:
+                raise UsageError(seen.child.error)
+            start = Log.of(seen.child.logs).start
+            log.num_layers = _num_layers({} if start is None else start.work.config)
+            log.failure = seen.failure
+            said = "no failure" if seen.failure is None else seen.failure.text
+            self._settle(trial, seen.failure, said, seen.children)
+            if seen.failure is not None:
+                return True
+        return False
+
+    def shows(self, candidate: Candidate, what: str) -> Failure | None:
+        """Replay a candidate, unless it was before; return the failure if it is the one that is looked for.
+
+        Raises OutOfRunsError.
+        """
+        if candidate in self.tried:
+            return self.tried[candidate]
+        log, home = self.log, self._next_home()
+        inputs = log.folder / home / "inputs"
+        trial = _TrialPlan(what=what, candidate=candidate, home=home, inputs=inputs, contents=candidate.contents)
+        found = None
+        try:
+            if self._is_new(trial, 0):
+                if log.num_runs >= log.plan.limits.num_runs:
+                    raise OutOfRunsError
+                write_inputs(inputs, log.plan.sources, candidate)
+            found, _ = self._until_it_shows(trial)
+        except (CaptureError, UsageError) as error:
+            self.is_new = True
+            self._settle(trial, None, f"no replay: {in_flags(error)}", [])
+        if found is None:
+            shutil.rmtree(inputs, ignore_errors=True)
+        self.tried[candidate] = found
+        return found
+
+    def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+        """Replay a candidate outside the search: with other inputs than its own, or in another place."""
+        digest = hashlib.sha256()
+        for path in sorted(inputs.iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+        home = f"trials/{what.replace(', ', '-')}"
+        alone = replace(candidate, cuts=())
+        return self._until_it_shows(
+            _TrialPlan(what=what, candidate=alone, home=home, inputs=inputs, contents=digest.hexdigest())
+        )
+
+    def _until_it_shows(self, trial: _TrialPlan) -> tuple[Failure | None, Child]:
+        """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
+        children: list[Child] = []
+        assert self.log.failure is not None
+        for repeat in range(self.log.num_tries):
+            seen = self._see(trial, repeat)
+            children += seen.children
+            is_it = seen.failure is not None and seen.failure.is_same_as(self.log.failure)
+            if is_it:
+                break
+        found = seen.failure if is_it else None
+        self._settle(trial, found, "shows it" if is_it else seen.said, children)
+        return found, seen.child
+
+    def _see(self, trial: _TrialPlan, repeat: int) -> _Seen:
+        """Run one replay, and of a parity cell first its reference."""
+        children: list[Child] = []
+        for job in self._jobs(trial, repeat):
+            if self.log.campaign.known(job) is None:
+                self.is_new = True
+                self.console.begins(len(self.log.trials) + 1)
+            children.append(self.log.campaign.run(job))
+            if children[-1].exit_code != 0:
+                break
+        failure, cell = failure_of(children[-1]), self.log.plan.parity
+        if cell is not None and all(child.exit_code == 0 for child in children):
+            failure = cell.failure(*children)
+        return _Seen(failure=failure, children=children)
+
+    def _is_new(self, trial: _TrialPlan, repeat: int) -> bool:
+        """Is a replay of this trial still to be run?"""
+        return self.log.campaign.known(self._jobs(trial, repeat)[0]) is None
+
+    def _jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
+        """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
+        plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
+        runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
+        if cell is not None:
+            reference = cell.reference if trial.inputs is None else cell.reference_of(candidate)
+            runs.insert(0, ("reference", reference, cell.num_processes))
+        shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
+        return [
+            Job(home=f"{trial.home}/{name}", spec=trial.fed(spec), num_processes=num_processes, **shared)
+            for name, spec, num_processes in runs
+        ]
+
+    def _next_home(self) -> str:
+        return f"trials/{len(self.log.trials) + 1:04d}"
+
+    def _settle(self, plan: _TrialPlan, found: Failure | None, said: str, children: Sequence[Child]) -> None:
+        trial = Trial(
+            what=plan.what,
+            candidate=plan.candidate,
+            num_runs=len(children),
+            found=found,
+            said=said,
+            seconds=sum(child.seconds for child in children),
+        )
+        self.log.settle(trial)
+        if self.is_new:
+            self.console.tried(trial)
+        self.is_new = False
+
+
+def _num_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers that a config says; None if it does not."""
+    text = config.get("text_config") or {}
+    named = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]
+    return named[0] if named else None

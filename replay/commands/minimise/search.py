@@ -1,0 +1,283 @@
+"""Search for the smallest replay that still fails: delta debugging over ranks, files, rows, layers, options and tokens.
+
+`shows` says whether a candidate shows the failure. What decides is that answer alone: the guesses here (the failing
+pass alone, its row, its token, one layer) cost a trial each and are right as a rule. Files, rows and options are found
+by ddmin (Zeller, Hildebrandt 2002); layers and columns, of which a shorter run is kept, by bisection.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from actor_init.spec import UsageError
+from replay.commands.minimise.candidate import Candidate, Cut
+from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Shape
+from replay.commands.minimise.failure import OF_THE_JOB, Failure
+from replay.options.declarations import objectives_with
+from replay.options.spec import Pairs
+
+Item = TypeVar("Item")
+MOST_LAYERS = 256  # where nothing says how many there are
+LIMITS = ("--timeout", "--warmup")  # options that are no part of a failure
+
+
+class OutOfRunsError(Exception):
+    """Raised by `shows` where no more run is allowed."""
+
+
+def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """Return a part of `items`, which show the failure, of which no single item can be left out; at least one."""
+    kept, num_chunks = list(items), 2
+    while len(kept) > 1:
+        bounds = [len(kept) * number // num_chunks for number in range(num_chunks + 1)]
+        chunks = [kept[first:end] for first, end in pairwise(bounds)]
+        alone = next((chunk for chunk in chunks if shows(chunk)), None)
+        if alone is not None:
+            kept, num_chunks = alone, 2
+            continue
+        without = [kept[:first] + kept[end:] for first, end in pairwise(bounds)]
+        rest = next((one for one in without if num_chunks > 2 and shows(one)), None)
+        if rest is not None:
+            kept, num_chunks = rest, max(num_chunks - 1, 2)
+        elif num_chunks >= len(kept):
+            break
+        else:
+            num_chunks = min(2 * num_chunks, len(kept))
+    return kept
+
+
+def bisect(fails_not: int, fails: int, shows: Callable[[int], bool]) -> int:
+    """Return the number nearest to `fails_not` that shows the failure, if all from it to `fails` show it."""
+    while abs(fails - fails_not) > 1:
+        middle = (fails + fails_not) // 2
+        if shows(middle):
+            fails = middle
+        else:
+            fails_not = middle
+    return fails
+
+
+@dataclass(slots=True)
+class Search:
+    """Reduce `best` step by step.
+
+    shapes      of the captures, by their number
+    failure     what is to be shown; where it was seen, in a run of `best` as it is at first
+    num_layers  of the model; None: not known
+    fixed       flags of options that stay
+    """
+
+    best: Candidate
+    failure: Failure
+    shapes: Sequence[Shape]
+    num_layers: int | None
+    shows: Callable[[Candidate, str], Failure | None]
+    fixed: Collection[str] = ()
+    _bisected: set[object] = field(default_factory=set)  # what is as short as bisection finds
+
+    def run(self) -> None:
+        """Reduce until nothing more can be left out. Raises OutOfRunsError; `best` is then what was found so far."""
+        before = None
+        while before != self.best:
+            before = self.best
+            for stage in (self._ranks, self._files, self._rows, self._layers, self._options, self._tokens):
+                stage()
+
+    def _try(self, candidate: Candidate, what: str) -> bool:
+        if candidate == self.best:
+            return True
+        found = self.shows(candidate, what)
+        if found is not None:
+            self.best, self.failure = candidate, found
+        return found is not None
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Is the failure a difference from what the job recorded, which was of its whole model?"""
+        return self.failure.kind in OF_THE_JOB
+
+    @property
+    def _keeps_rows(self) -> bool:
+        """Do the numbers that differ come of all rows and tokens together, so that none can be left out?"""
+        return self.is_of_numbers and not {*self.failure.quantities} & {*BY_ROW}
+
+    def _ranks(self) -> None:
+        best, parallel = self.best, self.best.spec.actor.parallel
+        if best.num_processes == 1:
+            return
+        of_ranks = [toggle for toggle in best.given if toggle.part == "actor.parallel"]
+        apart = best.num_processes // (parallel.tp * parallel.ring)
+        for num_processes, dropped in ((1, of_ranks), (parallel.tp * parallel.ring, []), (apart, of_ranks), (2, [])):
+            is_less = num_processes < self.best.num_processes
+            smaller = _valid(partial(best.without, dropped))
+            if is_less and smaller is not None and self._try(replace(smaller, num_processes=num_processes), "ranks"):
+                return
+
+    def _files(self) -> None:
+        cuts, place = self.best.cuts, self._place()
+        if len(cuts) == 1:
+            return
+
+        def shows(kept: Sequence[Cut]) -> bool:
+            return self._try(replace(self.best, cuts=tuple(kept)), "files")
+
+        if place is None:
+            ddmin(cuts, shows)
+            return
+        size = self._num_data_ranks
+        first = place // size * size
+        last = cuts[first : first + size]
+        if shows(last):
+            return
+        if first + size < len(cuts) and shows(cuts[: first + size]):
+            cuts = cuts[: first + size]
+        others = tuple(one for one in cuts if one not in last)
+        ddmin(others, lambda kept: shows([one for one in cuts if one in kept or one in last]))
+
+    @property
+    def _num_data_ranks(self) -> int:
+        parallel = self.best.spec.actor.parallel
+        return self.best.num_processes // (parallel.tp * parallel.ring)
+
+    def _place(self) -> int | None:
+        """Return the place of the cut that the failing pass was fed; None where that is not known."""
+        names = [self.shapes[cut.source].name for cut in self.best.cuts]
+        if self.failure.source in names:
+            return names.index(self.failure.source)
+        index = self.failure.index
+        place = None if index is None else index * self._num_data_ranks
+        return place if place is not None and place < len(names) else None
+
+    def _rows(self) -> None:
+        if self._keeps_rows:
+            return
+        for place, cut in enumerate(self.best.cuts):
+            units = self._units(cut)
+            if len(units) == 1 or not self.shapes[cut.source].can_cut_rows:
+                continue
+
+            def shows(kept: Sequence[tuple[int, ...]], place: int = place) -> bool:
+                rows = tuple(sorted(row for unit in kept for row in unit))
+                return self._try(self.best.with_cut(place, rows=rows), "rows")
+
+            hint = self.failure.row if self._place() in (place, None) else None
+            if hint is not None and hint < len(cut.rows):
+                unit = next(one for one in units if cut.rows[hint] in one)
+                if shows([unit]):
+                    continue
+            ddmin(units, shows)
+
+    def _units(self, cut: Cut) -> list[tuple[int, ...]]:
+        """Return the rows that go together: pairs, where the loss is of pairs."""
+        spec = self.best.spec
+        if spec.measure.loss not in objectives_with("pairs") or len(cut.rows) % 2:
+            return [(row,) for row in cut.rows]
+        if spec.objective.pairs is Pairs.HALVES:
+            return list(zip(cut.rows[: len(cut.rows) // 2], cut.rows[len(cut.rows) // 2 :], strict=True))
+        return list(zip(cut.rows[::2], cut.rows[1::2], strict=True))
+
+    def _layers(self) -> None:
+        if self.is_of_numbers:
+            return
+        given = self.best.spec.actor.num_layers
+        total = min(one for one in (given, self.num_layers, MOST_LAYERS) if one is not None)
+
+        def shows(number: int) -> bool:
+            smaller = _valid(lambda: self.best.with_option("--num-layers", number))
+            return smaller is not None and self._try(smaller, f"{number} of {total} layers")
+
+        if "layers" in self._bisected and not (total > 1 and shows(total - 1)):
+            return
+        self._bisected.add("layers")
+        tried = 0
+        for number in _doubled(total):
+            if shows(number):
+                bisect(tried, number, shows)
+                return
+            tried = number
+        if total - tried > 1 and total != MOST_LAYERS:
+            bisect(tried, total, shows)
+
+    def _options(self) -> None:
+        fixed = ("--num-layers", *LIMITS, *self.fixed)
+        toggles = [one for one in self.best.given if one.flag not in fixed]
+        if self.best.num_processes > 1:
+            toggles = [one for one in toggles if one.part != "actor.parallel"]
+        if not toggles:
+            return
+
+        def shows(kept: Sequence[Any]) -> bool:
+            smaller = _valid(lambda: start.without([one for one in toggles if one not in kept]))
+            what = "options " + (" ".join(one.flag for one in kept) or "none")
+            return smaller is not None and self._try(smaller, what)
+
+        start = self.best
+        if not shows([]) and len(toggles) > 1:
+            ddmin(toggles, shows)
+        actor = self.best.spec.actor
+        if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
+            other = _valid(lambda: self.best.with_option("--random-weights", True))
+            if other is not None and not self.is_of_numbers and "--model" not in self.fixed:
+                self._try(other, "random weights")
+
+    def _tokens(self) -> None:
+        if self._keeps_rows:
+            return
+        for place in range(len(self.best.cuts)):
+            if self.shapes[self.best.cuts[place].source].can_cut_columns:
+                self._columns(place)
+
+    def _columns(self, place: int) -> None:
+        cut, shape = self.best.cuts[place], self.shapes[self.best.cuts[place].source]
+
+        def shows(first: int, end: int) -> bool:
+            if end - first < MIN_COLUMNS:
+                return False
+            return self._try(self.best.with_cut(place, first=first, end=end), f"columns {first + 1} to {end}")
+
+        if cut.end - cut.first <= MIN_COLUMNS:
+            return
+        key = ("columns", cut.source)
+        shorter = [(cut.first, cut.end - 1)]
+        shorter += [] if self.is_of_numbers else [(cut.first + 1, cut.end)]  # a log-prob is of all before it
+        if key in self._bisected and not any(shows(*columns) for columns in shorter):
+            return
+        self._bisected.add(key)
+        cut = self.best.cuts[place]
+        token = self.failure.token if self._place() in (place, None) else None
+        if token is not None and not self.is_of_numbers:
+            at = min(cut.first + token, cut.end - 1)
+            first = max(at - 1, cut.first)
+            if shows(first, max(at + 1, first + MIN_COLUMNS)):
+                return
+        real = [shape.real[row] for row in cut.rows]
+        shows(max(cut.first, min(first for first, _ in real)), min(cut.end, max(end for _, end in real)))
+        if self.is_of_numbers and not shape.has_values:
+            return
+        cut = self.best.cuts[place]
+        least = cut.first + MIN_COLUMNS
+        if not shows(cut.first, least):
+            bisect(least, cut.end, lambda end: shows(cut.first, end))
+        cut = self.best.cuts[place]
+        most = cut.end - MIN_COLUMNS
+        if most > cut.first and not self.is_of_numbers and not shows(most, cut.end):
+            bisect(most, cut.first, lambda first: shows(first, cut.end))
+
+
+def _doubled(total: int) -> Iterator[int]:
+    """Yield 1, 2, 4, ... below `total`."""
+    number = 1
+    while number < total:
+        yield number
+        number *= 2
+
+
+def _valid(make: Callable[[], Candidate]) -> Candidate | None:
+    """Return what `make` returns; None where its options contradict each other."""
+    try:
+        return make()
+    except UsageError:
+        return None

@@ -1,0 +1,235 @@
+"""Write `repro.py`, which shows a failure with torch and transformers alone, and try it.
+
+The script builds the model from the config, loads tensors that torch.load(weights_only=True) reads, and runs forward
+and backward on padded rows. It is kept only if it shows the same failure, at first with random weights of transformers'
+own, then with the replay's.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actor_init.inputs.packing import actor_inputs
+from actor_init.model import ModelSource, build_on_meta, find_model, lasting_config, materialise, num_parameters
+from actor_init.optimizer import TORCH_DTYPES
+from actor_init.own_positions import with_own_positions
+from actor_init.spec import Attention, UsageError
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.capture_file import read_call
+from capture.file_format.listing import capture_files
+from capture.file_format.micro_batch import CaptureError
+from replay.commands.minimise.failure import OF_THE_JOB, Failure, Kind, masked
+from replay.options.loss import tokens_for
+from replay.options.spec import USER_LOSS, ReplaySpec
+from replay.options.wording import in_flags
+from replay.processes.launch import without_launcher
+
+SCRIPT, DATA = "repro.py", "repro.pt"
+MAX_WEIGHT_BYTES = 256 * 2**20  # that are put beside the script
+GRACE_SECONDS = 60.0  # for imports, before a pass can hang
+
+_HEAD = '''"""{text}
+
+Shown by torch and transformers alone, without micro-replay: python repro.py
+"""
+
+{imports}
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+{loss_file}data = torch.load(Path(__file__).with_name("{data}"), weights_only=True)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+config = AutoConfig.for_model(**data["config"])
+model = AutoModelForCausalLM.from_config(config, attn_implementation="{attention}")
+{weights}model.to(device, {dtype}).train()
+{settings}
+for number, one in enumerate(data["passes"], start=1):
+    one = {{name: value.to(device) if torch.is_tensor(value) else value for name, value in one.items()}}
+    mask = one["action_mask"]
+    with torch.set_grad_enabled(one["trains"]):
+        logits = model(
+            input_ids=one["input_ids"],
+            attention_mask=one["attention_mask"],
+            position_ids=one["position_ids"],
+            use_cache=False,
+        ).logits
+        chosen = logits.flatten(0, 1)[one["predictor"]].float().log_softmax(-1)
+        chosen = chosen.gather(1, one["target"][:, None])[:, 0]
+        log_probs = chosen.new_zeros(mask.numel()).index_put((one["slot"],), chosen).view(mask.shape)
+{loss}
+'''
+_FINITE = """    if not torch.isfinite(loss):
+        sys.exit(f"pass {number}: the loss is {loss.item()}")
+"""
+_NUMBERS = """    for row, there in enumerate(one["recorded"].tolist()):
+        here, tokens = float(log_probs[row].sum()), max(int(mask[row].sum()), 1)
+        if abs(there - here) > {bound} * max(abs(there), tokens):
+            sys.exit(f"pass {{number}}, row {{row}}: log-probs sum to {{here}}, in the job to {{there}}")
+"""
+_BACKWARD = """    if one["trains"]:
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                sys.exit(f"pass {number}: the gradient of {name} is not finite")
+        model.zero_grad()
+"""
+_LOSS_FILE = """sys.path.insert(0, str(Path(__file__).parent))
+from {module} import {function} as loss_of
+
+"""
+_STAND_IN = "        loss = -log_probs.sum() / mask.sum().clamp(min=1)"
+_OWN_LOSS = """        given = SimpleNamespace(
+            log_probs_BA=log_probs,
+            action_mask_BA=mask,
+            tensors={name: value.to(device) for name, value in one["tensors"].items()},
+            num_window_tokens=int(mask.sum()),
+            num_window_passes=1,
+        )
+        loss = loss_of(given)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standalone:
+    """What became of the script. `why` says why there is none, `weights` whose weights it has."""
+
+    shows: bool
+    why: str = ""
+    weights: str = ""
+
+
+def write_standalone(
+    home: Path, spec: ReplaySpec, failure: Failure, *, num_processes: int, seconds: float
+) -> Standalone:
+    """Write the script into `home`, beside `inputs`, and run it for at most `seconds`; remove it if it shows nothing.
+
+    spec  of the replay that failed, with the dtype and the attention kernel that it had
+    """
+    if reason := _why_not(spec, failure, num_processes):
+        return Standalone(shows=False, why=reason)
+    inputs = home / "inputs"
+    try:
+        source = find_model(spec.actor, read_actor_config(inputs), "captured", read_adapter_configs(inputs))
+        if source.adapter is not None:
+            return Standalone(shows=False, why="the model has an adapter")
+        data = {"config": lasting_config(source.config), "passes": _passes(inputs, spec, source)}
+    except (UsageError, CaptureError) as error:
+        return Standalone(shows=False, why=in_flags(error))
+    whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
+    if failure.kind in OF_THE_JOB:
+        whose = whose[1:]  # other weights differ in any case
+    said = ""
+    for weights in whose:
+        has_own = weights == "those of the replay, in repro.pt"
+        if has_own:
+            model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
+            if num_parameters(model) * 4 > MAX_WEIGHT_BYTES:
+                said += f". The weights may matter: they are more than {MAX_WEIGHT_BYTES >> 20} MiB and were left out"
+                break
+            materialise(model, source.weights, torch.device("cpu"))
+            data["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.save(data, home / DATA)
+        (home / DATA).chmod(0o600)
+        (home / SCRIPT).write_text(_script(spec, failure, has_weights=has_own), encoding="utf-8")
+        shows, said = _tried(home, failure, seconds)
+        if shows:
+            return Standalone(shows=True, weights=weights)
+    for name in (SCRIPT, DATA):
+        (home / name).unlink(missing_ok=True)
+    return Standalone(shows=False, why=f"plain transformers did not show it: {said}")
+
+
+def _why_not(spec: ReplaySpec, failure: Failure, num_processes: int) -> str:
+    """Return why no such script can show the failure; empty if one may."""
+    if num_processes > 1:
+        return f"the failure needs {num_processes} processes"
+    if failure.kind is Kind.PARITY:
+        return "it is a difference between two configurations of micro-replay"
+    if spec.actor.is_custom:
+        return "the model is one of --model FILE.py:function, whose forward micro-replay calls"
+    if failure.kind in OF_THE_JOB and failure.bound is None:
+        return f"it compares sums of log-probs alone, and what differs is {' and '.join(failure.quantities)}"
+    return ""
+
+
+def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[str, Any]]:
+    """Prepare the captures as padded rows. Raises CaptureError for rows that hold several documents."""
+    passes: list[dict[str, Any]] = []
+    for path in capture_files(inputs):
+        call = read_call(path)
+        batch = with_own_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
+        fed = actor_inputs(batch, packing=False)
+        sums = call.numbers("log_probs_row_sums") or call.numbers("output_row_sums")
+        own: dict[str, Tensor | None] = {
+            "input_ids": fed.input_ids,
+            "attention_mask": None if fed.attention_mask_BS is None else fed.attention_mask_BS.long(),
+            "position_ids": fed.position_ids,
+            "predictor": fed.predictor_N,
+            "target": fed.target_ids_N,
+            "slot": fed.slot_N,
+            "action_mask": fed.action_mask_BA,
+            "recorded": None if sums is None else torch.tensor(sums, dtype=torch.float64),
+        }
+        given = {**call.tensors, **call.notes} if USER_LOSS.fullmatch(spec.measure.loss) else {}
+        passes.append({**own, "trains": call.trains, "tensors": given})
+    return passes
+
+
+def _script(spec: ReplaySpec, failure: Failure, *, has_weights: bool) -> str:
+    own_loss = USER_LOSS.fullmatch(spec.measure.loss)
+    is_number = failure.kind in OF_THE_JOB
+    imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
+    attention = "eager" if spec.actor.attention == Attention.EAGER else "sdpa"
+    head = _HEAD.format(
+        text=failure.text.replace("\\", "/").replace('"', "'")[:400],
+        imports="\n".join(imports) + "\n",
+        loss_file=_LOSS_FILE.format(module=Path(own_loss["file"]).stem, function=own_loss["function"])
+        if own_loss
+        else "",
+        data=DATA,
+        attention=attention,
+        weights='model.load_state_dict(data["weights"])\n' if has_weights else "",
+        dtype=str(TORCH_DTYPES[spec.actor.dtype]),
+        settings="model.gradient_checkpointing_enable()\n" if spec.actor.gradient_checkpointing else "",
+        loss=_OWN_LOSS if own_loss else _STAND_IN,
+    )
+    numbers = _NUMBERS.format(bound=failure.bound) if is_number else _FINITE
+    backward = _BACKWARD if spec.measure.backward and not is_number else ""
+    return head.rstrip("\n") + "\n" + numbers + backward + 'print("nothing failed")\n'
+
+
+def _tried(home: Path, failure: Failure, seconds: float) -> tuple[bool, str]:
+    """Run the script; return whether it shows the failure, and what it said last."""
+    own = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", SCRIPT],
+            cwd=home,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return failure.kind is Kind.HANG, f"not finished within {seconds:.0f} s"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+    return _is_shown(failure, done.returncode, done.stderr), lines[-1]
+
+
+def _is_shown(failure: Failure, exit_code: int, errors: str) -> bool:
+    if failure.kind is Kind.DIED:
+        return exit_code < 0
+    if failure.kind in (Kind.NOT_FINITE, *OF_THE_JOB):
+        return exit_code == 1 and bool(re.search(r"^pass \d", errors, re.MULTILINE))
+    if failure.kind is not Kind.EXCEPTION or exit_code != 1:
+        return False
+    whole = masked(errors)
+    return f"{failure.error_type}: {failure.message}" in whole

@@ -1,0 +1,69 @@
+"""Declare the options of `replay mismatch`: its own, and those of a replay that it does not set itself."""
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from actor_init.declarations.attention import WORDS
+from actor_init.spec import Dtype, UsageError
+from replay.options.given_paths import check_inputs
+from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.processes.launch import num_processes_missing, relaunch
+
+Word = TypeVar("Word", bound=str)
+
+
+def _serves_mismatch(toggle: Toggle) -> bool:
+    """Does the option apply to mismatch? It runs forwards alone, in dtypes and kernels of its own lists."""
+    if toggle.part == "measure":
+        return toggle.field in ("timeout", "log_folder")
+    return toggle.part in ("inputs", "actor", "actor.parallel") and toggle.field not in (
+        *("dtype", "attention", "uneven", "epochs", "grad_accumulation", "gradient_checkpointing"),
+        *("learning_rate", "lr_warmup_steps", "max_norm", "weight_decay", "beta1", "beta2", "eps", "momentum"),
+    )
+
+
+@partial(with_options, serves=_serves_mismatch)
+def mismatch(
+    context: typer.Context,
+    dtype: str = typer.Option(
+        "bf16,fp32", metavar="A,B", show_default=False, help="Replay in each of these dtypes. (default: bf16,fp32)"
+    ),
+    attention: str = typer.Option(
+        "auto",
+        metavar="A,B",
+        show_default=False,
+        help="And with each of these kernels, as --attention eager,sdpa. (default: auto)",
+    ),
+    worst: int = typer.Option(10, min=0, metavar="N", show_default=False, help="Tokens to list. (default: 10)"),
+    json: Path | None = typer.Option(None, metavar="PATH", help="Write the numbers into this file too."),  # noqa: B008
+    **given: Any,
+) -> Action:
+    """Measure how far a rollout engine's log-probs are from the replay's, under each dtype and kernel.
+
+    The captures need the rollout's log-probs: of a converted dump, or noted by the job as rollout_log_probs. The tokens
+    listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
+    """
+    run = replay_spec(given)
+    dtypes: list[Dtype] = _words("--dtype", dtype, [one for one in Dtype if one is not Dtype.AUTO])
+    kernels = _words("--attention", attention, WORDS)
+
+    def measure() -> int:
+        check_inputs(run.inputs)
+        if num_processes := num_processes_missing(run.actor.parallel):
+            return relaunch(num_processes, context.obj)
+        from replay.commands.mismatch.report import mismatch
+
+        return mismatch(run, dtypes, kernels, worst, json)
+
+    return measure
+
+
+def _words(flag: str, typed: str, allowed: Collection[Word]) -> list[Word]:
+    words = typed.split(",")
+    if wrong := [word for word in words if word not in allowed]:
+        raise UsageError(f"{flag} {wrong[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between")
+    return [next(one for one in allowed if one == word) for word in dict.fromkeys(words)]

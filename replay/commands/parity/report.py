@@ -1,0 +1,144 @@
+"""Report a parity run: on the terminal a line per run as it ends, then the tables; and in the files of its folder.
+
+command    replay parity --matrix quick
+device     2 processes at most, cpu
+runs       25: 3 references, 10 equivalents, 12 cells
+
+1 of 25, fsdp2 fp32 padded sdpa: the reference, 9.3 s
+2 of 25, fsdp2 fp32 padded sdpa, again: the same again, loss 0, log-probs 0, gradient norm 0, 9.2 s
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from actor_init.as_json import to_json
+from capture.progress_bar import ProgressBar
+from replay.agreement.plan import Cell
+from replay.agreement.results import MatrixResult
+from replay.agreement.rows import ParityLog, Row, State
+from replay.commands.parity import text as parity_wording
+from replay.output.html import render
+from replay.output.printing import open_console, print_line, print_pairs, print_table
+from replay.output.text import Pairs, counted, engine_text
+from replay.runlog.writer import versions
+
+MAX_RUNS = 60  # a plot with more lines is unreadable
+Shares = Mapping[str, Mapping[str, Sequence[float]]]  # shares of a line's runs, by its name and quantity
+
+
+class ParityProgress:
+    def __init__(self, log: ParityLog, file: IO[str] | None = None) -> None:
+        self._out = open_console(file)
+        self._log = log
+        print_pairs(self._out, parity_wording.header(log))
+        print_line(self._out)
+        self._bar = ProgressBar(self._out.file)
+        self._num_settled = num_settled(log)  # before this invocation
+
+    def ended(self, number: int, row: Row, result: MatrixResult, num_running: int) -> None:
+        self._bar.clear()
+        print_line(self._out, parity_wording.ended(number, row, self._log, result))
+        num_failed = sum(row.state is State.FAILED for row in self._log.rows)
+        note = f"{num_running} running, {num_failed} failed"
+        self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
+
+    def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
+        """Print the noise, a row per run, failures and differences, and where the results are written."""
+        out = self._out
+        self._bar.clear()
+        for columns in (parity_wording.noise_table(result), parity_wording.cell_table(self._log, result)):
+            print_line(out)
+            print_table(out, columns)
+        print_line(out)
+        print_pairs(out, parity_wording.failures(self._log, result) + differences)
+        print_pairs(out, [("note", note)] if note else [])
+        print_pairs(out, [("written", str(path)) for path in written])
+        print_pairs(out, parity_wording.summary(self._log, result))
+
+
+def num_settled(log: ParityLog) -> int:
+    """Count the runs that have ended or will not be made."""
+    return sum(row.state is not State.PENDING for row in log.rows)
+
+
+def report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
+    """Print what is known, and write it into parity.json, parity.html and, with matplotlib, parity.svg."""
+    log.write({**to_json(result), "first_differences": [text for _, text in differences]})
+    written, note, picture = [log.campaign.path], "", None
+    if shares := shares_of(log, result):
+        drawn = log.folder / "parity.svg"
+        try:
+            from replay.comparison.plot import draw_parity
+
+            draw_parity(drawn, shares)
+        except ImportError:
+            note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
+        else:
+            written.append(drawn)
+            picture = drawn.read_text(encoding="utf-8")
+    html = log.folder / "parity.html"
+    html.write_text(page(log, result, differences, picture), encoding="utf-8")
+    progress.finish(result, differences, [*written, html], note)
+
+
+def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
+    """Return parity.html, one file that needs no network and no script.
+
+    differences  where differing cells first depart from the reference
+    picture      an SVG file's text
+    """
+    return render(
+        "commands/parity/parity.html",
+        title="replay parity",
+        summary=[*parity_wording.header(log), *parity_wording.summary(log, result)],
+        failures=parity_wording.failures(log, result) + differences,
+        picture=picture and picture[picture.index("<svg") :],
+        noises=parity_wording.noise_table(result),
+        runs=parity_wording.cell_table(log, result),
+        commands={"run": [row.cell.name for row in log.rows], "command": parity_wording.commands(log)},
+        versions=[(name, number or "-") for name, number in versions().items()],
+    )
+
+
+def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
+    """Return what the picture shows: each run's distances as shares of their bound.
+
+    A line is a run, or for more than MAX_RUNS all those with a value of an option, such as `tp 2 (96 runs)`.
+    """
+    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
+    cells = {row.cell.name: row.cell for row in log.rows}
+    by_run = {
+        name: {
+            quantity: [one.value / bounds[cells[name].ground, quantity]]
+            for quantity, one in judged.distances.items()
+            if (cells[name].ground, quantity) in bounds
+        }
+        for name, judged in result.cells.items()
+    }
+    if len(by_run) <= MAX_RUNS:
+        return by_run
+    runs: dict[tuple[int, str], list[str]] = {}
+    for name in by_run:
+        for value in enumerate(_values(cells[name])):
+            runs.setdefault(value, []).append(name)
+    return {
+        f"{value} ({counted(len(names), 'run')})": {
+            quantity: [share for name in names for share in by_run[name].get(quantity, ())]
+            for quantity in dict.fromkeys(quantity for name in names for quantity in by_run[name])
+        }
+        for (_, value), names in sorted(runs.items())
+    }
+
+
+def _values(cell: Cell) -> Iterator[str]:
+    """Yield the cell's value of every option that a built-in matrix varies."""
+    actor = cell.spec.actor
+    yield engine_text(actor.backend, actor.resolved_zero_stage)
+    yield actor.dtype
+    yield "packed" if actor.packs else "padded"
+    yield actor.attention
+    yield f"compile {actor.compile}"
+    yield f"kernels {actor.kernels}"
+    sizes = {"data": cell.num_data_ranks, "tp": actor.parallel.tp, "ring": actor.parallel.ring}
+    yield " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"

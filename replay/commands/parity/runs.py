@@ -1,0 +1,227 @@
+"""Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actor_init.spec import UsageError
+from replay.agreement.matrix import EDGES, arranged, edge_settings, settings_of
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.plan import Cell, Here, Plan, in_environments, plan, together
+from replay.agreement.results import MEASURING, MatrixJudge, MatrixResult
+from replay.agreement.rows import ParityLog, State, file_name
+from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.campaign.executor import Executor, executor
+from replay.commands.parity.report import ParityProgress, report
+from replay.comparison.text import parting
+from replay.options.option_parsing import command_line, replay_spec, toggles
+from replay.options.ray_options import RayOptions
+from replay.options.spec import Passes, ReplaySpec, edge_folder
+from replay.options.wording import in_flags
+from replay.output.text import Pairs
+from replay.processes.interpreter import Environment, probe
+from replay.processes.limits import Machine, RunLimits
+from replay.resolution.model_source import inputs_folder
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import INTERRUPTED
+from replay.tracing.first_difference import FirstDifference, first_difference
+
+SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
+NOT_OF_A_CELL = ("max_inputs", "log_folder")
+NUM_INPUTS = 8
+
+
+def begin(
+    matrix: str,
+    common: Mapping[str, Any],
+    num_devices: int | None,
+    limits: RunLimits,
+    *,
+    trace: bool,
+    ray: RayOptions | None,
+    pythons: Sequence[str] = (),
+) -> int:
+    """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
+
+    `common` holds the replay options that were typed, `pythons` the interpreters of the environments to run it in;
+    empty: this one. Raises UsageError before anything has run.
+    """
+    _refuse_what_parity_sets(common)
+    spec = replay_spec(common)
+    if ray is not None and pythons:
+        raise UsageError(
+            "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
+        )
+    environments = [probe(python) for python in pythons]
+    with executor(ray) as where:
+        machine = where.machine(num_devices, "--processes")
+        campaign = _planned(matrix, common, spec, machine, num_devices, environments)
+        return _work(ParityLog(campaign=campaign), where, limits, trace=trace)
+
+
+def _planned(
+    matrix: str,
+    common: Mapping[str, Any],
+    spec: ReplaySpec,
+    machine: Machine,
+    num_devices: int | None,
+    environments: Sequence[Environment],
+) -> Campaign[Plan]:
+    here = _here(spec, machine)
+    shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
+    settings = settings_of(matrix, here.num_devices, here.kernel)
+    planned = together(
+        [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
+    )
+    if environments:
+        planned = in_environments(planned, environments)
+    pythons = [word for one in environments for word in ("--python", one.python)]
+    devices = [] if num_devices is None else ["--processes", str(num_devices)]
+    words = ["--matrix", matrix, *devices, *pythons, *command_line(spec)]
+    return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
+
+
+def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: Here) -> Iterator[Plan]:
+    """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.
+
+    Skipped under --step: steps on so few tokens are dominated by rounding.
+    """
+    if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
+        return
+    of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
+    common = {name: value for name, value in shared.items() if name not in of_inputs}
+    common |= {"inputs": "", "model": spec.actor.model or str(inputs_folder(spec.inputs))}
+    chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
+    for group, settings in edge_settings(matrix, here.num_devices, here.kernel).items():
+        folder = edge_folder(EDGES[group])
+        own = [one | {name: value for name, value in chosen.items() if name in shared} for one in map(dict, settings)]
+        try:
+            yield plan(own, common | {"inputs": str(folder)}, replace(_of_edges(here, folder), group=group))
+        except UsageError as error:
+            yield Plan(cells=[], refused={group: in_flags(error)})
+
+
+def _of_edges(here: Here, folder: Path) -> Here:
+    """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
+    from actor_init.inputs.documents import documents_of
+    from capture.file_format.capture_file import read_micro_batch
+    from capture.file_format.listing import capture_files
+
+    if here.is_custom:
+        raise UsageError("nothing says how long the rows of a user's model may be")
+    batches = [read_micro_batch(path) for path in capture_files(folder)]
+    largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
+    if largest >= size:
+        raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
+    return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
+
+
+def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
+    """Run the cells of a parity run that have not run yet, and report all of them.
+
+    Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
+    """
+    log = ParityLog.read(folder)
+    with executor(ray) as where:
+        pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is State.PENDING]
+        log.campaign.refuse_elsewhere(where, pending)
+        return _work(log, where, limits, trace=trace)
+
+
+def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
+    for toggle in toggles():
+        if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
+            raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
+
+
+def _here(spec: ReplaySpec, machine: Machine) -> Here:
+    """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
+    from actor_init.inputs.documents import documents_of
+    from capture.file_format.capture_file import read_micro_batch
+    from replay.resolution.model_source import find_source
+    from replay.resolution.selection import select
+
+    wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
+    inputs = select(wanted, 0, 1).inputs
+    if not inputs:
+        raise UsageError("every input is damaged. Try: replay inspect, with that folder")
+    batches = map(read_micro_batch, inputs)
+    return Here(
+        device="cuda" if machine.has_gpus else "cpu",
+        num_devices=machine.num_devices,
+        num_inputs=len(inputs),
+        config=find_source(spec).config,
+        must_pack=any(documents_of(batch).share_rows for batch in batches),
+    )
+
+
+def _work(log: ParityLog, where: Executor, limits: RunLimits, *, trace: bool) -> int:
+    campaign = log.campaign
+    campaign.open(where, limits)
+    judge, progress = MatrixJudge(), ParityProgress(log)
+    differences: Pairs = []
+    with until_interrupted() as interruption:
+        for references in (True, False):
+            for number in log.settle(references=references):
+                progress.ended(number, log.rows[number], judge.result_of(log.rows), campaign.num_running)
+        if trace:
+            differences.extend(Partings(log).of(judge.result_of(log.rows)))
+    result = judge.result_of(log.rows)
+    report(log, result, differences, progress)
+    if interruption.happened:
+        return INTERRUPTED
+    failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
+    return 0 if result.is_clean and result.cells and not failed else 1
+
+
+class Partings:
+    """Find the first difference of each differing run. References and equivalents are traced once and shared.
+
+    Only the inputs of one gradient are run, those of the pass where the two are farthest apart.
+    """
+
+    def __init__(self, log: ParityLog) -> None:
+        self._campaign = log.campaign
+        self._rows = {row.cell.name: row for row in log.rows}
+
+    def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
+        """Yield a line for each run that differs."""
+        distrusted = {name for noise in result.noises for name in noise.distrusted}
+        measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
+        sound = [name for name in result.cells if name in measuring - distrusted]
+        for name, judged in result.cells.items():
+            if judged.result is CellResult.DIFFERS:
+                index = judged.distances[judged.deciding[0]].place
+                try:
+                    said = parting(self._between(self._rows[name].cell, index, sound))
+                except UsageError as error:
+                    said = f"not found: {in_flags(error)}"
+                yield "first", f"{name}: {said}"
+
+    def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
+        """Find the first difference; `index` is that of the farthest pass."""
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # behind one gradient
+        first = index // num_inputs * num_inputs
+        others = [self._rows[name].cell for name in sound if name != cell.name]
+        equivalents = [one for one in others if one.ground == cell.ground]
+        reference = self._rows[cell.reference].cell
+        folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
+        return first_difference(folders[0], folders[1], folders[2:])
+
+    def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
+        """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
+        num_each = num_inputs // cell.num_data_ranks
+        spec = replace(
+            cell.spec,
+            actor=replace(cell.spec.actor, grad_accumulation=num_each),
+            inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
+            measure=replace(cell.spec.measure, trace=True, warmup=0),
+        )
+        home = f"traces/{first:04d}-{file_name(cell.name)}"
+        child = self._campaign.run(Job(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python))
+        if child.exit_code != 0:
+            raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
+        return PastRun.read(child.logs).folder

@@ -1,0 +1,133 @@
+"""Format a parity run as text: progress, noise, a row per cell, failures and refusals, and how to continue."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from replay.agreement.noise_floor import CellResult
+from replay.agreement.results import JudgedCell, MatrixResult
+from replay.agreement.rows import ParityLog, Row, State
+from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds
+from replay.processes.child_job import ChildJob
+
+QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
+MOST_NAMED = 3
+
+
+def header(log: ParityLog) -> Pairs:
+    roles = Counter(row.cell.role for row in log.rows)
+    machine, environments = log.campaign.machine, log.campaign.plan.environments
+    processes = counted(machine.num_devices, "GPU" if machine.has_gpus else "process")
+    pairs: Pairs = [
+        ("command", log.campaign.command),
+        ("device", f"{processes} at most, {'cuda' if machine.has_gpus else 'cpu'}"),
+        *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
+        ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
+    ]
+    if settled := sum(row.state is not State.PENDING for row in log.rows):
+        pairs.append(("going on", f"{settled} of {len(log.rows)} are there"))
+    return pairs
+
+
+def ended(number: int, row: Row, log: ParityLog, result: MatrixResult) -> str:
+    """Format one ended run.
+
+    3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s
+    """
+    judged = result.cells.get(row.cell.name)
+    distances = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
+    error = [row.error] if row.state is not State.DONE else []
+    took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
+    verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else result_text(row, judged)
+    said = ", ".join([verdict, *distances, *error, *took])
+    return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
+
+
+def result_text(row: Row, judged: JudgedCell | None) -> str:
+    if row.state is not State.DONE:
+        return "not run" if row.state is State.PENDING else row.state.upper()
+    return judged.result if judged else "the reference"
+
+
+def noise_table(result: MatrixResult) -> Columns:
+    noises = result.noises
+    return {
+        "dtype": [f"{one.dtype}, {one.group}" if one.group else one.dtype for one in noises],
+        "quantity": [one.quantity for one in noises],
+        "noise floor": ["-" if one.floor is None else f"{one.floor:.3g}" for one in noises],
+        "factor": [f"{one.factor:.3g}" for one in noises],
+        "bound": [f"{one.bound:.3g}" for one in noises],
+        "ceiling": [f"{one.ceiling:.2g}" for one in noises],
+        "given by": [one.equivalent or "-" for one in noises],
+    }
+
+
+def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
+    """Return a row per finished run, in run order; a distance is the largest relative difference of any input."""
+    made = [row for row in log.rows if row.state is not State.PENDING]
+    rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in made]
+    return {
+        "run": [row.cell.name for row, _, _ in rows],
+        "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
+        "processes": [str(row.cell.num_processes) for row, _, _ in rows],
+        "pass ms": [milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows],
+        "peak GiB": [gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows],
+        **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
+        "verdict": [result_text(row, judged) for row, judged, _ in rows],
+    }
+
+
+def _distance(judged: JudgedCell | None, quantity: str) -> str:
+    distance = judged.distances.get(quantity) if judged else None
+    return "-" if distance is None else f"{distance.value:.3g}"
+
+
+def failures(log: ParityLog, result: MatrixResult) -> Pairs:
+    """Return what the table does not show: where and by how much a run differs, why one failed, what was refused."""
+    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
+    pairs: Pairs = []
+    for row in log.rows:
+        judged = result.cells.get(row.cell.name)
+        if judged and judged.result is CellResult.DIFFERS:
+            said = [
+                f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
+                f"(bound {bounds[row.cell.ground, name]:.3g})"
+                for name in judged.deciding
+            ]
+            pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
+        pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
+        if row.state is State.FAILED:
+            pairs.append(("FAILED", f"{row.cell.name}: {row.error}"))
+    pairs += [("WRONG", remark) for remark in result.remarks]
+    return pairs + _refused(log)
+
+
+def _refused(log: ParityLog) -> Pairs:
+    """Return a line per reason for refusing runs."""
+    reasons = log.campaign.plan.refused | {row.cell.name: row.error for row in log.rows if row.state is State.REFUSED}
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [("refused", f"{_several(names)}: {reason}") for reason, names in by_reason.items()]
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def commands(log: ParityLog) -> list[str]:
+    """Return the commands that repeat each run by itself."""
+    return [
+        ChildJob(spec=row.cell.spec).repeat_line(num_processes=row.cell.num_processes, python=row.cell.python)
+        for row in log.rows
+    ]
+
+
+def summary(log: ParityLog, result: MatrixResult) -> Pairs:
+    results = Counter(result_text(row, result.cells.get(row.cell.name)) for row in log.rows)
+    known = [*CellResult, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
+    text = ", ".join(f"{results[name]} {name}" for name in known if results[name])
+    pairs: Pairs = [("result", text)]
+    if any(row.is_open for row in log.rows):
+        pairs.append(("go on", f"replay parity --continue {log.folder}"))
+    return pairs

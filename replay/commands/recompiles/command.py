@@ -1,0 +1,89 @@
+"""Declare the options of `replay recompiles`: its own, and those of a replay that it does not set itself."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.campaign.going_on import going_on
+from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, sizes_of
+from replay.options.given_paths import check_inputs
+from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.processes.launch import refuse_launcher
+from replay.processes.limits import RunLimits
+
+NUM_PASSES = 1000
+
+
+def _serves_recompiles(toggle: Toggle) -> bool:
+    """Does the option apply to recompiles? It compiles, pads and repeats by itself, and judges nothing."""
+    if toggle.part == "measure":
+        return toggle.field in ("loss", "backward", "timeout", "log_folder")
+    return toggle.part != "state" and toggle.field not in (
+        *("compile", "compile_lengths", "pad_tokens", "uneven", "shuffle_inputs", "random_seed", "epochs", "order"),
+        *("pick_inputs", "grad_accumulation", "max_norm", "learning_rate", "lr_warmup_steps"),
+    )
+
+
+@partial(with_options, serves=_serves_recompiles)
+def recompiles(
+    policies: str | None = typer.Option(
+        None, metavar="A,B", help=f"Which to try, of {', '.join(NAMES)}. (default: all)"
+    ),
+    buckets: str | None = typer.Option(
+        None,
+        metavar="N|N,N,...",
+        help=f"How many lengths the policy `buckets` pads to, or these lengths. (default: {NUM_BUCKETS}, chosen so "
+        "that the least padding is added)",
+    ),
+    multiple: int | None = typer.Option(
+        None,
+        min=1,
+        metavar="N",
+        help=f"Tokens to a multiple of which the policy `multiple` pads. (default: {MULTIPLE})",
+    ),
+    num_passes: int | None = typer.Option(
+        None, min=1, metavar="N", help=f"Passes of a job over which compiling has to pay. (default: {NUM_PASSES})"
+    ),
+    go_on: Path | None = typer.Option(  # noqa: B008
+        None, "--continue", metavar="PATH", help="Run what a folder of recompiles' lacks, and report all of it."
+    ),
+    run_limit: float = typer.Option(
+        600.0, min=1.0, metavar="X", show_default=False, help="Seconds for each policy. (default: 600)"
+    ),
+    **given: Any,
+) -> Action:
+    """Replay the inputs' mix of lengths under policies of torch.compile, and say which to use.
+
+    Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
+    """
+    own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
+    limits = RunLimits(each=run_limit, total=None, at_once=None)
+    if go_on is not None:
+        return going_on("recompiles", go_on, {**own, **given}, limits)
+    words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
+    if wrong := [word for word in words if word not in NAMES]:
+        raise UsageError(
+            f"--policies {wrong[0]!r} is not allowed. Give some of {', '.join(NAMES)}, with commas between"
+        )
+    plan = RecompilesPlan(
+        spec=replay_spec(given),
+        policies=[policy for policy in Policy if policy is Policy.OFF or policy.value in words],
+        sizes=NUM_BUCKETS if buckets is None else sizes_of(buckets),
+        multiple=multiple or MULTIPLE,
+        num_passes=num_passes or NUM_PASSES,
+    )
+    typed = [
+        word for name, value in own.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+    def begin() -> int:
+        refuse_launcher("recompiles")
+        check_inputs(plan.spec.inputs)
+        from replay.commands.recompiles import runs
+
+        return runs.begin(plan, typed, limits)
+
+    return begin

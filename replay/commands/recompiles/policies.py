@@ -1,0 +1,132 @@
+"""Name the policies of compiling a mix of lengths, say which options each is and what it took, and choose one."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
+from replay.options.option_parsing import command_line
+from replay.options.spec import ReplaySpec
+
+NUM_BUCKETS = 4
+MULTIPLE = 128  # tokens
+
+
+class Policy(StrEnum):
+    OFF = "off"
+    AUTOMATIC = "automatic"
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    BUCKETS = "buckets"
+    MULTIPLE = "multiple"
+
+
+NAMES = tuple(policy.value for policy in Policy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecompilesPlan:
+    """Which policies replay which inputs.
+
+    spec        of a replay without compiling
+    sizes       of buckets: how many, or which
+    num_passes  over which compiling has to pay
+    """
+
+    spec: ReplaySpec
+    policies: list[Policy]
+    sizes: int | list[int]
+    multiple: int
+    num_passes: int
+
+
+def sizes_of(typed: str) -> int | list[int]:
+    """Read --buckets: one number is how many, several are lengths. Raises UsageError for anything else."""
+    if not PAD_TOKENS.fullmatch(typed):
+        raise UsageError(
+            f"--buckets {typed!r} is not allowed. Give how many, or several lengths. "
+            "Try: --buckets 4, or --buckets 512,1024,2048"
+        )
+    numbers = [int(number) for number in typed.split(",")]
+    return numbers[0] if len(numbers) == 1 else sorted(set(numbers))
+
+
+def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequence[int]) -> ActorSpec:
+    """Return `actor` with the options of a policy."""
+    compiled = replace(actor, compile=Compile.BLOCKS)
+    match policy:
+        case Policy.OFF:
+            return actor
+        case Policy.DYNAMIC:
+            return compiled
+        case Policy.AUTOMATIC:
+            return replace(compiled, compile_lengths=CompileLengths.AUTOMATIC)
+        case Policy.STATIC:
+            return replace(compiled, compile_lengths=CompileLengths.STATIC)
+        case Policy.BUCKETS:
+            padded = ",".join(map(str, sizes if len(sizes) > 1 else [*sizes, *sizes]))  # one number is a multiple
+            return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=padded)
+        case Policy.MULTIPLE:
+            return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=str(multiple))
+
+
+def own_options(actor: ActorSpec) -> list[str]:
+    """Return the options that make a policy."""
+    own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
+    return command_line(ReplaySpec(actor=own))
+
+
+def least_padding(lengths: Iterable[int], number: int) -> list[int]:
+    """Return at most so many lengths: padding each of `lengths` to the next of them adds the fewest tokens."""
+    counts = sorted(Counter(lengths).items())
+    values = [value for value, _ in counts]
+    before = [0]  # how many lengths there are up to each value
+    for _, count in counts:
+        before.append(before[-1] + count)
+    best = [values[end] * before[end + 1] for end in range(len(values))]
+    # tokens after padding, if values[end] is the last length; the fewest of them add the least
+    ways = [[values[end]] for end in range(len(values))]
+    for _ in range(number - 1):
+        more, more_ways = list(best), list(ways)
+        for end in range(len(values)):
+            for middle in range(end):
+                cost = best[middle] + values[end] * (before[end + 1] - before[middle + 1])
+                if cost < more[end]:
+                    more[end], more_ways[end] = cost, [*ways[middle], values[end]]
+        best, ways = more, more_ways
+    return ways[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a policy took to replay the inputs once, compiling, and once more."""
+
+    policy: Policy
+    options: str = ""  # of a replay
+    num_passes: int = 0  # that were replayed, of both rounds
+    num_graphs: int = 0
+    recompilations: Mapping[str, int] = field(default_factory=dict)  # guards that failed, numbers as N; how often
+    compile_seconds: float = 0.0
+    extra_seconds: float = 0.0  # that the first round took more than the second
+    pass_seconds: float | None = None  # mean of the second round; None: it was not finished
+    fed_tokens: int = 0  # of the first round
+    error: str = ""
+    log: str = ""
+
+    def net_seconds(self, num_passes: int) -> float | None:
+        """Return the seconds of so many passes with this mix of lengths; None if it is not known."""
+        return None if self.pass_seconds is None else self.extra_seconds + num_passes * self.pass_seconds
+
+
+def best(results: Sequence[Result], num_passes: int) -> Result | None:
+    """Return the policy with the fewest net seconds; None if none is known."""
+    known = [(net, number) for number, one in enumerate(results) if (net := one.net_seconds(num_passes)) is not None]
+    return results[min(known)[1]] if known else None
+
+
+def pays_from(one: Result, other: Result) -> int | None:
+    """Return from how many passes on `one` takes less time than `other`; None: never."""
+    if one.pass_seconds is None or other.pass_seconds is None or one.pass_seconds >= other.pass_seconds:
+        return None
+    return max(1, round((one.extra_seconds - other.extra_seconds) / (other.pass_seconds - one.pass_seconds)))

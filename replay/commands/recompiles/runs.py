@@ -1,0 +1,188 @@
+"""Run `replay recompiles`: the inputs twice under each policy, and what that took.
+
+`recompiles.json` (campaign.py) has what each policy took in its result:
+
+    {"policies": [{"policy": "dynamic", "options": "--compile", "num_graphs": 1, "recompilations": {}, ...,
+                   "net_seconds": 120.3}]}
+"""
+
+import os
+import re
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actor_init.as_json import to_json
+from actor_init.spec import ActorSpec, UsageError
+from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.campaign.executor import ThisMachine
+from replay.campaign.inputs import ShapedInputs
+from replay.commands.recompiles.console import RecompilesConsole
+from replay.commands.recompiles.policies import Policy, RecompilesPlan, Result, actor_under, least_padding, own_options
+from replay.options.option_parsing import command_line
+from replay.options.wording import in_flags
+from replay.processes.limits import Machine, RunLimits
+from replay.processes.pool import Child
+from replay.profiling.shapes import Rows, Shape, rows_fed
+from replay.runlog.reader import log_below
+from replay.runlog.records import PassRecord
+from replay.runlog.writer import INTERRUPTED
+
+CACHES = "TORCHINDUCTOR_CACHE_DIR"
+_NUMBER = re.compile(r"\b\d+(/\d+)?\b")
+
+
+def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
+    """Run each policy in processes of its own, print what came out, and return the exit code.
+
+    `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
+    nothing to replay, or options contradict each other.
+    """
+    inputs = _inputs_of(plan)
+    for policy in plan.policies:
+        actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=[1])  # refuses what cannot be
+    campaign = Campaign.begin(
+        "recompiles",
+        plan.spec.measure.log_folder,
+        plan,
+        words=[*typed, *command_line(plan.spec)],
+        machine=Machine.here(),
+    )
+    return _run(campaign, inputs, limits)
+
+
+def go_on(folder: Path, limits: RunLimits) -> int:
+    """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
+    campaign = Campaign.read("recompiles", folder, RecompilesPlan)
+    campaign.refuse_elsewhere(ThisMachine())
+    return _run(campaign, _inputs_of(campaign.plan), limits)
+
+
+def _inputs_of(plan: RecompilesPlan) -> ShapedInputs:
+    return ShapedInputs.of(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
+
+
+def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
+    where, plan = ThisMachine(), campaign.plan
+    campaign.open(where, limits)
+    console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)
+    work = _Work(campaign=campaign, shapes=inputs.shapes, console=console)
+    results: list[Result] = []
+    with until_interrupted() as interruption:
+        for policy in plan.policies:
+            results.append(work.run(policy))
+            console.ended(results[-1])
+            policies = [{**to_json(result), "net_seconds": result.net_seconds(plan.num_passes)} for result in results]
+            campaign.result = {"policies": policies}
+            campaign.write()
+    console.finish(results, plan.num_passes, campaign.path)
+    if interruption.happened:
+        return INTERRUPTED
+    return 1 if inputs.damaged or any(result.error for result in results) else 0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    campaign: Campaign[RecompilesPlan]
+    shapes: Sequence[Shape]
+    console: RecompilesConsole
+    rows: Rows | None = None  # known from the first pass that ran
+
+    def run(self, policy: Policy) -> Result:
+        """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
+        plan = self.campaign.plan
+        try:
+            sizes = self._sizes() if policy is Policy.BUCKETS else [1]
+        except UsageError as error:
+            return Result(policy=policy, error=in_flags(error))
+        actor = actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
+        numbers = [str(shape.number) for shape in self.shapes]
+        job = Job(
+            home=f"runs/{policy}",
+            spec=replace(
+                plan.spec,
+                actor=replace(actor, grad_accumulation=1),
+                inputs=replace(plan.spec.inputs, pick_inputs=",".join(numbers + numbers)),
+                measure=replace(plan.spec.measure, noise_floor=False),
+            ),
+            num_processes=actor.parallel.tp * actor.parallel.ring,
+        )
+        self.console.runs(policy)
+        with _empty_cache(self.campaign.folder / "cache"):
+            child = self.campaign.run(job)
+        folder, _, records = log_below(child.logs)
+        if self.rows is None and policy is Policy.OFF:
+            first = [record for record in records if record.error is None and record.index < len(self.shapes)]
+            fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)
+            self.rows = rows_fed(fed) if first else None
+        return _result(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
+
+    def _sizes(self) -> list[int]:
+        """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
+        if self.rows is None:
+            raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
+        lengths = {shape.longest_row(self.rows): shape for shape in self.shapes}
+        if isinstance(self.campaign.plan.sizes, int):
+            return least_padding([shape.longest_row(self.rows) for shape in self.shapes], self.campaign.plan.sizes)
+        longest = max(lengths)
+        if longest > max(self.campaign.plan.sizes):
+            typed = ",".join(map(str, self.campaign.plan.sizes))
+            raise UsageError(
+                f"--buckets {typed} holds no row of {longest} tokens, as {lengths[longest].source} has. "
+                f"Try: --buckets {typed},{longest}"
+            )
+        return list(self.campaign.plan.sizes)
+
+
+def _result(
+    policy: Policy, actor: ActorSpec, records: Sequence[PassRecord], child: Child, num_inputs: int, log: str
+) -> Result:
+    """Sum up what a run wrote, however far it came; of several ranks the slowest counts."""
+    passes: dict[int, list[PassRecord]] = {}
+    for record in records:
+        passes.setdefault(record.index, []).append(record)
+    failed = next((one for one in records if one.error is not None), None)
+    error = "" if failed is None else f"{failed.source}: {failed.error_type}: {failed.error}"
+    done = {index: ranks for index, ranks in passes.items() if all(one.error is None for one in ranks)}
+    seconds = {index: max(one.cost.seconds or 0.0 for one in ranks) for index, ranks in done.items()}
+    again = {index - num_inputs: seconds[index] for index in seconds if index >= num_inputs}
+    both = [index for index in again if index in seconds]
+    reasons = Counter(
+        _NUMBER.sub("N", reason)
+        for ranks in done.values()
+        for one in ranks[:1]
+        for reason in one.compilation.recompilations
+    )
+    is_whole = len(again) == num_inputs
+    return Result(
+        policy=policy,
+        options=shlex.join(own_options(actor)),
+        num_passes=len(done),
+        num_graphs=sum(max(one.compilation.new_graphs for one in ranks) for ranks in done.values()),
+        recompilations=dict(reasons.most_common()),
+        compile_seconds=sum(max(one.compilation.compile_seconds for one in ranks) for ranks in done.values()),
+        extra_seconds=sum(seconds[index] - again[index] for index in both),
+        pass_seconds=sum(again.values()) / num_inputs if is_whole else None,
+        fed_tokens=sum(ranks[0].input.fed_tokens for index, ranks in done.items() if index < num_inputs),
+        error=error or child.error or ("" if is_whole else f"{len(done)} of {2 * num_inputs} passes"),
+        log=log,
+    )
+
+
+@contextmanager
+def _empty_cache(folder: Path) -> Iterator[None]:
+    """Have processes that start now compile into an empty folder, which is removed at the end."""
+    before = os.environ.get(CACHES)
+    os.environ[CACHES] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHES]
+        else:
+            os.environ[CACHES] = before
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,220 @@
+"""Write one HTML page of a run, or of several beside each other, that needs no network."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actor_init.as_json import to_json
+from actor_init.spec import UsageError
+from replay.commands.report.comparing import Change
+from replay.commands.report.pictures import Bar, Figure, Point, Unit, bars, points
+from replay.options.option_parsing import spec_from_dict
+from replay.options.wording import in_flags
+from replay.output.html import render
+from replay.output.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
+from replay.processes.child_job import ChildJob
+from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
+from replay.profiling.text import remarks as profile_remarks
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.runner import text as run_text
+from replay.runner.result import Run
+from replay.verdict.text import verdict_lines
+
+MOST_RANKS = 8  # that get bars of their own; of more, those that waited least and most
+MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, milliseconds), Unit("GiB", 2**30, gibibytes)
+TOKENS = Unit("tokens", 1, "{:,.0f}".format)
+LINKED = {
+    "trace": "sketches of every traced tensor",
+    "gradients": "sketches of gradients",
+    "log_probs": "log-probs of action tokens",
+    "failure.txt": "what was printed when the run broke off",
+}
+LINKED_OF_RANKS = {
+    "rank*.profile.json.gz": "a timeline, for ui.perfetto.dev",
+    "rank*.memory.pickle": "for pytorch.org/memory_viz",
+    "rank*.memory.json.gz": "allocations, for ui.perfetto.dev",
+    "rank*.memory.txt": "what held a rank's memory",
+    "rank*.stack.txt": "the stack of each thread",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What a run was asked to find out besides: a heading, tables, remarks."""
+
+    heading: str
+    tables: Sequence[Columns] = ()
+    remarks: Pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkedFile:
+    name: str
+    link: str  # relative to the page
+    what: str
+
+
+def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
+    """Return the page. `beside` is the folder that it is written into: links are relative to it."""
+    names = run_letters(len(runs))
+    headings = [run.folder.name for run in runs]
+    if len(runs) > 1:
+        headings = [f"{name}: {heading}" for name, heading in zip(names, headings, strict=True)]
+    return render(
+        "commands/report/run.html",
+        title=" and ".join(run.folder.name for run in runs),
+        changes=[replace(change, said=_shortened(change.said)) for change in changes],
+        together=_scatters(list(zip(names, runs, strict=True))),
+        runs=[_values(heading, run, beside) for heading, run in zip(headings, runs, strict=True)],
+    )
+
+
+def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
+    """Return what the template shows of one run."""
+    records, statistics, start = run.records, run.statistics, run.start
+    answer = [("problem", text) for text in run.problems] + _verdict(run)
+    if run.file.end is not None and (first := run.file.end.first_non_finite) is not None:
+        answer.append(("not finite", str(to_json(first))))
+    answer += run_text.counts(statistics) + run_text.slowest(statistics)
+    answer += run_text.summary(statistics, start.memory_kind)
+    facts = {**start.facts, "devices": ", ".join(start.devices), "started": start.started}
+    job = ChildJob(spec=spec_from_dict(start.spec))
+    profiles, problems = _profiles(run)
+    return {
+        "heading": heading,
+        "answer": _shortened(answer),
+        "command": job.repeat_line(num_processes=len(start.devices)),
+        "phases": run_text.phase_table(statistics) if statistics.num_counted else None,
+        "figures": _figures(run) if records else [],
+        "passes": _pass_table(run) if records else None,
+        "facts": _shortened([(name.replace("_", " "), str(value)) for name, value in facts.items()]),
+        "versions": [(name, number or "-") for name, number in start.versions.items()],
+        "profiles": profiles,
+        "problems": problems,
+        "files": _files(run, beside),
+    }
+
+
+def _shortened(pairs: Pairs) -> Pairs:
+    return [(name, short_names(text)) for name, text in pairs]
+
+
+def _verdict(run: Run) -> Pairs:
+    try:
+        verdict = run.verdict
+    except UsageError as error:
+        outcome = run.file.end and run.file.end.verdict and run.file.end.verdict.get("outcome")
+        return [("verdict", f"{outcome}; the rest cannot be read: {in_flags(error)}")]
+    if verdict is None:
+        return []
+    first = verdict.first
+    place = [] if first is None else [("first", f"pass {first.index + 1}, {first.source}")]
+    return [*verdict_lines(verdict), *place]
+
+
+def _figures(run: Run) -> list[Figure]:
+    marks = run.marks()
+    drawn = []
+    for rank in _shown_ranks(run):
+        own = [record for record in run.records if record.rank == rank]
+        who = f", rank {rank}" if len(run.ranks) > 1 else ""
+        seconds = [Bar(name=_name(r), values=_seconds_by_phase(r), mark=marks.get(r.index, "")) for r in own]
+        drawn.append(bars(f"Time by pass{who}", seconds, MILLISECONDS))
+        peaks = [Bar(name=_name(r), values=_rising_peaks(r), mark=marks.get(r.index, "")) for r in own]
+        drawn.append(bars(f"Peak memory by pass{who}", peaks, GIBIBYTES))
+    tokens = [
+        Bar(
+            name=_name(r),
+            values={"real tokens": r.input.real_tokens, "padding": r.input.padded_tokens - r.input.real_tokens},
+        )
+        for r in {(r.index, r.data_rank): r for r in run.records}.values()
+    ]
+    drawn.append(bars("Tokens of the inputs by pass", tokens, TOKENS))
+    return [*drawn, *_scatters([("", run)])]
+
+
+def _scatters(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
+    seconds, peaks = [], []
+    for name, run in runs:
+        marks = run.marks()
+        for r in run.records:
+            if r.cost.phases:
+                who = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
+                place = Point(
+                    name=_name(r), series=who, x=r.input.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
+                )
+                seconds.append(place)
+                peaks.append(replace(place, y=peak_bytes(r)))
+    return [
+        points("Seconds against tokens", seconds, MILLISECONDS),
+        points("Peak memory against tokens", peaks, GIBIBYTES),
+    ]
+
+
+def _shown_ranks(run: Run) -> list[int]:
+    """All ranks; of many, those that waited least and most: the slow and the fast ones."""
+    if len(run.ranks) <= MOST_RANKS:
+        return run.ranks
+    waited = {rank: sum(r.cost.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
+    order = sorted(run.ranks, key=lambda rank: waited[rank])
+    return sorted([*order[: MOST_RANKS // 2], *order[-MOST_RANKS // 2 :]])
+
+
+def _seconds_by_phase(record: PassRecord) -> dict[str, float]:
+    seconds = {name: cost.seconds for name, cost in record.cost.phases.items()}
+    return seconds if record.cost.wait_seconds is None else seconds | {"waiting": record.cost.wait_seconds}
+
+
+def _rising_peaks(record: PassRecord) -> dict[str, float]:
+    """Return by how much each phase's peak is above that of the phases before it: the bar ends at the pass's peak."""
+    rising, highest = {}, 0.0
+    for name, cost in record.cost.phases.items():
+        rising[name] = max(cost.peak_allocated_bytes - highest, 0.0)
+        highest = max(highest, cost.peak_allocated_bytes)
+    return rising
+
+
+def _pass_table(run: Run) -> Columns:
+    columns = run_text.pass_table(run.records, full_names=True)
+    columns["input"] = [short_names(name) for name in columns["input"]]
+    marks = run.marks()
+    if marks:
+        columns["not counted"] = [marks.get(record.index, "") for record in run.records]
+    return columns
+
+
+def _profiles(run: Run) -> tuple[list[Findings], Pairs]:
+    """Return what --profile and --memory-snapshot found, if the run had them, and why the rest cannot be read."""
+    profiles: list[Findings] = []
+    try:
+        if profile := run.profile:
+            tables = [share_table(profile), kernel_table(profile)]
+            remarks = _shortened(profile_remarks(profile))
+            profiles.append(Findings(heading="One pass, profiled", tables=tables, remarks=remarks))
+        if ran_out := run.out_of_memory:
+            remarks = _shortened(ran_out.lines(has_snapshot=run.memory is not None))
+            profiles.append(Findings(heading="Out of memory", remarks=remarks))
+        if memory := run.memory:
+            remarks = _shortened(memory_remarks(memory))
+            profiles.append(Findings(heading="What held the peak", tables=[holder_table(memory)], remarks=remarks))
+    except UsageError as error:
+        return profiles, [("problem", in_flags(error))]
+    return profiles, []
+
+
+def _files(run: Run, beside: Path) -> list[LinkedFile]:
+    names = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
+    for pattern, what in LINKED_OF_RANKS.items():
+        names |= {path.name: what for path in sorted(run.folder.glob(pattern))}
+    return [LinkedFile(name=name, link=_relative(run.folder / name, beside), what=what) for name, what in names.items()]
+
+
+def _relative(path: Path, beside: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), beside.resolve())).as_posix()
+
+
+def _name(record: PassRecord) -> str:
+    return f"pass {record.index + 1}"

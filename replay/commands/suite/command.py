@@ -1,0 +1,183 @@
+"""Declare the options of `replay suite`."""
+
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from actor_init.spec import UsageError
+from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, all_but, skipped
+from replay.options.given_paths import check_left_by
+from replay.options.option_parsing import Action
+from replay.options.ray_options import AddressOption, LauncherOption, RayOptions, ray_options
+
+
+def _with_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the `**given` of `command` with one parameter for each option that SuiteSpec declares."""
+    signature, hints = inspect.signature(command), get_type_hints(SuiteSpec)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    declared = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[option.name],
+            default=typer.Option(option.default, f"--{option.name.replace('_', '-')}", **option.metadata),
+        )
+        for option in fields(SuiteSpec)
+        if option.metadata
+    ]
+    every = declared + [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in every}
+    return command
+
+
+@_with_options_of_spec
+def suite(
+    context: typer.Context,
+    skip: list[str] = typer.Option(  # noqa: B008
+        [], metavar="NAME", help="Leave out this configuration. May be given again."
+    ),
+    skip_deepspeed: bool = typer.Option(False, "--skip-deepspeed", envvar="SKIP_DEEPSPEED", help="Those of DeepSpeed."),
+    skip_fsdp2: bool = typer.Option(False, "--skip-fsdp2", envvar="SKIP_FSDP2", help="Those of FSDP2."),
+    skip_tp: bool = typer.Option(False, "--skip-tp", envvar="SKIP_TP", help="Those with tensor parallelism."),
+    skip_ring: bool = typer.Option(False, "--skip-ring", envvar="SKIP_RING", help="Those with ring attention."),
+    only: list[str] = typer.Option([], metavar="NAME", help="Train this one alone. May be given again."),  # noqa: B008
+    save_state: bool = typer.Option(
+        False, "--save-state", help="Keep a state every few steps, from which a training goes on."
+    ),
+    save_every: int | None = typer.Option(
+        None, min=1, metavar="N", help=f"Steps between two states of --save-state. (default: {SAVE_EVERY})"
+    ),
+    storage: str | None = typer.Option(
+        None, metavar="PATH", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
+    ),
+    go_on: str | None = typer.Option(
+        None,
+        "--continue",
+        metavar="PATH|NAME",
+        help="Go on with what is missing in this folder of suite's, or of the suite of this name in --log-folder or "
+        "--storage.",
+    ),
+    plot: Path | None = typer.Option(None, help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
+    log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
+    launcher: LauncherOption = None,
+    address: AddressOption = None,
+    **given: Any,
+) -> Action:
+    """Train the same model on the same inputs under each configuration, and judge the losses.
+
+    ddp is the reference; deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring and fsdp2-tp-ring are the standard ones;
+    deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
+    1: one is not, or failed.
+    """
+    ray = ray_options(launcher, address)
+    if go_on is not None:
+        folder = Path(go_on)
+        is_name = folder.name == go_on and not folder.is_dir()
+        _refuse_options_of_the_suite(context, is_name=is_name)
+        return partial(_go_on, folder, go_on if is_name else None, log_folder, storage, ray, plot)
+    _check_storage(storage, save_every, ray, saves=save_state)
+    if skip and only:
+        raise UsageError("--skip and --only exclude each other. Give one of the two")
+    groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
+    spec = SuiteSpec(
+        **given,
+        skip=skipped(skip, [group for group, is_given in groups.items() if is_given]) | all_but(only),
+        save_every=(save_every or SAVE_EVERY) if save_state else None,
+        storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
+    )
+    return partial(_begin, spec, log_folder, _words(context), ray, plot)
+
+
+def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
+    """Raise UsageError for an option that --continue takes from the suite that was begun."""
+    allowed = ["go_on", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
+    typed = [name for name in _typed(context, "COMMANDLINE") if name not in allowed]
+    if typed:
+        other = f"--{typed[0].replace('_', '-')}"
+        raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {other}")
+
+
+def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions | None, *, saves: bool) -> None:
+    """Raise UsageError for a storage, or for numbers of steps, where no state is saved or none can be saved there."""
+    if not saves:
+        for other, value in (("--save-every", save_every), ("--storage", storage)):
+            if value is not None:
+                raise UsageError(f"{other} is for the states of --save-state. Try: --save-state {other} {value}")
+    elif storage is None and ray is not None and ray.address is not None:
+        raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
+    elif storage is not None and ray is None and "://" in storage:
+        raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
+
+
+def _typed(context: typer.Context, *sources: str) -> dict[str, Any]:
+    """Return the values of the options that come from there, by parameter name."""
+    given = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in given.items() if source and source.name in sources}
+
+
+def _words(context: typer.Context) -> list[str]:
+    """Return the options that were given, in the environment or as typed."""
+    words: list[str] = []
+    for name, value in _typed(context, "COMMANDLINE", "ENVIRONMENT").items():
+        flag = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list) else [value]:
+            words += [flag] * (each is not False) if isinstance(each, bool) else [flag, str(each)]
+    return words
+
+
+def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions | None, plot: Path | None) -> int:
+    if spec.dataset is not None and not spec.dataset.exists():
+        raise UsageError(
+            f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
+        )
+    from replay.commands.suite import runs
+
+    return runs.begin(spec, log_folder, words, ray, plot)
+
+
+def _go_on(
+    folder: Path,
+    name: str | None,
+    log_folder: Path,
+    storage: str | None,
+    ray: RayOptions | None,
+    plot: Path | None,
+) -> int:
+    if name is None:
+        check_left_by("suite", folder)
+    else:
+        folder = _folder_named(name, log_folder, storage)
+    from replay.commands.suite import runs
+
+    return runs.go_on(folder, ray, plot)
+
+
+def _folder_named(name: str, logs: Path, storage: str | None) -> Path:
+    """Return the folder of the suite called `name`; if it is not below `logs`, it is made from the copy in `storage`.
+
+    Raises UsageError if it is in neither.
+    """
+    folder = logs / name
+    if (folder / "suite.json").is_file():
+        return folder
+    copy = Path(storage) / name if storage is not None else None
+    if copy is None or not (copy / "suite.json").is_file():
+        places = [str(logs), *([storage] if storage is not None else [])]
+        advice = "one that `replay suite` left" if storage else "a folder that `replay suite` left, or --storage too"
+        raise UsageError(
+            f"--continue {name}: no such folder, and no suite of that name in {' or '.join(places)}. Give {advice}"
+        )
+    try:
+        folder.mkdir(parents=True)
+        for path in (*copy.glob("*.jsonl"), copy / "suite.json"):
+            shutil.copy2(path, folder)
+    except OSError as error:
+        raise UsageError(f"--log-folder {logs}: {error}. Give a folder where you may write") from None
+    return folder

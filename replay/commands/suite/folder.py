@@ -1,0 +1,214 @@
+"""Keep what a suite has on disk beside its campaign: inputs, weights, states, curves, and copies of them.
+
+LOGS/<time>-suite/suite.json        of the campaign; its result has the status, and what came of each configuration
+                  journal.jsonl     of the campaign
+                  inputs/           training inputs, unless --output-dir is given
+                  initial-weights/  model folder of --save-init-weights, unless --storage is given
+                  states/           of --save-state, unless --storage is given
+                  <name>.jsonl      a line per step of a configuration, written after the last step
+                  runs/<name>/0/    what it printed, and the log of its replay; 1/ is its second attempt
+
+STORAGE/<name of the folder>/ holds the states of each configuration, and copies of suite.json, the journal, the curves
+and the inputs: enough to go on where LOGS is not.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.as_json import parse_json, to_json
+from actor_init.saving.huggingface import check_folder
+from actor_init.spec import UsageError
+from capture.file_format.atomic_write import write_atomically
+from replay.campaign.campaign import JOURNAL, Campaign, Job
+from replay.campaign.executor import Executor
+from replay.commands.suite.inputs import SuiteInputs, prepare_inputs
+from replay.commands.suite.loss_curve import Curve, Step, curve_of
+from replay.commands.suite.outcome import NoCurve
+from replay.commands.suite.plan import Planned, SuiteSpec, num_inputs_a_step, planned, run_spec_of, spec_of_init_weights
+from replay.options.wording import in_flags
+from replay.processes.pool import Child
+from replay.runlog.reader import PastRun
+from replay.runlog.writer import create_folder
+
+SUITE_FILE = "suite.json"
+INPUTS = "inputs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuitePlan:
+    spec: SuiteSpec
+    inputs: SuiteInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    campaign: Campaign[SuitePlan]
+
+    @classmethod
+    def begin(cls, spec: SuiteSpec, logs: Path, where: Executor, *, words: Sequence[str] = ()) -> Self:
+        """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs.
+
+        words  options of the command line
+        """
+        machine = where.machine(spec.processes, "--processes")
+        inputs_a_step = num_inputs_a_step(planned(spec, machine))
+        folder = create_folder(logs, "suite").resolve()
+        try:
+            inputs_folder = _own_inputs(spec, folder)
+            plan = SuitePlan(spec=spec, inputs=prepare_inputs(spec, inputs_folder, inputs_a_step))
+            suite = cls(campaign=Campaign.begin_in(folder, "suite", plan, words=words, machine=machine))
+            if (copy := suite._copy) is not None:
+                check_folder(copy, "storage")
+                shutil.copytree(inputs_folder, copy / INPUTS)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        suite.copy_out()
+        return suite
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a suite, and have what left no curve run again. Raises UsageError if `folder` holds none."""
+        suite = cls(campaign=Campaign.read("suite", folder.resolve(), SuitePlan))
+        if not suite.inputs_folder.is_dir():
+            raise UsageError(f"--continue {folder}: its inputs in {suite.inputs_folder} are gone. Try: replay suite")
+        for training in suite.runnable:
+            known = suite.campaign.known(suite.job(training))
+            child = None if known is None else known.child
+            # what a copy from the storage holds of a training that failed does not say why
+            if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
+                suite.campaign.forget(suite.job(training))
+        return suite
+
+    @property
+    def folder(self) -> Path:
+        return self.campaign.folder
+
+    @property
+    def spec(self) -> SuiteSpec:
+        return self.campaign.plan.spec
+
+    @property
+    def inputs(self) -> SuiteInputs:
+        return self.campaign.plan.inputs
+
+    @property
+    def plan(self) -> list[Planned]:
+        return planned(self.spec, self.campaign.machine)
+
+    @property
+    def runnable(self) -> list[Planned]:
+        return [training for training in self.plan if not training.reason]
+
+    @property
+    def inputs_a_step(self) -> int:
+        return num_inputs_a_step(self.plan)
+
+    def job(self, training: Planned) -> Job:
+        """Return the training of a configuration."""
+        begin = str(self.init_weights) if self.spec.save_init_weights else self.spec.init_weights
+        spec = run_spec_of(
+            training,
+            replace(self.spec, init_weights=begin, save_init_weights=False),
+            inputs=self.inputs_folder,
+            num_inputs=self.inputs.num_inputs,
+            inputs_a_step=self.inputs_a_step,
+            loss=self.inputs.loss,
+            # Ray Train keeps the states in its storage, whatever this folder is
+            states=None if self.storage is None else Path(self.storage) / training.name / "states",
+        )
+        return Job(home=f"runs/{training.name}", spec=spec, num_processes=training.num_processes)
+
+    @property
+    def job_of_init_weights(self) -> Job:
+        """Return the run that writes the weights with which all configurations begin."""
+        spec = spec_of_init_weights(
+            self.spec, inputs=self.inputs_folder, loss=self.inputs.loss, folder=self.init_weights
+        )
+        return Job(home="runs/init-weights", spec=spec)
+
+    @property
+    def curves(self) -> dict[str, Curve | NoCurve]:
+        """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
+        known = [(training, self.campaign.known(self.job(training))) for training in self.runnable]
+        return {training.name: self.curve_after(training, settled.child) for training, settled in known if settled}
+
+    def curve_after(self, training: Planned, child: Child) -> Curve | NoCurve:
+        """Return the curve that a training left, or why there is none.
+
+        It is read from the log, and kept in a file, unless that was done before. Raises UsageError for a damaged file.
+        """
+        if child.exit_code != 0:
+            return NoCurve(reason=child.error, is_refusal=child.is_refusal)
+        path = self.folder / f"{training.name}.jsonl"
+        if path.exists():
+            return _read_curve(path)
+        try:
+            curve = curve_of(PastRun.read(child.logs))
+        except UsageError as error:
+            return NoCurve(reason=in_flags(error))
+        if len(curve.steps) != self.spec.steps:
+            return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {self.spec.steps}, see {child.output}")
+        lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
+        write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+        return curve
+
+    def write(self, status: str, results: Mapping[str, Any]) -> None:
+        """Write suite.json; `results` are by configuration."""
+        self.campaign.result = {"status": status, "configurations": results}
+        self.campaign.write()
+        self.copy_out()
+
+    def copy_out(self) -> None:
+        """Copy what --continue needs into the storage; last the journal, which says which curves are there."""
+        if self._copy is not None:
+            names = [SUITE_FILE, *(f"{training.name}.jsonl" for training in self.plan), JOURNAL]
+            for path in (path for name in names if (path := self.folder / name).exists()):
+                write_atomically(self._copy / path.name, path.read_bytes())
+
+    @property
+    def storage(self) -> str | None:
+        """Return where the states of its configurations are kept, each in a folder of its name; None: nowhere."""
+        if self.spec.save_every is None:
+            return None
+        return str(self.folder / "states") if self.spec.storage is None else f"{self.spec.storage}/{self.folder.name}"
+
+    @property
+    def init_weights(self) -> Path:
+        """Return the folder for --save-init-weights, which all nodes share if --storage is given."""
+        return (self._copy or self.folder) / "initial-weights"
+
+    @property
+    def inputs_folder(self) -> Path:
+        """Return the folder of the inputs, which all nodes share if --storage is given."""
+        return _own_inputs(self.spec, self.folder) if self._copy is None else self._copy / INPUTS
+
+    @property
+    def _copy(self) -> Path | None:
+        """Return the folder in the storage for copies of what this folder holds."""
+        is_folder = self.spec.storage is not None and "://" not in self.spec.storage
+        return Path(str(self.storage)) if is_folder else None
+
+    def discard(self) -> None:
+        for folder in (_own_inputs(self.spec, self.folder), self.folder, self._copy):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_inputs(spec: SuiteSpec, folder: Path) -> Path:
+    return (spec.output_dir or folder).resolve() / INPUTS
+
+
+def _read_curve(path: Path) -> Curve:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        steps = [parse_json(Step, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} is damaged: {in_flags(error)}. Remove it, and: replay suite --continue {path.parent}"
+        ) from error
+    return Curve(steps=steps)

@@ -1,0 +1,168 @@
+"""Turn a training run into a loss curve and judge it. Takes and returns plain data.
+
+The bounds on the distance from plain DDP are absolute, in nats of a step's mean loss; the one from DeepSpeed is
+relative.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from actor_init.as_json import AnyFloat
+from replay.comparison.differences import Point, Quantity
+from replay.output.text import counted
+from replay.runlog.reader import PastRun
+from replay.runlog.records import PassRecord
+from replay.runlog.summary import peak_bytes
+from replay.tolerances.runs import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step over all ranks; a line of <name>.jsonl."""
+
+    step: int  # from 1
+    loss: AnyFloat  # mean over its micro-batches
+    norm: AnyFloat  # gradient norm over all ranks, before clipping
+    seconds: AnyFloat  # of its passes, each on its slowest rank
+    memory_bytes: int  # highest peak of any rank; see memory_kind in the run's run.json
+    inputs: list[str]  # digests of its micro-batches, sorted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """The loss curve of one training run."""
+
+    steps: Sequence[Step]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
+
+    @property
+    def seconds_a_step(self) -> float:
+        """The median, because the first step includes allocation and compilation."""
+        return median(step.seconds for step in self.steps[1:] or self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(step.memory_bytes for step in self.steps)
+
+    def why_it_does_not_fall(self, steps_an_epoch: int) -> str:
+        """Explain why the loss does not fall; empty if the last epoch's mean is below the first epoch's, over the same
+        inputs.
+
+        If no input occurs twice, the last quarter of the steps is compared with the first.
+        """
+        num_steps = len(self.losses)
+        repeats = 2 * steps_an_epoch <= num_steps
+        span = steps_an_epoch if repeats else max(1, num_steps // 4)
+        first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
+        if last < first:
+            return ""
+        reason = (
+            f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
+        )
+        return reason if repeats else f"{reason}, on other inputs. Try: --steps {2 * steps_an_epoch}"
+
+
+def curve_of(run: PastRun) -> Curve:
+    """Return the steps of a run with --step. An incomplete last window is not a step."""
+    size = run.actor.num_accumulated
+    windows: dict[int, list[PassRecord]] = {}
+    for record in run.records:
+        windows.setdefault(record.index // size, []).append(record)
+    return Curve(steps=[_step(number, window) for number, window in windows.items() if _norms(window)])
+
+
+def _norms(window: Sequence[PassRecord]) -> list[float]:
+    return [record.result.grad_norm for record in window if record.result.grad_norm is not None]
+
+
+def _step(number: int, window: Sequence[PassRecord]) -> Step:
+    """Combine a window into a step. Ranks that share a micro-batch report the same loss, so the mean over all is
+    correct.
+    """
+    by_pass: dict[int, list[float]] = {}
+    by_data_rank: dict[tuple[int, int], str] = {}
+    for record in window:
+        assert record.cost.seconds is not None
+        assert record.input.input_digest is not None
+        by_pass.setdefault(record.index, []).append(record.cost.seconds)
+        by_data_rank[record.index, record.data_rank] = record.input.input_digest
+    return Step(
+        step=number + 1,
+        loss=fmean(record.result.loss for record in window if record.result.loss is not None),
+        norm=_norms(window)[0],
+        seconds=sum(max(ranks) for ranks in by_pass.values()),
+        memory_bytes=max(map(peak_bytes, window)),
+        inputs=sorted(by_data_rank.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveComparison:
+    """One configuration's curve compared with the reference curves that ran."""
+
+    curve: Curve
+    from_ddp: Quantity | None
+    from_deepspeed: Quantity | None
+    faults: Sequence[str] = ()  # the run did not train, or trained differently
+    beyond: Sequence[str] = ()  # bounds that rounding may exceed too
+
+    @property
+    def complaints(self) -> list[str]:
+        """All reasons against the curve; empty if it passed."""
+        return [*self.faults, *self.beyond]
+
+
+def compare_curves(
+    name: str,
+    curve: Curve,
+    *,
+    steps_an_epoch: int,
+    ddp: Curve | None,
+    deepspeed: Curve | None,
+    is_standard: bool,
+) -> CurveComparison:
+    """Compare a curve with `ddp` and `deepspeed`, which are None if they did not run or are this curve."""
+    faults, beyond = [], []
+    if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
+        faults.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
+    elif reason := curve.why_it_does_not_fall(steps_an_epoch):
+        faults.append(reason)
+    for other, held_against in (("ddp", ddp), ("deepspeed", deepspeed)):
+        if held_against is not None:
+            faults += _other_inputs(curve, held_against, other)
+    from_ddp = _difference(ddp, curve) if ddp is not None else None
+    from_deepspeed = _difference(deepspeed, curve) if deepspeed is not None and is_standard else None
+    if from_ddp is not None:
+        beyond += _beyond(from_ddp.points[0].difference, INITIAL_FROM_DDP, "initial difference from ddp")
+        for_max, for_mean = FROM_DDP.get(name, (math.inf, math.inf))
+        beyond += _beyond(from_ddp.max_difference, for_max, "max difference from ddp")
+        beyond += _beyond(from_ddp.mean_difference, for_mean, "mean difference from ddp")
+    if from_deepspeed is not None and not from_deepspeed.max_relative <= FROM_DEEPSPEED:
+        beyond.append(f"{from_deepspeed.max_relative:.2%} from deepspeed, bound {FROM_DEEPSPEED:.0%}")
+    return CurveComparison(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
+
+
+def _difference(reference: Curve, other: Curve) -> Quantity:
+    points = [
+        Point(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
+        for a, b in zip(reference.steps, other.steps, strict=False)
+    ]
+    return Quantity.of("loss", points)
+
+
+def _beyond(value: float, bound: float, what: str) -> list[str]:
+    return [] if value < bound or math.isinf(bound) else [f"{what} {value:.3g}, bound {bound:g}"]
+
+
+def _other_inputs(curve: Curve, other: Curve, name: str) -> list[str]:
+    differing = [a.step for a, b in zip(curve.steps, other.steps, strict=False) if a.inputs != b.inputs]
+    return [f"step {differing[0]} was on other inputs than {name}'s"] if differing else []

@@ -1,0 +1,62 @@
+"""Hold what was asked of `replay worst`, and parse what `--predict` asks for: a configuration that was not measured."""
+
+from dataclasses import dataclass, replace
+
+from actor_init.spec import ActorSpec, UsageError
+from replay.options.spec import ReplaySpec
+
+NAMES = ("num-layers", "zero-stage", "ranks", "tp", "ring")
+EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """Another configuration: `actor` is all of it, `alone` is what one rank can run of it, to be measured."""
+
+    text: str
+    actor: ActorSpec
+    alone: ActorSpec
+    ranks: int  # that each feed inputs of their own
+
+    @property
+    def num_processes(self) -> int:
+        return self.ranks * self.actor.parallel.tp * self.actor.parallel.ring
+
+
+def parsed(text: str, actor: ActorSpec) -> Configuration:
+    """Read `num-layers=32,ranks=8` as a change of `actor`. Raises UsageError for anything else, or what is refused."""
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in NAMES or name in given or not number.isascii() or not number.isdigit():
+            raise UsageError(
+                f"--predict {text!r}: {part!r} is not allowed. Give each of {', '.join(NAMES)} at most once, "
+                f"as {EXAMPLE}"
+            )
+        given[name] = int(number)
+        if given[name] < 1 and name != "zero-stage":
+            raise UsageError(f"--predict {text!r}: {name} is at least 1. Try: {EXAMPLE}")
+    if (actor.parallel.tp > 1 and "tp" in given) or (actor.parallel.ring > 1 and "ring" in given):
+        raise UsageError(f"--predict {text!r} needs a measurement without --tp and --ring. Leave them out")
+    alone = replace(actor, zero_stage=given.get("zero-stage", actor.zero_stage))
+    parallel = replace(
+        actor.parallel, tp=given.get("tp", actor.parallel.tp), ring=given.get("ring", actor.parallel.ring)
+    )
+    whole = replace(alone, num_layers=given.get("num-layers", actor.num_layers), parallel=parallel)
+    return Configuration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstPlan:
+    """Which inputs to rank, how many of them to measure, and which other configurations to predict."""
+
+    spec: ReplaySpec
+    num_measured: int
+    num_shown: int
+    checks: bool
+    predict: list[str]
+
+    @property
+    def others(self) -> list[Configuration]:
+        """Return the other configurations. Raises UsageError for one that cannot be."""
+        return [parsed(text, self.spec.actor) for text in self.predict]

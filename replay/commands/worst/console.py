@@ -1,0 +1,209 @@
+"""Print what `replay worst` measured and predicts, as it becomes known.
+
+command    replay worst --inputs inputs/my-run --model llama-3.1-8b
+measured   12 of 80 inputs, in logs/20261123-140000-worst/runs/0/20261123-140001-replay
+error      at most 1.1 % of a peak and 3.0 % of a time, on 4 inputs that were held out of the fit
+largest    rank0 #31, 2 rows, 3,830 tokens: 61.20 GiB of 138.9 GiB free on NVIDIA H200: fits, 77.70 GiB (56 %) are left
+slowest    rank0 #31, 2 rows, 3,830 tokens: 312.0 ms
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from replay.commands.worst.configuration import Configuration
+from replay.commands.worst.configuration_costs import Bounds
+from replay.commands.worst.measuring import Measuring
+from replay.commands.worst.memory import Fits, Ranked, Room
+from replay.output.printing import open_console, print_line, print_pairs, print_table
+from replay.output.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
+from replay.profiling.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model
+from replay.profiling.shapes import Shape
+
+SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
+
+
+class WorstConsole:
+    def __init__(
+        self,
+        command: str,
+        shapes: Sequence[Shape],
+        damaged: Sequence[tuple[Path, str]],
+        *,
+        full_names: bool,
+        file: IO[str] | None = None,
+    ) -> None:
+        self._out = open_console(file)
+        self._num_inputs = len(shapes)
+        self._full_names = full_names or not short_names_differ([shape.source for shape in shapes])
+        print_pairs(self._out, [("command", command), *damaged_files(damaged)])
+
+    def line(self, name: str, text: str) -> None:
+        print_pairs(self._out, [(name, text)])
+
+    def measured(self, measured: Sequence[Measured], chosen: Sequence[Shape], measuring: Measuring) -> None:
+        where = f", in {measuring.log}" if measuring.log else ""
+        self.line("measured", f"{len(measured)} of {counted(self._num_inputs, 'input')}{where}")
+        for place, error in sorted(measuring.failed.items()):
+            self.line("failed", f"{self._described(chosen[place])}: {error}")
+        if measuring.ended:
+            self.line("failed", f"the run that measures ended early: {measuring.ended}")
+
+    def ranked(
+        self,
+        ranked: Sequence[Ranked],
+        model: Model,
+        room: Room,
+        num_ranks: int,
+        measured: Sequence[Measured],
+        num_shown: int,
+    ) -> None:
+        """Print the error, what takes the time and the memory, the largest and the slowest input, and a table."""
+        for trains, predictor in model.predictors.items():
+            kind = "" if len(model.predictors) == 1 else (" of training passes" if trains else " of rollout passes")
+            for phase, fit in predictor.seconds.items():
+                self.line("time", f"{phase}{kind}: {_formula(fit, 1e3, 'ms')}")
+            for phase, fit in predictor.peaks.items():
+                self.line("peak", f"{phase}{kind}: {_formula(fit, 2**-30, 'GiB')}")
+        if model.error is None:
+            self.line("error", "not known: there are too few inputs to hold some out of the fit")
+        else:
+            held_out = counted(model.error.num_inputs, "input")
+            text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
+            guesses = [(guess, one.cost) for one in measured if (guess := model.cost(one.shape)) is not None]
+            own = Error.of(guesses)
+            more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
+            if max(more) > SAID_FROM:
+                text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
+            self.line("error", text)
+        highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
+        fits = room.fits(highest.cost.peak_bytes, num_ranks)
+        self.line(
+            "largest", f"{self._described(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"
+        )
+        self.line("slowest", f"{self._described(ranked[0].shape)}: {milliseconds(ranked[0].cost.total_seconds)} ms")
+        total = sum(one.cost.total_seconds for one in ranked)
+        self.line("all", f"{counted(len(ranked), 'input')} one after the other: {total:,.1f} s")
+        if num_shown:
+            known = {one.shape.number: one.cost for one in measured}
+            print_line(self._out)
+            print_table(self._out, self._table(ranked[:num_shown], [known.get(one.shape.number) for one in ranked]))
+            print_line(self._out)
+
+    def checked(
+        self,
+        pairs: Sequence[tuple[Ranked, Cost]],
+        error: Error | None,
+        failed: Sequence[tuple[Shape, str]],
+        ended: str,
+    ) -> None:
+        print_table(self._out, self._table([one for one, _ in pairs], [cost for _, cost in pairs]))
+        print_line(self._out)
+        for shape, said in failed:
+            self.line("failed", f"{self._described(shape)}: {said}")
+        if ended:
+            self.line("failed", f"the run that checks ended early: {ended}")
+        if error is not None:
+            self.line(
+                "checked", f"{_judged(error)}, on {counted(error.num_inputs, 'input')}, the worst and some others"
+            )
+
+    def other(
+        self, other: Configuration, num_layers: int, slowest: Bounds, highest: Bounds, room: Room, fits: Fits
+    ) -> None:
+        """Print a prediction for another configuration."""
+        least, most = highest.least.peak_bytes, highest.most.peak_bytes
+        seconds = _between(milliseconds(slowest.least.total_seconds), milliseconds(slowest.most.total_seconds))
+        several = other.num_processes > 1
+        without = ", without communication between ranks" if several else ""
+        of_rank = " a rank" if several else ""
+        peak = _between(gibibytes(least), gibibytes(most))
+        here = "" if room.memory is None else f", {fits.value} in {gibibytes(room.memory.free_bytes)} GiB"
+        self.line(
+            "predicted",
+            f"{other.text}, {counted(num_layers, 'layer')}: highest peak {peak} GiB{of_rank}{here}; slowest "
+            f"{seconds} ms{without}",
+        )
+
+    def other_checked(self, other: Configuration, error: Error | None, failed: Sequence[str]) -> None:
+        for said in failed:
+            self.line("failed", f"{other.text}: {said}")
+        if error is not None:
+            passes = counted(error.num_inputs, "pass")
+            self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
+
+    def finish(self, written: Path) -> None:
+        self.line("written", str(written))
+
+    def _table(self, ranked: Sequence[Ranked], measured: Sequence[Cost | None]) -> Columns:
+        rows = list(zip(ranked, measured, strict=False))
+        return {
+            "input": [self._name(one.shape) for one, _ in rows],
+            "rows": [f"{one.shape.rows:,}" for one, _ in rows],
+            "tokens": [f"{one.shape.real_tokens:,}" for one, _ in rows],
+            "longest": [f"{max(one.shape.documents):,}" for one, _ in rows],
+            "ms": [milliseconds(one.cost.total_seconds) for one, _ in rows],
+            "measured": [milliseconds(cost.total_seconds if cost else None) for _, cost in rows],
+            "GiB": [gibibytes(one.cost.peak_bytes) for one, _ in rows],
+            "measured GiB": [gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
+        }
+
+    def _described(self, shape: Shape) -> str:
+        return f"{self._name(shape)}, {counted(shape.rows, 'row')}, {shape.real_tokens:,} tokens"
+
+    def _name(self, shape: Shape) -> str:
+        return shape.source if self._full_names else short_names(shape.source)
+
+
+def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
+    """Say how a peak and the memory here go together."""
+    if room.has_shown(peak):
+        ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
+        return f"{gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
+    if room.memory is None:
+        return f"{gibibytes(peak)} GiB; how much is free here is not known"
+    needed = room.needed(peak, num_ranks)
+    free = room.memory.free_bytes
+    left = f"{gibibytes(free - needed)} GiB ({(free - needed) / free:.0%}) are left"
+    if needed > free:
+        left = f"{gibibytes(needed - free)} GiB ({(needed - free) / free:.0%}) are lacking"
+    held = "" if needed == peak else f", {gibibytes(needed)} GiB with what the allocator keeps"
+    if room.memory.is_shared:
+        held = " resident in the process, which takes the place of an allocator's peak"
+        held += f", times {counted(num_ranks, 'rank')}" if num_ranks > 1 else ""
+    return f"{gibibytes(peak)} GiB{held}; of {gibibytes(free)} GiB free on {room.memory.device}: {fits.value}, {left}"
+
+
+def _formula(fit: Fit, unit: float, name: str) -> str:
+    """Write a fit as a sum, per thousand tokens and per million of squared lengths."""
+    scales = (1.0, 1e3, 1e6, 1e3, 1e6)
+    units = (
+        "",
+        " per 1,000 tokens",
+        " per 1,000,000 squared lengths",
+        " per 1,000 action tokens",
+        " per 1,000,000 of squared rows",
+    )
+    parts = [
+        f"{factor * scale * unit:.4g} {name}{of}"
+        for factor, scale, of, _ in zip(fit.coefficients, scales, units, TERMS, strict=True)
+        if factor
+    ]
+    floor = f", at least {fit.floor * unit:.4g} {name}" if fit.floor else ""
+    return f"{' + '.join(parts) or f'0 {name}'}{floor}"
+
+
+def _said(error: Error) -> str:
+    return (
+        f"at most {error.most_of_peak:.1%} of a peak and {error.most_of_seconds:.1%} of a time "
+        f"(medians {error.median_of_peak:.1%} and {error.median_of_seconds:.1%})"
+    )
+
+
+def _judged(error: Error) -> str:
+    bounds = f"{MOST_OF_PEAK:.0%} and {MOST_OF_SECONDS:.0%}"
+    return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_said(error)}"
+
+
+def _between(least: str, most: str) -> str:
+    return most if least == most else f"{least} to {most}"

@@ -1,0 +1,95 @@
+"""Hold runs beside each other: each against the first, the reference."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from actor_init.as_json import to_json
+from actor_init.spec import UsageError
+from capture.facts import Setting
+from replay.comparison.comparable import settings_that_differ
+from replay.comparison.differences import Differences, compare
+from replay.output.text import MOST_RUNS, run_letters
+from replay.runlog.reader import PastRun
+
+if TYPE_CHECKING:  # logs without traces are compared without torch
+    from replay.tracing.first_difference import Parted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """How far runs are from a reference, and in which settings they differ.
+
+    names        what each run is called, the reference first
+    threshold    the largest relative difference that counts as none
+    settings     those that differ: what each run has
+    differences  of each run but the reference
+    parted       where traced runs leave a traced reference, by their number in `differences`
+    """
+
+    names: Sequence[str]
+    runs: Sequence[PastRun]
+    threshold: float
+    settings: Mapping[str, Sequence[str]]
+    differences: Sequence[Differences]
+    parted: "Parted"
+
+    @classmethod
+    def read(cls, folders: Sequence[Path], *, threshold: float, names: Sequence[str] = ()) -> Self:
+        """Compare the runs in these folders. Raises UsageError for logs that cannot be compared."""
+        if not 2 <= len(folders) <= MOST_RUNS:
+            raise UsageError(
+                f"two to {MOST_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG"
+            )
+        if not (math.isfinite(threshold) and threshold >= 0):
+            given, advice = Setting("threshold", threshold), "Give a finite number of at least 0"
+            raise UsageError(given, "is not allowed", advice)
+        reference, *others = runs = [PastRun.read(folder) for folder in folders]
+        return cls(
+            names=names or run_letters(len(runs)),
+            runs=runs,
+            threshold=threshold,
+            differences=[compare(reference, other, tells_of_code=True) for other in others],
+            parted=_first_differences(reference, others),
+            settings=settings_that_differ(runs),
+        )
+
+    @property
+    def named(self) -> list[tuple[str, Differences]]:
+        """The runs that are held against the reference: the name and the differences of each."""
+        return list(zip(self.names[1:], self.differences, strict=True))
+
+    @property
+    def is_within(self) -> bool:
+        """Is no relative difference that decides beyond the threshold?"""
+        return all(differences.max_relative <= self.threshold for differences in self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole comparison as JSON has it, each point too, and where traced runs part."""
+        return {
+            "threshold": self.threshold,
+            "runs": [str(run.folder) for run in self.runs],
+            "settings": to_json(self.settings),
+            "comparisons": [
+                {
+                    "run": str(run.folder),
+                    "within": differences.max_relative <= self.threshold,
+                    **to_json(differences),
+                    **({"first_difference": to_json(self.parted[number])} if number in self.parted else {}),
+                }
+                for number, (run, differences) in enumerate(zip(self.runs[1:], self.differences, strict=True))
+            ],
+        }
+
+
+def _first_differences(reference: PastRun, others: Sequence[PastRun]) -> "Parted":
+    """Find the first difference of each run that was traced, if the reference was."""
+    if not reference.measure.trace:
+        return {}
+
+    from replay.tracing.first_difference import first_difference
+
+    traced = {number: other for number, other in enumerate(others) if other.measure.trace}
+    return {number: first_difference(reference.folder, other.folder) for number, other in traced.items()}

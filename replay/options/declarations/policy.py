@@ -1,0 +1,16 @@
+"""Declare the clipped policy loss of PPO and GRPO."""
+
+from replay.options.declarations.declaration import ObjectiveDeclaration
+
+POLICY = ObjectiveDeclaration(
+    name="policy",
+    formula="replay.objective.policy:POLICY",
+    help="the clipped ratio of PPO and GRPO",
+    own_options=frozenset(
+        {
+            *("clip_low", "clip_high", "dual_clip", "on_policy"),
+            *("reduction", "divisor"),
+            *("kl", "kl_coefficient", "entropy_coefficient"),
+        }
+    ),
+)

@@ -1,0 +1,189 @@
+"""Hold one replay with every choice made, and who made it. `replay/resolution/resolve.py` makes the choices.
+
+What runs, measures, judges and logs a replay reads this, and never the spec that somebody typed.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
+from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
+
+if TYPE_CHECKING:  # a log is read without them
+    import torch
+    from transformers import PretrainedConfig
+
+    from actor_init.model import ModelSource
+
+ATTENTION = "actor.attention"
+PACKING = "actor.packing"
+KERNELS = "actor.kernels"
+TP_PLAN = "actor.parallel.tp_plan"
+FUSED_MODULES = "fused modules"
+LOSS_SCALE = "loss scale"
+ONCE_OPEN = "known once the actor is open"
+# What torch, a backend or this machine chose: who repeats the run elsewhere leaves it to them there.
+LEFT_OPEN = {
+    ATTENTION,
+    "actor.zero_stage",
+    *(f"actor.{name}" for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")),
+    "inputs.inputs",
+    "objective.clip_high",
+}
+
+
+PartT = TypeVar("PartT", ActorSpec, InputsSpec, ObjectiveSpec)
+
+
+class By(StrEnum):
+    """Who made a choice."""
+
+    TYPED = "typed"
+    OPTION = "another option"
+    JOB = "the job"
+    MODEL = "the model"
+    MACHINE = "the machine"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One setting of a run, its value, and who chose it.
+
+    setting  the way to a field of a spec, such as `actor.dtype`; a name without a point for what no option sets
+    why      empty where the value and who chose it say all
+    """
+
+    setting: str
+    value: Any  # plain: text, a number, a truth, a path or None
+    by: By
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedReplay(Parts):
+    """One replay with every choice made. Nothing in it is `auto`, and None is a value.
+
+    Two words stay where there is no other: `--attention auto` where no word of the option names the kernel (cuDNN for
+    long documents, a ring's), which `kernel` does; and `--tp-plan auto` where nothing is split.
+
+    source            the model, with the layout of rows, the form of the head, and what is frozen
+    kernel            the attention kernel's name in transformers
+    attention_reason  why that kernel, for readers who may expect another; else empty
+    wants_logits      what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
+    """
+
+    source: "ModelSource"
+    device: "torch.device"
+    kernel: str
+    choices: tuple[Choice, ...]
+    attention_reason: str = ""
+    wants_logits: str = ""
+
+    def __post_init__(self) -> None:
+        Parts.__post_init__(self)
+        actor = self.actor
+        missing = [
+            name
+            for name, is_open in {
+                "actor.dtype": actor.dtype is Dtype.AUTO,
+                PACKING: actor.packing is None,
+                KERNELS: actor.kernels is Kernels.AUTO,
+                "actor.grad_accumulation": actor.grad_accumulation is None,
+            }.items()
+            if is_open
+        ]
+        assert not missing, f"{', '.join(missing)}: not resolved"
+
+    def chosen_by(self, setting: str) -> By:
+        """Return who chose a setting; a default that nobody had to choose is one."""
+        return next((choice.by for choice in self.choices if choice.setting == setting), By.DEFAULT)
+
+    def to_spec(self) -> ReplaySpec:
+        """Return what to type for the same run: with what the job and the model decided, not what a machine did."""
+        left = {
+            choice.setting
+            for choice in self.choices
+            if choice.setting in LEFT_OPEN
+            and (choice.by is By.MACHINE if choice.setting == ATTENTION else choice.by is not By.TYPED)
+        }
+        return ReplaySpec(
+            actor=_with_defaults(self.actor, "actor", left),
+            inputs=_with_defaults(self.inputs, "inputs", left),
+            measure=self.measure,
+            state=self.state,
+            objective=_with_defaults(self.objective, "objective", left),
+        )
+
+    def completed(self, facts: Mapping[str, str | int], loss_scale: float) -> Self:
+        """Return the run with what the open actor alone can tell: its plan for tp, fused modules, and loss scale."""
+        known = {TP_PLAN: facts.get("tp_plan"), FUSED_MODULES: facts.get("kernels"), LOSS_SCALE: loss_scale}
+        return replace(
+            self,
+            choices=tuple(
+                choice if (value := known.get(choice.setting)) is None else replace(choice, value=value)
+                for choice in self.choices
+            ),
+        )
+
+    def variant(
+        self,
+        *,
+        why: str,
+        actor: ActorSpec | None = None,
+        inputs: InputsSpec | None = None,
+        measure: MeasureSpec | None = None,
+        source: "ModelSource | None" = None,
+    ) -> Self:
+        """Return this run with other parts, checked again. An attention kernel that is `auto` there is chosen anew.
+
+        Raises UsageError if that is not possible here.
+        """
+        parts: dict[str, Any] = {"actor": actor or self.actor, "inputs": inputs or self.inputs}
+        parts["measure"] = measure or self.measure
+        changed = {
+            f"{part}.{field.name}": getattr(spec, field.name)
+            for part, spec in parts.items()
+            for field in fields(spec)
+            if getattr(spec, field.name) != getattr(getattr(self, part), field.name)
+        }
+        is_open = parts["actor"].attention == Attention.AUTO
+        parts["actor"], kernel = with_kernel(parts["actor"], self.device, self.source.config)
+        if kernel != self.kernel:  # also where another dtype has another one
+            changed[ATTENTION] = kernel
+        kept = [choice for choice in self.choices if choice.setting not in changed]
+        new = [
+            Choice(
+                setting=setting,
+                value=kernel if setting == ATTENTION else value,
+                by=By.MACHINE if setting == ATTENTION and is_open else By.DEFAULT,
+                why=why,
+            )
+            for setting, value in changed.items()
+        ]
+        return replace(self, **parts, source=source or self.source, kernel=kernel, choices=(*kept, *new))
+
+
+def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConfig") -> tuple[ActorSpec, str]:
+    """Return the actor with the word for its attention kernel, and the kernel's name in transformers.
+
+    `auto` stays where no other word names that kernel. Raises UsageError if there is none here.
+    """
+    from actor_init.attention.kernel_choice import kernel_name
+
+    kernel = kernel_name(actor, where, config)
+    if actor.attention == Attention.AUTO and not actor.is_custom:
+        for declared in ATTENTION_KERNELS.values():
+            if kernel in {form.name for form in declared.forms()}:
+                return replace(actor, attention=declared.word), kernel
+    return actor, kernel
+
+
+def _with_defaults(part: PartT, name: str, settings: Collection[str]) -> PartT:
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in fields(part) if f"{name}.{field.name}" in settings
+    }
+    return replace(part, **defaults)

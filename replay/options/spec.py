@@ -1,0 +1,345 @@
+"""Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
+
+import re
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+
+from actor_init.declarations.backends import declaration_of, names_of
+from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
+from capture.facts import Setting
+from replay.options.declarations import OBJECTIVES, objectives_with
+
+
+class Passes(StrEnum):
+    TRAIN = "train"
+    ROLLOUT = "rollout"
+    ALL = "all"
+
+
+class Order(StrEnum):
+    RECORDED = "recorded"
+    WORST = "worst"
+
+
+class LossName(StrEnum):
+    """Losses that are means of log-probs; `replay/options/declarations` has the objectives, which --loss may be too."""
+
+    STAND_IN = "stand-in"
+    SFT = "sft"
+
+
+class Reduction(StrEnum):
+    TOKENS = "tokens"
+    WINDOW_TOKENS = "window-tokens"
+    SEQUENCES = "sequences"
+    DIVISOR = "divisor"
+
+
+class KlEstimator(StrEnum):
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class Pairs(StrEnum):
+    HALVES = "halves"
+    ALTERNATE = "alternate"
+
+
+STEP, TRACE, RESUME = Setting("step", True), Setting("trace", True), Setting("resume", True)
+PICKS = re.compile(r"\d{1,9}(,\d{1,9})*")
+USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
+
+
+def is_objective(loss: str) -> bool:
+    """Is it a job's own objective, which has its reduction and needs more than tokens?"""
+    return loss not in list(LossName)
+
+
+def _loss_help() -> str:
+    objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
+    return (
+        "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
+        f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
+    )
+
+
+def _loss_metavar() -> str:
+    return "|".join([*LossName, *OBJECTIVES, "FILE.py:FUNCTION"])
+
+
+class WindowWeights(StrEnum):
+    TOKENS = "tokens"
+    MEAN_OF_MEANS = "mean-of-means"
+
+
+class VerdictRule(StrEnum):
+    REPORT = "report"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputsSpec:
+    """Which micro-batches to replay, in which order.
+
+    No option sets `reverse_rows`: parity measures by it what rounding does. It feeds each micro-batch's last row first,
+    which gives the same numbers but for rounding. The log keeps the rows' order.
+    """
+
+    inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
+    input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
+    skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
+    max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
+    uneven: bool = option(
+        False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
+    )
+    passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
+    shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
+    random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
+    order: Order = option(
+        Order.RECORDED,
+        "worst: the inputs with most tokens first, whatever windows the job had; with --max-inputs N, the N largest.",
+    )
+    pick_inputs: str | None = option(
+        None,
+        "Replay these alone, in this order: numbers that each data rank's inputs have without this option, from 0, as "
+        "in a log; one may come more than once.",
+        metavar="N,N,...",
+    )
+    reverse_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inputs is not None and self.input_file is not None:
+            raise UsageError.excluding(Setting("inputs"), Setting("input_file"))
+        if self.order is Order.WORST and self.shuffle_inputs:
+            raise UsageError.excluding(Setting("order", self.order), Setting("shuffle_inputs", True))
+        if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
+            advice = f"Give numbers with commas between. Try: {Setting('pick_inputs', '4,0,17')}"
+            raise UsageError.not_allowed("pick_inputs", self.pick_inputs, advice)
+        if self.pick_inputs is not None and self.uneven:
+            why = f"leaves inputs out, and {Setting('uneven', True)} replays all"
+            raise UsageError(Setting("pick_inputs"), why, "Give one of the two")
+
+    @property
+    def picked(self) -> list[int] | None:
+        """Return the numbers of --pick-inputs; None if it was not given."""
+        return None if self.pick_inputs is None else [int(number) for number in self.pick_inputs.split(",")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureSpec:
+    """What each pass does and where it is logged.
+
+    No option sets `details`: parity keeps by it what `keeps_details` names, and counts no label that padding predicts,
+    since it compares runs that lay the same tokens out in different ways.
+    """
+
+    loss: str = option(LossName.STAND_IN.value, _loss_help, metavar=_loss_metavar)
+    window: WindowWeights = option(
+        WindowWeights.TOKENS,
+        "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
+        "the tokens that have a loss; mean-of-means: as much as every other pass.",
+    )
+    verdict: VerdictRule = option(
+        VerdictRule.REPORT,
+        "strict: exit code 1 where the verdict is DIFFERS or UNSETTLED, and rows padded where the job's were; "
+        "report: say so.",
+    )
+    noise_floor: bool = option(
+        True,
+        "For a verdict in bf16 or fp16, replay up to four inputs again by another kernel and in another order, to know "
+        "what rounding alone does to their numbers. Kept beside the inputs.",
+    )
+    second_opinion: bool = option(
+        False, "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32."
+    )
+    backward: bool = option(True, "Run backward after a training pass's forward.")
+    step: bool = option(False, "Step the optimizer after backward.")
+    trace: bool = option(
+        False,
+        "Keep each token's log-prob and sketches of every layer's output and gradient, and of every parameter's "
+        "gradient, for `replay compare`.",
+    )
+    details: bool = False
+    profile: bool = option(
+        False,
+        "Run the slowest pass once more under torch.profiler: where its time went, and a Chrome trace a rank. It is "
+        "not among the timed passes.",
+    )
+    memory_snapshot: bool = option(
+        False,
+        "Run the pass with the highest peak, or one that ran out of memory, once more with the allocator's history: "
+        "what held the peak, and a snapshot a rank. On a CPU: what held the resident memory. On several ranks the "
+        "history is on in every pass, which makes them slower.",
+    )
+    warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
+    timeout: float = option(
+        120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1
+    )
+    quiet: bool = option(False, "Print the answer and the summary alone.")
+    full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
+    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
+    name: str = option("replay", "Last part of that folder's name.")
+
+    def __post_init__(self) -> None:
+        words = [*LossName, *OBJECTIVES]
+        if self.loss not in words and not USER_LOSS.fullmatch(self.loss):
+            raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(words)}, or FILE.py:FUNCTION")
+        if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
+            loss, window = Setting("loss", self.loss), Setting("window")
+            why = f"is for {loss.of(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
+            raise UsageError(window.of(self.window), why, f"Try: without {window}, and with {Setting('reduction')}")
+
+    @property
+    def keeps_details(self) -> bool:
+        """Are each token's log-prob and a sketch of each parameter's gradient kept?"""
+        return self.trace or self.details
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveSpec:
+    """Settings of the objectives, which declare the ones they take; docs/objectives.md has the formulas."""
+
+    clip_low: float = option(0.2, "policy: the ratio is clipped to no less than 1 - X.", min=0, max=1)
+    clip_high: float | None = option(
+        None, "policy: the ratio is clipped to no more than 1 + X. Default: as --clip-low.", min=0
+    )
+    dual_clip: float | None = option(
+        None, "policy: where the advantage is negative, a token's loss is at most X times its size.", min=1
+    )
+    reduction: Reduction = option(
+        Reduction.TOKENS,
+        "policy: what the loss of a pass is. tokens: the mean over its tokens; window-tokens: their sum divided by the "
+        "tokens of all passes of the step; sequences: the mean of each sequence's mean; divisor: the sum divided by "
+        "--divisor times the number of sequences.",
+    )
+    divisor: float | None = option(
+        None, "policy: of --reduction divisor; without it the job's noted `divisor`, a number.", min=0
+    )
+    on_policy: bool = option(
+        False,
+        "policy: the old log-probs are the pass's own, so that the ratio is 1, as in a first step on new samples.",
+    )
+    kl: KlEstimator = option(KlEstimator.K3, "policy: estimator of the KL divergence to the reference.")
+    kl_coefficient: float = option(0.0, "policy: X times that divergence is added.", min=0)
+    entropy_coefficient: float = option(0.0, "policy: X times the entropy is subtracted.", min=0)
+    dpo_beta: float = option(0.1, "dpo: scale of the log-ratio to the reference.", min=0)
+    label_smoothing: float = option(0.0, "dpo: share of the pairs whose preference is taken for wrong.", min=0, max=0.5)
+    pairs: Pairs = option(
+        Pairs.HALVES,
+        "dpo: where a pair's sequences are. halves: all chosen, then all rejected; alternate: each chosen one before "
+        "its rejected one.",
+    )
+    average_log_probs: bool = option(False, "dpo: a sequence counts by its mean log-prob, not by the sum.")
+
+    def __post_init__(self) -> None:
+        if self.divisor == 0:
+            raise UsageError(Setting("divisor", 0), "is not allowed", "Give a number above 0")
+        if self.divisor is not None and self.reduction is not Reduction.DIVISOR:
+            given, owner = Setting("divisor", f"{self.divisor:g}"), Setting("reduction", Reduction.DIVISOR)
+            raise UsageError(given, f"is a setting of {owner}", f"Try: {owner} {given}")
+
+    def check(self, loss: str) -> None:
+        """Raise UsageError for an option that was given for another loss than `loss`."""
+        for declared in fields(self):
+            owners = objectives_with(declared.name)
+            if loss not in owners and getattr(self, declared.name) != declared.default:
+                owner = Setting("loss", owners[0])
+                raise UsageError(Setting(declared.name), f"is a setting of {owner}", f"Try: {owner}")
+
+
+KEPT_STATES = 2  # the last ones of a run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """What to load before the first pass, and save after the last or every few steps.
+
+    A folder to save into must be new or empty; under --resume it may hold the states of the run that was begun.
+    """
+
+    load_state: Path | None = option(
+        None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."
+    )
+    save_state: Path | None = option(None, "Folder for weights, optimizer, schedule and step, to go on from.")
+    save_every: int | None = option(
+        None, "Save a state below --save-state after every N optimizer steps, and the last; keep the last two.", min=1
+    )
+    resume: bool = option(
+        False, "Go on from the latest state of --save-every, if there is one, as the run that was begun."
+    )
+    save_model: Path | None = option(None, "Folder for the weights in --dtype, as from_pretrained and --model open it.")
+
+    def __post_init__(self) -> None:
+        every, folder = Setting("save_every"), Setting("save_state", "PATH")
+        if self.save_every is not None and self.save_state is None:
+            raise UsageError(every.of(self.save_every), "needs a folder", f"Try: {folder} {every.of(self.save_every)}")
+        if self.resume and self.save_every is None:
+            raise UsageError(RESUME, f"goes on from what {every} saved", f"Try: {folder} {every.of('N')}")
+        if self.resume and self.load_state is not None:
+            raise UsageError.excluding(RESUME, Setting("load_state"))
+        if self.save_state is not None and self.save_state == self.save_model:
+            model = Setting("save_model")
+            advice = f"Try: {model.of(f'{self.save_model}-model')}"
+            raise UsageError(Setting("save_state"), f"and {model} are both {self.save_state}", advice)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a replay is specified by. Raises UsageError for parts that contradict each other."""
+
+    actor: ActorSpec = field(default_factory=ActorSpec)
+    inputs: InputsSpec = field(default_factory=InputsSpec)
+    measure: MeasureSpec = field(default_factory=MeasureSpec)
+    state: StateSpec = field(default_factory=StateSpec)
+    objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
+
+    def __post_init__(self) -> None:
+        self.objective.check(self.measure.loss)
+        one_of_two, optimizer = "Drop one of the two", Setting("optimizer")
+        no_optimizer = f"needs an optimizer, but {optimizer.of('none')} was given"
+        if self.measure.trace and self.inputs.reverse_rows:
+            raise UsageError(TRACE, "tells rows by their place, and these are fed in reverse", one_of_two)
+        if self.measure.step and not self.measure.backward:
+            raise UsageError(STEP, f"needs the gradients that {Setting('backward', False)} leaves out", one_of_two)
+        if self.measure.step and self.actor.optimizer == "none":
+            raise UsageError(STEP, no_optimizer, f"Try: {optimizer.of('adamw')}")
+        if self.state.save_every is not None and not self.measure.step:
+            every = Setting("save_every", self.state.save_every)
+            raise UsageError(every, "counts optimizer steps", f"Try: {STEP} {every}")
+        if self.state.resume and (self.measure.trace or self.measure.details):
+            given = TRACE if self.measure.trace else "details of every token"
+            raise UsageError(given, f"needs every pass, and {RESUME} leaves out those done", one_of_two)
+        if self.state.save_state or self.state.load_state:
+            given, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")
+            if self.actor.optimizer == "none":
+                advice = f"Try: {model} and {Setting('model')} for weights alone"
+                raise UsageError(given, no_optimizer, advice)
+            if declaration_of(self.actor.backend).states is None:
+                other = Setting("backend", names_of(lambda one: one.states is not None)[0])
+                advice = f"Try: {other}, or {model} for weights alone"
+                raise UsageError(given, f"is not there for {self.actor.backend}", advice)
+        if self.state.load_state and self.actor.random_weights:
+            raise UsageError.excluding(RANDOM_WEIGHTS, Setting("load_state"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplaySpec(Parts):
+    """What somebody typed. `auto`, and None where it is no value, is not typed: `resolve` chooses it."""
+
+
+def default_folder() -> Path:
+    """Return the folder of the sample inputs that ship with the project, in a checkout or an installed package."""
+    return _shipped("sample")
+
+
+def edge_folder(name: str) -> Path:
+    """Return one of the folders of edge shapes that ship with the project."""
+    return _shipped("edges") / name
+
+
+def _shipped(name: str) -> Path:
+    # In a checkout it is a link to inputs/, and resolved, so that the header names the folder that people know.
+    return (Path(__file__).parents[1] / name).resolve()

@@ -1,0 +1,44 @@
+"""Print tables and lines, on a terminal or into a file without control characters and wrapped rows."""
+
+import sys
+from typing import IO
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+from replay.output.text import Columns, Pairs, judgement, one_line, printable, table_lines
+
+PLAIN_WIDTH = 120
+NAME_WIDTH = 11
+STYLES = {"good": "green", "bad": "bold red", "open": "yellow", "": ""}
+
+
+def open_console(file: IO[str] | None = None) -> RichConsole:
+    """Open a rich console with colour on a terminal, and elsewhere without control characters, whatever is set."""
+    is_terminal = (file if file is not None else sys.stdout).isatty()
+    return RichConsole(
+        file=file,
+        force_terminal=is_terminal,
+        color_system="auto" if is_terminal else None,
+        width=None if is_terminal else PLAIN_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def print_line(out: RichConsole, text: str = "", style: str = "") -> None:
+    """Print one line. Control characters are shown as their numbers."""
+    out.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def print_pairs(out: RichConsole, pairs: Pairs) -> None:
+    """Print a line per pair, coloured by its content."""
+    for name, text in pairs:
+        print_line(out, f"{name:<{NAME_WIDTH}}{one_line(text)}", STYLES[judgement((name, text))])
+
+
+def print_table(out: RichConsole, columns: Columns) -> None:
+    """Print a table at its full width; a narrower terminal wraps it."""
+    for line in table_lines(columns):
+        print_line(out, line)

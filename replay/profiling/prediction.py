@@ -1,0 +1,230 @@
+"""Predict what a pass costs from measured ones: seconds and peak of each phase; rollout passes are fitted apart.
+
+Seconds or bytes are a sum of what passes compute, with coefficients that are not negative, and perhaps a floor:
+
+    value = max(floor, constant + a * tokens + b * squares + c * action tokens + d * squared rows)
+
+A floor is what small passes cost whatever they compute: a GPU waits for its host, or the peak is that of weights and
+gradients. Errors are relative. Which terms there are, and whether there is a floor, is what predicts left-out points
+best.
+
+Shape letters: P points, T terms, F fits, C some of the terms.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from replay.profiling.shapes import Rows, Shape, rows_fed
+
+TERMS = ("constant", "tokens", "squares", "action tokens", "squared rows")
+FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first
+BETTER = 0.6  # share of the simpler form's error that a form with more terms, or a floor, has to come down to
+MOST_OF_PEAK, MOST_OF_SECONDS = 0.05, 0.1  # shares by which a prediction may be off
+LEAST_FOR_HOLDING_OUT = 6  # measured inputs of a kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    coefficients: Sequence[float]  # of TERMS
+    floor: float = 0.0
+
+    def __call__(self, terms: Sequence[float]) -> float:
+        linear = sum(factor * term for factor, term in zip(self.coefficients, terms, strict=True))
+        return max(self.floor, linear)
+
+
+def fitted(terms: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
+    """Fit positive `values` to `terms`, a row of TERMS for each."""
+    terms_PT = torch.tensor(terms, dtype=torch.float64)
+    values_P = torch.tensor(values, dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
+    num_points = len(values_P)
+    best, best_error = _fit(terms_PT, values_P, FORMS[0], 0), float("inf")
+    for form in FORMS:
+        most_on_floor = num_points - len(form) - 1 if len(form) > 1 else 0
+        if len(form) > 1 and num_points <= len(form):
+            break
+        for num_on_floor in (0, *range(2, most_on_floor + 1)):
+            error = _left_out_error(terms_PT, values_P, form, num_on_floor)
+            if error < BETTER * best_error:
+                best, best_error = _fit(terms_PT, values_P, form, num_on_floor), error
+    return best
+
+
+def _fit(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> Fit:
+    coefficients_1T, floor_1 = _fits(
+        terms_PT, values_P, torch.ones(1, len(values_P), dtype=torch.bool), form, num_on_floor
+    )
+    return Fit(coefficients=coefficients_1T[0].tolist(), floor=float(floor_1[0]))
+
+
+def _left_out_error(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> float:
+    """Return the mean squared relative error at each point of a fit without it."""
+    num_points = len(values_P)
+    if num_points < 2:
+        return 0.0
+    kept_PP = ~torch.eye(num_points, dtype=torch.bool)
+    coefficients_PT, floor_P = _fits(terms_PT, values_P, kept_PP, form, num_on_floor)
+    predicted_P = torch.maximum((terms_PT * coefficients_PT).sum(dim=1), floor_P)
+    return float((predicted_P / values_P - 1).square().mean())
+
+
+def _fits(
+    terms_PT: Tensor, values_P: Tensor, kept_FP: Tensor, form: Sequence[int], num_on_floor: int
+) -> tuple[Tensor, Tensor]:
+    """Return coefficients [F, T] and floors [F] of fits to the points that each keeps.
+
+    The points with the fewest tokens of those lie on the floor. The coefficients are those of the least relative
+    squares, none of them negative: the best of them is an unbounded one over some of the terms, and there are few
+    terms, so all are tried.
+    """
+    num_fits = len(kept_FP)
+    floor_F = torch.zeros(num_fits, dtype=torch.float64)
+    sloping_FP = kept_FP
+    if num_on_floor:
+        by_size_P = terms_PT[:, 1].argsort(stable=True)
+        rank_FP = kept_FP[:, by_size_P].cumsum(dim=1)
+        low_FP = torch.empty_like(kept_FP)
+        low_FP[:, by_size_P] = kept_FP[:, by_size_P] & (rank_FP <= num_on_floor)
+        floor_F = values_P.expand(num_fits, -1).where(low_FP, torch.nan).nanmedian(dim=1).values
+        sloping_FP = kept_FP & ~low_FP
+    scale_T = terms_PT.abs().amax(dim=0).clamp(min=1e-300)
+    relative_FPT = (terms_PT / scale_T / values_P[:, None]) * sloping_FP[:, :, None]
+    ones_FP1 = sloping_FP[:, :, None].double()
+    best_FT = torch.zeros(num_fits, len(TERMS), dtype=torch.float64)
+    least_F = torch.full((num_fits,), torch.inf, dtype=torch.float64)
+    for chosen in _subsets(form):
+        columns = list(chosen)
+        found_FC1 = torch.linalg.lstsq(relative_FPT[:, :, columns], ones_FP1, driver="gelsd").solution
+        error_F = (relative_FPT[:, :, columns] @ found_FC1 - ones_FP1).square().sum(dim=(1, 2))
+        is_better_F = (found_FC1[:, :, 0] >= 0).all(dim=1) & (error_F < least_F)
+        least_F = torch.where(is_better_F, error_F, least_F)
+        new_FT = torch.zeros_like(best_FT)
+        new_FT[:, columns] = found_FC1[:, :, 0] / scale_T[columns]
+        best_FT = torch.where(is_better_F[:, None], new_FT, best_FT)
+    return best_FT, floor_F
+
+
+def _subsets(form: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for number in range(1, len(form) + 1):
+        yield from combinations(form, number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Seconds and peak bytes of a pass by phase, each on the rank where it is the largest."""
+
+    seconds: Mapping[str, float]
+    peaks: Mapping[str, float]
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(self.peaks.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    shape: Shape
+    fed_tokens: int  # on the rank where they are most
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictor:
+    """Fits for the passes of one kind."""
+
+    rows: Rows
+    seconds: Mapping[str, Fit]  # by phase
+    peaks: Mapping[str, Fit]
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured], rows: Rows) -> Self:
+        terms = [terms_of(one.shape, rows) for one in measured]
+        phases = measured[0].cost.seconds
+        return cls(
+            rows=rows,
+            seconds={name: fitted(terms, [one.cost.seconds[name] for one in measured]) for name in phases},
+            peaks={name: fitted(terms, [one.cost.peaks[name] for one in measured]) for name in phases},
+        )
+
+    def cost(self, shape: Shape, *, ring: int = 1) -> Cost:
+        """Predict the cost of a pass; with `ring`, on each of so many ranks that share its row."""
+        constant, *counts = terms_of(shape, self.rows)
+        terms = [constant, *(count / ring for count in counts)]
+        return Cost(
+            seconds={name: fit(terms) for name, fit in self.seconds.items()},
+            peaks={name: fit(terms) for name, fit in self.peaks.items()},
+        )
+
+
+def terms_of(shape: Shape, rows: Rows) -> list[float]:
+    """Return the terms of a fit."""
+    counts = (shape.fed_tokens(rows), shape.squares(rows), shape.action_tokens, shape.squared_rows(rows))
+    return [1.0, *map(float, counts)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Error:
+    """How far predictions were from what was measured, as shares of it."""
+
+    num_inputs: int
+    most_of_peak: float
+    median_of_peak: float
+    most_of_seconds: float
+    median_of_seconds: float
+
+    @property
+    def is_near(self) -> bool:
+        return self.most_of_peak <= MOST_OF_PEAK and self.most_of_seconds <= MOST_OF_SECONDS
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Cost, Cost]]) -> Self:
+        """Compare predictions with measurements, given in pairs."""
+        peaks = [abs(guess.peak_bytes / real.peak_bytes - 1) for guess, real in pairs]
+        seconds = [abs(guess.total_seconds / real.total_seconds - 1) for guess, real in pairs]
+        return cls(
+            num_inputs=len(pairs),
+            most_of_peak=max(peaks),
+            median_of_peak=statistics.median(peaks),
+            most_of_seconds=max(seconds),
+            median_of_seconds=statistics.median(seconds),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What is known of a folder's passes: a predictor for each kind, and how far it is off."""
+
+    predictors: Mapping[bool, Predictor]  # by: was autograd on?
+    held_out: Sequence[tuple[Measured, Cost]]  # measured, and predicted by a fit without them
+    error: Error | None  # on these; None: there were too few to hold any out
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured]) -> Self:
+        """Fit all measured passes; and, to know the error, two thirds of them, and predict the rest."""
+        rows = rows_fed((one.shape, one.fed_tokens) for one in measured)
+        predictors: dict[bool, Predictor] = {}
+        held_out: list[tuple[Measured, Cost]] = []
+        for trains in sorted({one.shape.trains for one in measured}):
+            own = [one for one in measured if one.shape.trains == trains]
+            predictors[trains] = Predictor.of(own, rows)
+            if len(own) >= LEAST_FOR_HOLDING_OUT:
+                out = own[1:-1:3]  # neither the smallest nor the largest
+                others = Predictor.of([one for one in own if one not in out], rows)
+                held_out += [(one, others.cost(one.shape)) for one in out]
+        error = Error.of([(guess, one.cost) for one, guess in held_out]) if held_out else None
+        return cls(predictors=predictors, held_out=held_out, error=error)
+
+    def cost(self, shape: Shape, *, ring: int = 1) -> Cost | None:
+        """Predict the cost of a pass; None if no pass of its kind could be measured."""
+        predictor = self.predictors.get(shape.trains)
+        return None if predictor is None else predictor.cost(shape, ring=ring)
